@@ -37,7 +37,7 @@ def is_fake() -> bool:
 
 def require_gpu() -> dict[str, Any]:
     """The device's facts; leaves with a sentence where there is none."""
-    from pipeswitch.devices.choosing import examine
+    from pipeswitch.devices.cuda.examine import examine
     from pipeswitch.errors import ConfigError
 
     try:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from .gpu_common import is_fake, now_ms, package, put, require_gpu
 
@@ -60,7 +59,7 @@ def main() -> int:
         path = Path("/sys/kernel/mm/transparent_hugepage", name)
         if path.is_file():
             put(**{f"hugepage_{name}": path.read_text().strip()})
-    return _selftest(device)
+    return _selftest()
 
 
 def _put_surroundings() -> None:
@@ -103,14 +102,13 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def _selftest(device: dict[str, Any]) -> int:
+def _selftest() -> int:
     """Status 1 where no cuda device can be had: what follows cannot serve either."""
-    from pipeswitch.devices.choosing import examine
+    from pipeswitch.devices.cuda.examine import examine
     from pipeswitch.devices.cuda.ladder import TESTS, Outcome, Wishes, choose
     from pipeswitch.errors import ConfigError
 
-    others = tuple(range(1, device["count"]))
-    found = examine(package(), 0, with_tests=True, peers=others or None)
+    found = examine(package(), 0, with_tests=True)
     for name in TESTS:
         test = found.get(name)
         how = "did not run"

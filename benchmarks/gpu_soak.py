@@ -72,7 +72,7 @@ def _ask(client: Any, name: str, payload: Any) -> Any:
 
 def _look(client: Any) -> dict[str, Any]:
     """Free device bytes as a fresh process sees them, and what each worker holds open."""
-    from pipeswitch.devices.choosing import examine
+    from pipeswitch.devices.cuda.examine import examine
 
     device = examine(package(), 0, with_tests=False)["device"]
     pids = sorted(row["pid"] for row in client.ps() if row.get("kind") == "worker")

@@ -1,7 +1,7 @@
 """Host store, arena and the link between them, for the baselines: ours without the daemon.
 
 The same kind of memory, the same copy in the same pieces, the same modelled link as
-``devices/cpu.py``; its user decides when to copy what. No torch.
+``devices/cpu/memory.py``; its user decides when to copy what. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeswitch.devices.cpu import Link
+from pipeswitch.devices.cpu.memory import Link
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.spec import load_manifest, weights_file

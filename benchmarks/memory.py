@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pipeswitch.devices.cpu import CpuDeviceMemory
+from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.devices.cpu import CpuDeviceMemory
+from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from pipeswitch.programs.layout import REGION_ALIGN_BYTES, Manifest, aligned

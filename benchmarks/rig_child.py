@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pipeswitch.devices.cpu import CpuPoolView
+from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.executor import BoundGraph, GraphProgram

@@ -12,8 +12,8 @@ import torch
 import torchvision  # noqa: F401 - the fork server imports it once, for all workers
 from torch import nn
 
-from pipeswitch.devices.cpu import Link
-from pipeswitch.devices.windows import MADV_POPULATE_READ
+from pipeswitch.devices.cpu.memory import Link
+from pipeswitch.devices.cpu.windows import MADV_POPULATE_READ
 from pipeswitch.programs.executor import ModuleProgram
 from pipeswitch.programs.layout import TensorSpec
 from pipeswitch.programs.views import bytes_over, tensor_over

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Sequence
 from typing import Any, Final
 
-from pipeswitch.devices.cpu import CpuDeviceMemory
+from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.ipc.board import new_bell, sealed_memfd
 from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from pipeswitch.planning.fit import quantile

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeswitch.devices.opening import open_memory
+from pipeswitch.devices.kinds import kind_of
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import DaemonSettings
 from pipeswitch.units import PrintableFormatter, printable
@@ -32,11 +32,10 @@ def run(
     """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
     or cannot be understood.
 
-    ``descriptors``: the store memfd, then ``bell_count`` eventfds. They stay open for the life
+    ``descriptors``: the store memfd, then the workers' bells. They stay open for the life
     of the process.
 
     Raises:
-        ConfigError: no such device, or not the descriptors that the settings announce.
         CudaError, OSError: the memory cannot be had.
     """
     # Ctrl-C reaches the whole process group; who leaves when is the controller's decision.
@@ -46,7 +45,8 @@ def run(
     if settings.log_path:
         log_to(settings.log_path, settings.log_bytes)
     threading.excepthook = _leave
-    device = open_memory(settings, descriptors)
+    store, *bells = descriptors
+    device = kind_of(settings.device).open_memory(settings, store, bells)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: no process is left to wait for them.

@@ -227,10 +227,6 @@ class DeviceConfig(_Checked):
     graph_budget_bytes: int = _setting(
         "1GiB", "cuda: driver memory that one worker's graphs may take", parse_size
     )
-    peers: str = _setting(
-        "off", "cuda: copy models over the link of the server's next GPU, too: off or on",
-        choices=("off", "on"),
-    )  # fmt: skip
     bindings: str = _setting(
         "cuda.bindings", "cuda: the package with the bindings", pattern=r"[A-Za-z_][A-Za-z0-9_.]*"
     )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pipeswitch.devices import PoolView
-from pipeswitch.devices.opening import open_view
+from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
@@ -127,8 +127,9 @@ class Worker:
     def map_memory(self, descriptors: Sequence[int]) -> None:
         """``descriptors``: the pool, then the arena's."""
         pool, *arena = descriptors
-        self._view = open_view(self._settings, board=self._board, bells=self._bells, arena=arena)
-        is_hidden = self._view.device == "cpu"
+        kind = kind_of(self._settings.device)
+        self._view = kind.open_view(self._settings, arena, board=self._board, bells=self._bells)
+        is_hidden = kind.is_host
         self._pool = RequestPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
         self._programs = Programs(self._view)

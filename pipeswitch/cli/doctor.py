@@ -8,14 +8,15 @@ import platform
 import resource
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..config import Config, DeviceConfig
-from ..devices import choosing
+from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
+from ..devices.cuda.kind import index_of
 from ..errors import PipeSwitchError
 from ..ipc import board
 from ..machine import available_bytes, cpu_count
@@ -98,23 +99,19 @@ def _gpu() -> list[Finding]:
 def _cuda(config: Config) -> list[Finding]:
     """What the self-test says, rung by rung; takes seconds, and only where there is a driver."""
     device = config.device
-    gpus = [each for each in enumerate(device.names) if not each[1].startswith("cpu")]
+    gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
         return []
-    if device.bindings == choosing.REAL_PACKAGE and not choosing.has_driver_library():
+    if device.bindings == selftest.REAL_PACKAGE and not selftest.has_driver_library():
         return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
-    return [
-        finding
-        for place, name in gpus
-        for finding in _cuda_device(device, name, choosing.peers_of(device, place))
-    ]
+    return [finding for name in gpus for finding in _cuda_device(device, name)]
 
 
-def _cuda_device(config: DeviceConfig, name: str, peers: Sequence[int] | None) -> list[Finding]:
+def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
-    index = choosing.index_of(name)
+    index = index_of(name)
     try:
-        found = choosing.examine(config.bindings, index, with_tests=True, peers=peers)
+        found = selftest.examine(config.bindings, index, with_tests=True)
     except PipeSwitchError as error:
         return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
                         error.hint)]  # fmt: skip
@@ -126,8 +123,6 @@ def _cuda_device(config: DeviceConfig, name: str, peers: Sequence[int] | None) -
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
         findings.append(Finding(f"{title} neighbours", "warn", "others use this GPU too", advice))
     for test in cuda_ladder.TESTS:
-        if test == "peer" and peers is None:
-            continue
         outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
@@ -184,7 +179,7 @@ def _kernel() -> list[Finding]:
 
 def _windows(descriptor: int) -> Finding:
     """Whether a worker on cpu can open and close its model's memory."""
-    from ..devices.windows import Window
+    from ..devices.cpu.windows import Window
 
     try:
         Window(descriptor, 1 << 20).unmap()

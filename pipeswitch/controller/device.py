@@ -228,9 +228,8 @@ class DeviceEffects:
             store_bytes=self._sizes.store_bytes,
             words=self._sizes.words,
             link_bytes_per_s=self._sizes.link_bytes_per_s,
-            bell_count=len(self._share.bells),
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
@@ -305,7 +304,7 @@ class DeviceEffects:
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
         )
         descriptors = [self._share.board_descriptor, *self._share.bells]
         if not self._sizes.separates_tenants:  # else with BindTenant

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..commits.area import CommitArea, create_area
 from ..inputs.table import SHARERS_BYTE
 from ..ipc.board import Board, new_bell, sealed_memfd
-from ..ipc.messages import CudaOptions, JobName
+from ..ipc.messages import JobName
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
 
@@ -21,7 +21,7 @@ from ..sandbox.environment import environment_file
 class Sizes:
     """What is taken of the machine, in bytes; ``threads`` compute on the cpu device.
 
-    One object for each device: ``arena_bytes`` and ``cuda`` are its own, the rest is the machine's.
+    One object for each device: ``arena_bytes`` and ``options`` are its own.
     """
 
     arena_bytes: int
@@ -40,7 +40,7 @@ class Sizes:
     separates_tenants: bool
     link_bytes_per_s: float
     log_bytes: int
-    cuda: CudaOptions | None = None  # of a cuda device
+    options: bytes = b""  # the device kind's own
 
 
 class DeviceShare:

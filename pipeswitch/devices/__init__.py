@@ -1,23 +1,109 @@
-"""Two protocols and, per device, their two implementations; nothing else knows the device.
+"""What a kind of device is: three protocols, which each folder here implements.
 
-``DeviceMemory`` is the memory daemon's side, ``PoolView`` a worker's side.
+``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``PoolView`` a worker's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ..errors import PipeSwitchError
 from ..ipc.board import Board
-from ..ipc.messages import ByteRange, Epoch, MoveTask, TransmitEnded, TransmitModel
+from ..ipc.messages import (
+    ByteRange,
+    DaemonSettings,
+    Epoch,
+    MoveTask,
+    TransmitEnded,
+    TransmitModel,
+    WorkerSettings,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from ..config import DeviceConfig
     from ..programs.executor import BoundProgram
     from ..programs.layout import TensorSpec
+
+
+ASKED_FOR: Final = "asked for"  # why there is no more to say about a device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenDevice:
+    """One device of a running server."""
+
+    kind: DeviceKind
+    name: str  # cpu, cpu:1 or cuda:0, as the user knows it
+    why: str = ASKED_FOR
+    arena_bytes: int = 0
+    options: bytes = b""  # for its processes: the kind's own
+    # Empty where there is nothing to choose: the device's own name and id, which of the
+    # mechanisms serve, and why not others.
+    title: str = ""
+    uuid: str = ""
+    rungs: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+class DeviceKind(Protocol):
+    """One for each folder (``kinds.py`` has them all). The controller and the CLI ask; the methods
+    that open something run in its processes, after the fork."""
+
+    opened: str  # what its processes open, and what a profile is of: ``cpu``, ``cuda:0``
+    is_host: bool  # it computes on the machine's cores, in the machine's memory
+    can_confine: bool  # programs can run in the sandbox, and tenants apart
+
+    def choose(
+        self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
+    ) -> ChosenDevice:
+        """Find out what works there, and how large its arena is.
+
+        Args:
+            workers: processes beside the daemon.
+            available_bytes: of the machine's memory.
+
+        Raises:
+            ConfigError: it cannot be had: says why and what to do.
+        """
+        ...
+
+    def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
+        """It belongs to this server, as long as this lasts.
+
+        Raises:
+            PipeSwitchError: another server has it.
+        """
+        ...
+
+    def open_memory(
+        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+    ) -> DeviceMemory:
+        """Take the device's memory; the descriptors stay the caller's.
+
+        Raises:
+            CudaError, OSError: the memory cannot be had.
+        """
+        ...
+
+    def open_view(
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
+        on_wake: Callable[[], None] | None = None,
+    ) -> PoolView:  # fmt: skip
+        """Map the device's memory in a worker.
+
+        Args:
+            arena: the descriptors of the daemon's ``DaemonReady``; where tenants are separate one
+                tenant's models to read, and *work* for a worker that runs code.
+
+        Raises:
+            CudaError, OSError: it cannot be mapped here.
+        """
+        ...
 
 
 class DeviceMemory(Protocol):

@@ -53,7 +53,7 @@ from ..scheduler.events import (
     Retract,
     TakeResult,
 )
-from ..scheduler.versions import split_name
+from ..scheduler.models.versions import split_name
 from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request
 from . import admission
 from .admission import Admitted, Body

@@ -21,34 +21,39 @@ GENERATORS: Final = (
 
 
 class RandomState:
-    """The global generators of torch, python and numpy (and of the CUDA device, if any)."""
+    """The global generators of torch, python and numpy (and of the device, if it has its own)."""
 
     def __init__(self, device: str) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+        self._device = None if device == "cpu" else _module(device).get_rng_state(device)
 
     def restore(self, device: str) -> None:
         """Put the generators back to where they were."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        if self._cuda is not None and device.startswith("cuda"):
-            torch.cuda.set_rng_state(self._cuda, device)
+        if self._device is not None and device != "cpu":
+            _module(device).set_rng_state(self._device, device)
 
     def values(self) -> tuple[Any, ...]:
         """For ``tagged``: arrays instead of 625 python integers."""
         kind, words, gauss = self._python
-        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._cuda)
+        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._device)
 
     @classmethod
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
         """Inverse of ``values``."""
         state = cls.__new__(cls)
-        state._torch, (kind, words, gauss), state._numpy, state._cuda = values
+        state._torch, (kind, words, gauss), state._numpy, state._device = values
         state._python = (kind, tuple(int(word) for word in words), gauss)
         return state
+
+
+def _module(device: str) -> Any:
+    """``torch.cuda`` for ``cuda:0``."""
+    return torch.get_device_module(device)
 
 
 @contextlib.contextmanager

@@ -61,23 +61,6 @@ class ChildExited(Message, frozen=True):
 # ---- controller <-> memory daemon -----------------------------------------------------------
 
 
-class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How daemon and workers use a cuda device: the rungs that were chosen when the server began.
-
-    Part of DaemonSettings and WorkerSettings, no message of its own.
-    """
-
-    package: str = "cuda.bindings"
-    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
-    peer: str = ""  # UUID of the GPU whose link the daemon copies over, too; only it sees that
-    waits: Literal["cpu", "gpu"] = "cpu"
-    words: Literal["copy", "write"] = "copy"
-    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
-    use_graphs: bool = False
-    graph_bytes: int = 0  # driver memory that one worker's graphs may take
-    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
-
-
 class DaemonSettings(Message, frozen=True):
     """What a memory daemon is started with (descriptors: control, store, bells…)."""
 
@@ -86,11 +69,10 @@ class DaemonSettings(Message, frozen=True):
     store_bytes: int
     words: int  # arrival words at the start of the models memory
     link_bytes_per_s: float  # 0: as fast as it goes
-    bell_count: int
     log_path: str = ""
     log_bytes: int = 0  # what stays of the log, beside two older ones; 0: all
     separates_tenants: bool = False  # each tenant's models lie in a file of their own (ADR 23)
-    cuda: CudaOptions | None = None  # of a cuda device
+    options: bytes = b""  # the device kind's own
 
 
 class DaemonReady(Message, frozen=True):
@@ -269,7 +251,7 @@ class WorkerSettings(Message, frozen=True):
     is_sandboxed: bool = False  # from the first program on that is not code
     task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
     separates_tenants: bool = False  # it waits for BindTenant before anything else
-    cuda: CudaOptions | None = None  # of a cuda device
+    options: bytes = b""  # the device kind's own
 
 
 class WorkerReady(Message, frozen=True):

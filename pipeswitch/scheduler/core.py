@@ -13,8 +13,8 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, Publish, Token
-from .judge import Judge
 from .records import Model
+from .requests.lines import Judge
 
 # What may be another since the parts were asked last (docs/adr/0038-agenda.md).
 QUEUE: Final = 1  # the requests that wait, and their order

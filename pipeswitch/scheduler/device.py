@@ -23,34 +23,23 @@ from ..ipc.messages import (
     TransmitEnded,
     WorkerReady,
 )
-from .arena import Arena
-from .commits import Commits
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
 from .device_state import DeviceState
-from .dispatch import Dispatch
-from .endings import Endings
 from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
-from .fleet import Fleet
-from .health import Health
-from .jobs import Home, Jobs
-from .leases import Leases
-from .plans import Plans
-from .profiling import Profiling
+from .memory.leases import Leases, Slices
+from .memory.ledgers import Arena, Store
+from .memory.residency import Residents
+from .processes.fleet import Fleet
+from .processes.health import Health
+from .profiling.plans import Plans
+from .profiling.sessions import Profiling, Trials
 from .records import Worker
-from .residency import Residents
-from .slices import Slices
-from .states import (
-    MODEL_AWAITED,
-    TASK_ON_WORKER,
-    Residency,
-    TaskState,
-    WorkerEvent,
-    WorkerState,
-)
-from .store import Store
-from .training import Training
-from .trials import Trials
-from .turns import Turns
+from .requests.dispatch import Dispatch, Turns
+from .requests.endings import Endings
+from .states import MODEL_AWAITED, TASK_ON_WORKER, Residency, TaskState, WorkerEvent, WorkerState
+from .training.commits import Commits
+from .training.jobs import Home, Jobs
+from .training.training import Training
 
 
 class Device:

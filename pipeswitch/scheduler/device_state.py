@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..planning.profile import Profile
-from .accounts import Accounts
 from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
 from .events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
-from .lines import IsResident
 from .policies import View
-from .predictions import Predictions
-from .queue import Queue
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Replica, Request, Worker
+from .requests.accounts import Accounts
+from .requests.lines import IsResident
+from .requests.predictions import Predictions
+from .requests.queue import Queue
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
 WORD_BYTES = 4  # of one group's arrival

@@ -11,17 +11,17 @@ import msgspec
 from ..ipc.messages import ModelName
 from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
-from .accounts import Account
 from .core import Core
 from .device import Device
 from .device_state import DeviceState
 from .machine import Machine
-from .plans import plan_row
+from .memory.regions import Owner
+from .models.versions import Versions
+from .processes.stages import Process, Stages
+from .profiling.plans import plan_row
 from .records import Job, Model, Replica, Worker
-from .regions import Owner
-from .stages import Process, Stages
+from .requests.accounts import Account
 from .states import ModelState, Residency, TaskState, WorkerState
-from .versions import Versions
 
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")

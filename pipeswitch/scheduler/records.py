@@ -22,10 +22,10 @@ from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
-from .accounts import Charge
 from .events import Token
-from .job_orders import JobView
-from .regions import Owner
+from .memory.regions import Owner
+from .policies.job_orders import JobView
+from .requests.accounts import Charge
 from .states import (
     MODEL_TRANSITIONS,
     MOVE_TRANSITIONS,
@@ -386,11 +386,6 @@ class Worker:
     def is_alive(self) -> bool:
         """Not reaped: it may still write what it could ever write."""
         return self.state.state is not WorkerState.DEAD
-
-    @property
-    def is_free(self) -> bool:
-        """May be given a task."""
-        return self.state.state in (WorkerState.STANDBY, WorkerState.CLEANING)
 
 
 @dataclass

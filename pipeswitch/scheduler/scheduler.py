@@ -37,8 +37,6 @@ from ..ipc.messages import (
     StoreFailed,
     TransmitEnded,
 )
-from .admission import Admission
-from .build_queue import BuildQueue
 from .core import (
     ALL,
     JOBS,
@@ -83,15 +81,18 @@ from .events import (
     Warn,
     WorkerExited,
 )
-from .judge import Judge
 from .listing import Listing
 from .machine import Machine
-from .moves import Moves
-from .pings import Pings
+from .models.builds import BuildQueue
+from .models.publishing import Publishing
+from .models.registry import Registry
+from .models.versions import Versions
 from .policies import Policy, make_policy
-from .publishing import Publishing
-from .registry import Registry
-from .versions import Versions
+from .processes.pings import Pings
+from .requests.admission import Admission
+from .requests.lines import Judge
+from .training.job_requests import JobRequests
+from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
 # changed. One that is not named here may change everything.
@@ -133,6 +134,7 @@ class Scheduler:
             self.core, self.machine, self.admission, self.versions, self.builds
         )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
@@ -152,7 +154,7 @@ class Scheduler:
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.machine.share_profiles),
-            Part(jobs.pump),
+            Part(self.job_requests.pump),
             Part(self.pings.pump),
             Part(self._watch_drain),
         )
@@ -162,7 +164,8 @@ class Scheduler:
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.fleet.start()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def handle(self, event: Event, now_ms: float) -> list[Command]:
         """Take one event, return what must be done because of it, in order."""
@@ -186,11 +189,12 @@ class Scheduler:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
                     device.advance()
-        return self._take_out()
+        out, core.out = core.out, []
+        return out
 
     def _changes(self, event: Event) -> int:
         """The bits of what may be another with it."""
-        if self.core.is_draining:
+        if self.core.drain_at_ms is not None:
             return ALL
         if isinstance(event, FromWorker | FromDaemon):
             return CHANGES.get(type(event.message), ALL)
@@ -201,7 +205,8 @@ class Scheduler:
         for device in self.machine.devices:
             device.endings.trace_ended()
         self._pump()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def next_wakeup_ms(self) -> float | None:
         """When a Tick is wanted at the latest; None when only events matter."""
@@ -227,10 +232,6 @@ class Scheduler:
     def is_whole(self) -> bool:
         """All devices are ready."""
         return all(device.state.is_ready for device in self.machine.devices)
-
-    def _take_out(self) -> list[Command]:
-        out, self.core.out = self.core.out, []
-        return out
 
     # -- events -------------------------------------------------------------------------------
 
@@ -272,15 +273,15 @@ class Scheduler:
             case PublishAsked():
                 self.publishing.asked(event)
             case RollbackAsked():
-                self.registry.rollback(event)
+                self.registry.names.rollback(event)
             case UnregisterAsked():
                 self.registry.unregister(event)
             case PinAsked():
-                self.registry.pin(event)
+                self.registry.names.pin(event)
             case TrainAsked():
-                machine.jobs.train(event)
+                self.job_requests.train(event)
             case JobAsked():
-                machine.jobs.asked(event)
+                self.job_requests.asked(event)
             case ProfileAsked(model=name):
                 event = replace(event, model=self.versions.resolve(name))
                 machine.measuring(event.model).profiling.asked(event)
@@ -423,7 +424,7 @@ class Scheduler:
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
-        self.machine.jobs.refuse_all(error)
+        self.job_requests.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()

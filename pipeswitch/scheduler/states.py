@@ -154,6 +154,10 @@ class WorkerState(Name):
     DEAD = "dead"
 
 
+WORKER_FREE: Final = (WorkerState.STANDBY, WorkerState.CLEANING)  # it may be given a task
+WORKER_LEAVES: Final = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRING)
+
+
 class WorkerEvent(Name):
     READY = "ready"
     ACTIVATED = "activated"

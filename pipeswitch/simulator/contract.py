@@ -9,8 +9,8 @@ from typing import Final
 
 from ..ipc.messages import ModelName
 from ..scheduler.core import SchedulerSettings
-from ..scheduler.judge import settings_of
 from ..scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
+from ..scheduler.requests.lines import settings_of
 from ..scheduler.scheduler import Scheduler
 from .costs import Costs, Link
 from .programs import program_of

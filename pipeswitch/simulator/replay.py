@@ -18,10 +18,10 @@ from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
 from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
-from ..scheduler.commits import HEADER_BYTES
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.training.commits import HEADER_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link
 from .programs import ALIGNMENT_BYTES, Program, manifest_of

@@ -66,7 +66,7 @@ class _Pages:
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= STORE_BYTES or size_bytes < 0:
-            raise RemoteProtocolError("outside of the store")  # as devices/cpu.py refuses it
+            raise RemoteProtocolError("outside of the store")  # as devices/cpu/memory.py refuses it
         return memoryview(self._store)[offset_bytes : offset_bytes + size_bytes]
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.channel import decode_message, encode_message
-from pipeswitch.ipc.messages import CudaOptions, DaemonSettings, Exit, Fork, Slot, WorkerSettings
+from pipeswitch.ipc.messages import DaemonSettings, Exit, Fork, Slot, WorkerSettings
 
 from . import daemons, obeying, workers
 from .target import Codec, Target, split_frames
@@ -38,12 +38,11 @@ def _has_nan(value: Any) -> bool:
 
 def seeds() -> list[bytes]:
     """One of each kind."""
-    cuda = CudaOptions(visible="GPU-1")
     settings = [
         DaemonSettings(device="cpu", arena_bytes=1, store_bytes=1, words=1, link_bytes_per_s=0.0,
-                       bell_count=1, cuda=cuda),
+                       options=b"\x80"),
         WorkerSettings(slot=Slot(0), device="cpu", arena_bytes=1, words=1, pool_bytes=1, threads=1,
-                       bell_count=1, cuda=cuda),
+                       bell_count=1, options=b"\x80"),
     ]  # fmt: skip
     fork = Fork(ticket=1, kind="worker", name="w", settings=encode_message(settings[1]))
     messages = [*settings, fork, Exit(), *workers.worker_messages()]

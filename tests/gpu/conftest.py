@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeswitch.devices.choosing import has_driver_library
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.examine import has_driver_library
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pipeswitch.scheduler.accounts import Accounts, Charge
 from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.predictions import Predictions
-from pipeswitch.scheduler.queue import Queue
+from pipeswitch.scheduler.memory.regions import Owner, Region, Regions
 from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
-from pipeswitch.scheduler.regions import Owner, Region, Regions
+from pipeswitch.scheduler.requests.accounts import Accounts, Charge
+from pipeswitch.scheduler.requests.predictions import Predictions
+from pipeswitch.scheduler.requests.queue import Queue
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
 

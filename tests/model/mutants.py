@@ -14,27 +14,26 @@ import msgspec
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.ipc.messages import CommitCopy, StepCommitted
-from pipeswitch.scheduler import dispatch
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.accounts import Accounts
-from pipeswitch.scheduler.admission import Admission
-from pipeswitch.scheduler.arena import FREE, Arena
-from pipeswitch.scheduler.commits import Commits as JobCommits
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.device_state import DeviceState
-from pipeswitch.scheduler.dispatch import Dispatch
-from pipeswitch.scheduler.endings import Endings
-from pipeswitch.scheduler.fleet import Fleet
-from pipeswitch.scheduler.jobs import Jobs
-from pipeswitch.scheduler.moves import Moves
-from pipeswitch.scheduler.placing import Placing
-from pipeswitch.scheduler.regions import Cost, Owner
-from pipeswitch.scheduler.residency import Residents
+from pipeswitch.scheduler.machine import Placing
+from pipeswitch.scheduler.memory.leases import Slices
+from pipeswitch.scheduler.memory.ledgers import FREE, Arena
+from pipeswitch.scheduler.memory.regions import Cost, Owner
+from pipeswitch.scheduler.memory.residency import Residents
+from pipeswitch.scheduler.processes.fleet import Fleet
+from pipeswitch.scheduler.requests import dispatch
+from pipeswitch.scheduler.requests.accounts import Accounts
+from pipeswitch.scheduler.requests.admission import Admission
+from pipeswitch.scheduler.requests.dispatch import Dispatch, Turns
+from pipeswitch.scheduler.requests.endings import Endings
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import MoveState, Residency, TaskState
-from pipeswitch.scheduler.training import Training
-from pipeswitch.scheduler.turns import Turns
+from pipeswitch.scheduler.training.commits import Commits as JobCommits
+from pipeswitch.scheduler.training.jobs import Jobs
+from pipeswitch.scheduler.training.moves import Moves
+from pipeswitch.scheduler.training.training import Training
 from pipeswitch.simulator.daemon import SimulatedDaemon
 from pipeswitch.simulator.device import Image, after_step, image_of
 from pipeswitch.simulator.script import SimulatedScript

@@ -20,14 +20,14 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.jobs import Jobs
-from pipeswitch.scheduler.queue import Queue
+from pipeswitch.scheduler.memory.ledgers import WORDS
+from pipeswitch.scheduler.memory.regions import Owner
 from pipeswitch.scheduler.records import Job
-from pipeswitch.scheduler.regions import Owner
+from pipeswitch.scheduler.requests.queue import Queue
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.choices import Chance
 from pipeswitch.simulator.process import Process, Scene

@@ -26,9 +26,10 @@ from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
 from pipeswitch.devices import DeviceMemory, PoolView
-from pipeswitch.devices.choosing import has_driver_library
-from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
+from pipeswitch.devices.cpu.memory import CpuDeviceMemory
+from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import TorchSide
@@ -154,7 +155,7 @@ class FakeCudaRig(CpuRig):
     package = "fake_cuda"  # of the child's bindings
 
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        self.world = World(bytes_per_s=link_bytes_per_s, devices=2)
+        self.world = World(bytes_per_s=link_bytes_per_s)
         self._cuda_memory = CudaDeviceMemory(
             Cuda(self.world.runtime, self.world.driver),
             index=0,
@@ -198,15 +199,6 @@ class FakeCudaRig(CpuRig):
         descriptors = [self.words_fd, self.board_fd, *self.bells]
         handle = self._cuda_memory.export_handle().hex()
         return CUDA_CHILD, descriptors, [handle, self.waits, self.package, *map(str, descriptors)]
-
-
-class PeerCudaRig(FakeCudaRig):
-    """The same, and every byte comes over another GPU."""
-
-    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        memory = super()._open(link_bytes_per_s)
-        self._cuda_memory.add_peer(1, is_alone=True)
-        return memory
 
 
 class WaitingCudaRig(FakeCudaRig):
@@ -275,20 +267,9 @@ class WaitingGpuRig(GpuRig):
     can_leave_a_wait = False
 
 
-class PeerGpuRig(GpuRig):
-    """The same, and every byte comes over another GPU."""
-
-    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        memory = super()._open(link_bytes_per_s)
-        if self._cuda.device_count() < 2:
-            pytest.skip("one GPU")
-        self._cuda_memory.add_peer(1, is_alone=True)
-        return memory
-
-
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
-from pipeswitch.devices.cpu import CpuPoolView
+from pipeswitch.devices.cpu.view import CpuPoolView
 models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
 view = CpuPoolView(models=models, work=work, board=board, bell=bells[0], bells=bells,
@@ -323,11 +304,10 @@ def say(text):
 DEVICES: Final[dict[str, type[CpuRig]]] = {
     "cpu": CpuRig,
     "cuda": FakeCudaRig,
-    "cuda-peer": PeerCudaRig,
     "cuda-waits": WaitingCudaRig,
 }
 if has_driver_library():
-    DEVICES |= {"gpu": GpuRig, "gpu-peer": PeerGpuRig, "gpu-waits": WaitingGpuRig}
+    DEVICES |= {"gpu": GpuRig, "gpu-waits": WaitingGpuRig}
 MakeRig = Callable[..., CpuRig]
 
 
@@ -816,7 +796,7 @@ PAGE = mmap.PAGESIZE
 
 PEEK: Final = """
 import numpy as np
-from pipeswitch.devices.windows import address_of
+from pipeswitch.devices.cpu.windows import address_of
 from pipeswitch.programs.layout import TensorSpec
 def at(offset, size=1):
     spec = TensorSpec(name="w", dtype="uint8", shape=(size,), offset_bytes=0, size_bytes=size,
@@ -934,7 +914,8 @@ def test_only_a_lent_slab_can_be_touched(cpu: CpuRig) -> None:
     code = f"""
 pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
-view.pin(__import__("pipeswitch.devices.windows").devices.windows.address_of(pool), len(pool))
+from pipeswitch.devices.cpu.windows import address_of
+view.pin(address_of(pool), len(pool))
 view.lend({2 * PAGE}, {PAGE + 1}, writable=False)
 last = pool[{4 * PAGE} - 1]
 view.lend({6 * PAGE}, 10, writable=True)

@@ -25,6 +25,7 @@ from process_tools import (
     finish,
     is_bit_equal,
     kill,
+    marked_pids,
     mlp,
     start_endless_job,
     stop,
@@ -161,9 +162,10 @@ def test_three_deaths_of_the_daemon_in_a_row_lose_no_request(
     task = start_endless_job(running, tmp_path)  # it commits all the time
     futures = [running.client.submit("long", torch.ones(64, LONG)) for _ in range(8)]
     for _ in range(3):
-        pid = until(lambda: running.daemon_pid(), "a daemon")
+        pid, workers = until(running.daemon_pid, "a daemon"), {*running.worker_pids().values()}
         kill(pid)
         until(lambda pid=pid: running.daemon_pid() not in (0, pid), "the next one")
+        assert not workers & marked_pids(running.mark), "one outlives the arena's owner"
     for future in futures:
         assert future.result(60)["y"].shape == (64, LONG)
     committed = task.status()["committed_step"]
@@ -178,7 +180,7 @@ def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: Checked) -> N
                 with contextlib.suppress(OSError):
                     if Path("/proc", entry, "comm").read_text().strip() == name:
                         found.add(int(entry))
-        return found & set(marked(running))
+        return found & marked_pids(running.mark)
 
     failures: list[PipeSwitchError] = []
 
@@ -198,12 +200,6 @@ def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: Checked) -> N
         "its folder is gone",
     )
     answers(running)
-
-
-def marked(checked: Checked) -> set[int]:
-    from process_tools import marked_pids
-
-    return marked_pids(checked.mark)
 
 
 # ------------------------------------------------------------------------------- disks

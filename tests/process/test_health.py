@@ -53,17 +53,6 @@ def cli(address: str, *words: str) -> subprocess.CompletedProcess[str]:
 # ------------------------------------------------------------------------------- ping
 
 
-def test_a_deep_ping_of_a_whole_server_has_a_time_for_each_hop(running: Checked) -> None:
-    running.wait_until_whole()
-    answer = running.client.ping(deep=True)
-    assert answer["ready"], answer
-    assert answer["daemon_ms"] > 0
-    assert len(answer["workers"]) == 3
-    assert all(row["ms"] > 0 for row in answer["workers"])
-    assert answer["controller_ms"] > 0
-    assert running.client.ping()["ready"]
-
-
 def test_the_command_exits_with_what_a_probe_wants_to_know(running: Checked) -> None:
     address = running.running.ipc_address
     done = cli(address, "ping", "--deep", "--json")

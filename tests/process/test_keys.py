@@ -119,12 +119,6 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     found.fake.close()
 
 
-def test_an_admitted_client_is_served(guarded: Guarded) -> None:
-    with guarded.client() as client:
-        assert client.infer("m", X)["y"][0, 0] == 2.0
-        assert guarded.fake.door.allowed.refused_count == 0
-
-
 def test_keys_may_come_from_the_environment(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

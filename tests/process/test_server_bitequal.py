@@ -6,7 +6,6 @@ import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -87,15 +86,6 @@ def test_families_answer_bit_equal_while_they_evict_each_other_and_training_runs
     assert all(job["suspensions"] > 0 for job in client.jobs())
 
 
-def test_a_dynamic_batch_is_bit_equal_at_one_two_and_three(running: Checked) -> None:
-    module = mlp(48, 5, seed=3)
-    running.client.register("dynamic", module, example_inputs=(torch.zeros(2, 48),))
-    for batch in (1, 2, 3, 1):
-        x = torch.randn(batch, 48, generator=torch.Generator().manual_seed(batch))
-        y = running.client.infer("dynamic", x)["y"]
-        assert is_bit_equal(y, eager(module, x)), f"batch {batch}"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_travels_both_ways_bit_equal(running: Checked, dtype: torch.dtype) -> None:
     module = mlp(32, 3, seed=4).to(dtype)
@@ -105,40 +95,3 @@ def test_half_precision_travels_both_ways_bit_equal(running: Checked, dtype: tor
     y = running.client.infer(name, x)["y"]
     assert y.dtype == dtype
     assert is_bit_equal(y, eager(module, x))
-
-
-class PlainBert(nn.Module):
-    """Tensors in, one tensor out."""
-
-    def __init__(self, bert: nn.Module) -> None:
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
-        return out
-
-
-def test_a_small_bert_sent_as_a_module_answers_bit_equal(running: Checked) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(6)
-    config = transformers.BertConfig(
-        vocab_size=500,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
-    )
-    module = PlainBert(transformers.BertModel(config)).eval()
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, 500, (2, 12), generator=generator)
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, 7:] = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        running.client.register("bert-small", module, example_inputs=(ids, mask))
-    y = running.client.infer("bert-small", [ids, mask])["y"]
-    assert is_bit_equal(y, eager(module, ids, mask))
-    names = list(running.client.show("bert-small")["inputs"])
-    by_name = dict(zip(names, (ids, mask), strict=True))
-    assert is_bit_equal(running.client.infer("bert-small", by_name)["y"], y)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +27,11 @@ from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
-from tests.process.figures import publishing, say
 from workers.training.session import TrainingSession
 from workers.training.snapshot import Captured, captured
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
-EPOCHS = 40  # of a run whose processes are killed
 
 
 # ------------------------------------------------------------------------------- a host
@@ -307,7 +300,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zeroed in place at the start": {"zero_at_start": True, "keep_zeros": True},
     "two optimizers": {"two": True},
     "two optimizers, three steps each": {"two": True, "accumulate": 3, "zero_at_start": True},
-    "momentum": {"optimizer": "momentum"},
+    **{name: {"optimizer": name} for name in ("adamw", "sgd", "momentum", "rmsprop", "adagrad")},
     "lbfgs": {"optimizer": "lbfgs"},
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
@@ -474,24 +467,6 @@ def test_suspended_in_place_at_random_nothing_is_lost() -> None:
     assert result.trace == expected.trace
     assert result.final == expected.final
     assert "committed" in host.kinds()
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "rmsprop", "adagrad"])
-def test_every_usual_optimizer_survives_an_eviction(name: str) -> None:
-    expected = undisturbed(optimizer=name, epochs=1)
-    host, result = FakeHost(), Result()
-    count = 0
-
-    def disturb(gate: Gate) -> None:
-        nonlocal count
-        count += 1
-        if count % 7 == 0:
-            gate.request_evict()
-
-    while not attempt(host, result, disturb, optimizer=name, epochs=1):
-        assert count < 200
-    assert result.trace == expected.trace
-    assert result.final == expected.final
 
 
 @pytest.mark.parametrize("name", ["plain", "zeroed at the start", "zeroed in place at the start"])
@@ -672,139 +647,3 @@ def test_an_iterable_without_state_warns_once() -> None:
         train()
     session.finish()
     assert len(caught) == 1
-
-
-# ------------------------------------------------------------------------------- kill -9
-
-
-COMMITTED = b"committed\n"
-
-
-class DiskHost(FakeHost):
-    """Commits into two files, flipped by a third: outlives the process. Says so to the test."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-        with contextlib.suppress(FileNotFoundError):
-            self.newest = int((directory / "newest").read_text())
-            self.slots[self.newest] = (directory / f"slot{self.newest}").read_bytes()
-
-    def store(self, image: bytes) -> None:
-        target = (self.newest + 1) % 2
-        (self.directory / f"slot{target}").write_bytes(image)
-        (self.directory / "flip").write_text(str(target))
-        (self.directory / "flip").replace(self.directory / "newest")
-        super().store(image)
-        os.write(1, COMMITTED)
-
-
-def life(directory: Path, name: str) -> None:
-    """What the killed process runs."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    session = begun(DiskHost(directory), commit_every_ms=4.0)
-    result = Result()
-    script(result, **{"epochs": EPOCHS, **VARIANTS[name]})
-    session.finish()
-    (directory / "final").write_text(result.final)
-
-
-def fork_lives() -> None:
-    """One life for each line ``directory, variant``: a fork, so that torch is imported once."""
-    import torch._dynamo  # noqa: F401  # seconds; optimizers do it at their first step
-
-    for line in sys.stdin:
-        directory, name = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                life(Path(directory), name)
-                os._exit(0)
-            finally:  # at once: an end that takes its time would be killed like a life
-                traceback.print_exc()
-                os._exit(1)
-        os.write(1, f"{pid}\n".encode())
-        _, status = os.waitpid(pid, 0)
-        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-
-
-@contextlib.contextmanager
-def life_server() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A process that runs ``fork_lives``; where to order and where to read."""
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        env={**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdin as orders, process.stdout as answers:
-        yield orders, answers
-        orders.close()
-        assert process.wait(30) == 0
-
-
-def kill_until_it_ends(
-    directory: Path, name: str, dice: random.Random, orders: IO[bytes], answers: IO[bytes]
-) -> int:
-    """Lives of one training run, each killed at random unless it ends first; how many were.
-
-    A life is killed some commits after its beginning, so that it brings the run forward however
-    busy the machine is; one in four may be killed before it commits.
-    """
-    kills = 0
-    while not (directory / "final").exists():
-        assert kills < 200, "no progress"
-        orders.write(json.dumps([str(directory), name]).encode() + b"\n")
-        pid, left = int(answers.readline()), dice.choice((0, 4, 12, 30))
-        said = COMMITTED
-        while left and said == COMMITTED:
-            said, left = answers.readline(), left - 1
-        if said == COMMITTED:
-            threading.Event().wait(dice.uniform(0.0, 0.02))
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(pid, signal.SIGKILL)
-            while said == COMMITTED:
-                said = answers.readline()
-        status = int(said)
-        assert status in (0, -signal.SIGKILL)
-        kills += status != 0
-    return kills
-
-
-def kill_sessions(folder: Path, kills: int, names: Sequence[str], figures: dict[str, Any]) -> None:
-    """At least so many kills over as many runs as it takes, one variant after the other."""
-    dice = random.Random(17)
-    figures.update(kills=0, runs=0, differences=0)
-    with life_server() as (orders, answers):
-        for name in itertools.cycle(names):
-            if figures["kills"] >= kills and figures["runs"] >= len(names):
-                break
-            directory = folder / str(figures["runs"])
-            directory.mkdir()
-            figures["kills"] += kill_until_it_ends(directory, name, dice, orders, answers)
-            figures["runs"] += 1
-            expected = undisturbed(**{"epochs": EPOCHS, **VARIANTS[name]})
-            if (directory / "final").read_text() != expected.final:
-                figures["differences"] += 1
-            say(f"run {figures['runs']} ({name}): {figures['kills']} of {kills} kills")
-    assert figures["differences"] == 0, figures
-
-
-def test_killed_with_kill_9_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
-    kill_sessions(tmp_path, 5, ["plain"], {})
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_two_hundred_kills_at_random_end_bit_equal(tmp_path: Path) -> None:
-    with publishing("session_kills") as figures:
-        kill_sessions(tmp_path, 200, list(VARIANTS), figures)
-
-
-if __name__ == "__main__":
-    fork_lives()

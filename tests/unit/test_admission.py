@@ -14,8 +14,8 @@ from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.forecast import MARGIN_MS
-from pipeswitch.scheduler.predictions import OLD_MS, Predictions
+from pipeswitch.scheduler.requests.forecast import MARGIN_MS
+from pipeswitch.scheduler.requests.predictions import OLD_MS, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import Program, program_of

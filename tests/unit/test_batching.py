@@ -15,7 +15,7 @@ from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.predictions import Predictions
+from pipeswitch.scheduler.requests.predictions import Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World

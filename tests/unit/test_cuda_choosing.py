@@ -3,108 +3,70 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeswitch.config import Config, DeviceConfig, SecurityConfig
-from pipeswitch.controller.main import _identity, _separates_tenants, _sizes
-from pipeswitch.devices import choosing
-from pipeswitch.devices.choosing import (
-    CONTEXT_BYTES,
-    GIB,
-    LANDING_BYTES,
-    ChosenDevice,
-    choose_device,
-    choose_devices,
-    examine,
-    facts_of,
-    only_server_on,
-)
+from pipeswitch.controller.setup import _separates_tenants, sizes_of
+from pipeswitch.devices import ChosenDevice, kinds
+from pipeswitch.devices.cuda import examine as cuda_examine
+from pipeswitch.devices.cuda import kind as cuda_kind
+from pipeswitch.devices.cuda.examine import examine
+from pipeswitch.devices.cuda.kind import GIB, CudaKind
 from pipeswitch.devices.cuda.ladder import TESTS
+from pipeswitch.devices.kinds import facts_of
 from pipeswitch.errors import ConfigError, PipeSwitchError
-from pipeswitch.ipc.messages import CudaOptions
 
-GPU = ChosenDevice("cuda:0", "", uuid="GPU-1", title="Fake GPU", options=CudaOptions())
+GPU = ChosenDevice(kind=CudaKind(), name="cuda:0", uuid="GPU-1", title="Fake GPU")
+
+
+def choose_devices(name: str) -> tuple[ChosenDevice, ...]:
+    return kinds.choose_devices(DeviceConfig(name=name), workers=3, available_bytes=GIB)
 
 
 def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "has_driver_library", lambda: False)
+    monkeypatch.setattr(cuda_examine, "has_driver_library", lambda: False)
 
 
 def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     without_driver(monkeypatch)
-    monkeypatch.setattr(choosing.subprocess, "Popen", None)  # a call of it fails
+    monkeypatch.setattr(cuda_examine.subprocess, "Popen", None)  # a call of it fails
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
-        choose_device(DeviceConfig(name="cuda:0"), workers=3)
-    chosen = choose_device(DeviceConfig(name="auto"), workers=3)
-    assert (chosen.name, chosen.options) == ("cpu", None)
-    assert "no NVIDIA driver" in chosen.why
-    assert choose_device(DeviceConfig(name="cpu"), workers=3).why == "asked for"
+        choose_devices("cuda:0")
+    (chosen,) = choose_devices("auto")
+    assert chosen.name == "cpu"
+    assert chosen.why.startswith("not cuda: no NVIDIA driver")
+    assert choose_devices("cpu")[0].why == "asked for"
 
 
 def test_several_devices_are_each_chosen_with_their_own_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_driver(monkeypatch)
-    both = choose_devices(DeviceConfig(name="cpu:0,cpu:1"), workers=3)
-    assert [(one.name, one.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
-    free = {0: 8 * GIB, 1: 4 * GIB}
+    both = choose_devices("cpu:0,cpu:1")
+    assert [(one.name, one.kind.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
+    free = {0: 16 * GIB, 1: 8 * GIB}
 
-    def examined(config: DeviceConfig, index: int, workers: int, peers: object) -> ChosenDevice:
-        assert peers is None
-        return replace(GPU, name=config.name, uuid=f"GPU-{index}", free_bytes=free[index])
+    def examined(package: str, index: int, *, with_tests: bool) -> dict[str, Any]:
+        device = {"name": "Fake", "uuid": f"GPU-{index}", "count": 2, "free_bytes": free[index]}
+        return {"device": device} | {test: {"is_ok": True, "text": ""} for test in TESTS}
 
-    monkeypatch.setattr(choosing, "_cuda", examined)
-    both = choose_devices(DeviceConfig(name="cuda:0,cuda:1"), workers=3)
-    assert [(one.name, one.opened) for one in both] == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:0")]
-    larger, smaller = _sizes(Config(), both)
+    monkeypatch.setattr(cuda_kind, "examine", examined)
+    both = choose_devices("cuda:0,cuda:1")
+    assert [(one.name, one.kind.opened) for one in both] == [
+        ("cuda:0", "cuda:0"), ("cuda:1", "cuda:0"),
+    ]  # fmt: skip
+    larger, smaller = sizes_of(Config(), both)
     assert larger.arena_bytes > smaller.arena_bytes >= 1 * GIB
     assert larger.store_bytes == smaller.store_bytes
     assert facts_of(both)["gpu_uuid"] == "GPU-0, GPU-1"
-    gpu, cpu = _sizes(Config(), choose_devices(DeviceConfig(name="cuda:0,cpu"), workers=3))
-    assert gpu.cuda is not None
-    assert cpu.cuda is None
+    gpu, cpu = sizes_of(Config(), choose_devices("cuda:0,cpu"))
+    assert gpu.options
+    assert not cpu.options
     assert gpu.arena_bytes == larger.arena_bytes != cpu.arena_bytes
     assert gpu.is_sandboxed is cpu.is_sandboxed is False
-
-
-def test_each_device_has_the_next_one_it_reaches_and_pays_for_its_guests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of three GPUs cuda:0 and cuda:2 reach each other alone."""
-    asked: list[tuple[int, tuple[int, ...]]] = []
-
-    def examined(
-        package: str, index: int, *, with_tests: bool, peers: tuple[int, ...]
-    ) -> dict[str, dict[str, Any]]:
-        asked.append((index, peers))
-        found: dict[str, dict[str, Any]] = {name: {"is_ok": True, "text": ""} for name in TESTS}
-        device = {"uuid": f"GPU-{index}", "name": "Fake", "free_bytes": 32 * GIB, "count": 3}
-        if index == 1:
-            found["peer"] = {"is_ok": False, "text": "they cannot access each other's memory"}
-        return found | {"device": device, "peer_device": {"uuid": f"GPU-{2 - index}"}}
-
-    monkeypatch.setattr(choosing, "examine", examined)
-    names = "cuda:0,cuda:1,cuda:2"
-    alone = choose_devices(DeviceConfig(name=names), workers=3)
-    assert {device.options.peer for device in alone if device.options} == {""}
-    assert asked == [(0, None), (1, None), (2, None)]
-    asked.clear()
-    chosen = choose_devices(DeviceConfig(name=names, peers="on"), workers=3)
-    assert asked == [(0, (1, 2)), (1, (2, 0)), (2, (0, 1))]
-    assert [one.options.peer for one in chosen if one.options] == ["GPU-2", "", "GPU-0"]
-    taken = [before.free_bytes - now.free_bytes for before, now in zip(alone, chosen, strict=True)]
-    guest = CONTEXT_BYTES + LANDING_BYTES
-    assert taken == [guest, 0, guest]
-    facts = facts_of(chosen)
-    assert "peers=on" in facts["rungs"]
-    assert facts["rung_reasons"] == ["not on: peer: they cannot access each other's memory"]
-    sizes = _sizes(Config(), chosen)
-    names_of_profiles = [_identity(*each).name for each in zip(chosen, sizes, strict=True)]
-    assert names_of_profiles == ["Fake and a peer", "Fake", "Fake and a peer"]
 
 
 def test_a_program_that_says_nothing_is_told_with_its_last_words(
@@ -113,7 +75,7 @@ def test_a_program_that_says_nothing_is_told_with_its_last_words(
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho 'not json'\necho 'no such library' >&2\nexit 5\n")
     program.chmod(0o755)
-    monkeypatch.setattr(choosing.sys, "executable", str(program))
+    monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     with pytest.raises(ConfigError, match=r"status 5 and said nothing: no such library"):
         examine("fake_cuda", 0, with_tests=False)
 
@@ -127,9 +89,9 @@ def test_what_was_said_before_a_hang_counts(
         f"#!/bin/sh\necho '{device}'\necho '{{\"test\": \"memory\"}}'\nread forever\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(choosing.sys, "executable", str(program))
+    monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     read_end, write_end = os.pipe()
-    monkeypatch.setattr(choosing.subprocess, "DEVNULL", read_end)  # its input never ends
+    monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # its input never ends
     found = examine("fake_cuda", 0, with_tests=True, timeout_s=0.3)
     assert sorted(found) == ["device", "memory"]
     os.close(read_end)
@@ -137,15 +99,17 @@ def test_what_was_said_before_a_hang_counts(
 
 
 def test_a_gpu_belongs_to_one_server(tmp_path: Path) -> None:
-    with only_server_on(GPU, tmp_path):
+    kind = CudaKind()
+    with kind.held(GPU, tmp_path):
         with (
             pytest.raises(PipeSwitchError, match="another pipeswitch server holds cuda:0"),
-            only_server_on(GPU, tmp_path),
+            kind.held(GPU, tmp_path),
         ):
             pass
-        with only_server_on(ChosenDevice("cpu", ""), tmp_path):
+        (cpu,) = choose_devices("cpu")
+        with cpu.kind.held(cpu), cpu.kind.held(cpu):
             pass
-    with only_server_on(GPU, tmp_path):
+    with kind.held(GPU, tmp_path):
         pass
 
 
@@ -153,5 +117,5 @@ def test_on_cuda_tenants_cannot_be_separate() -> None:
     config = Config(security=SecurityConfig(tenants="separate"))
     with pytest.raises(ConfigError, match="needs the cpu device"):
         _separates_tenants(config, [GPU], is_sandboxed=False)
-    assert _separates_tenants(config, [ChosenDevice(name="cpu", why="")], is_sandboxed=True)
+    assert _separates_tenants(config, choose_devices("cpu"), is_sandboxed=True)
     assert not _separates_tenants(Config(), [GPU], is_sandboxed=False)

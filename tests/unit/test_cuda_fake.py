@@ -86,56 +86,6 @@ def test_what_was_destroyed_or_freed_is_no_more(cuda: Cuda) -> None:
     refused("cudaErrorInvalidValue", lambda: cuda.fill(block, 0, 64, 0))
 
 
-def test_devices_have_their_own_streams_events_and_memory() -> None:
-    world = World(devices=2, device_bytes=100)
-    cuda = Cuda(world.runtime, world.driver)
-    cuda.set_device(0)
-    stream, event, block = cuda.stream(), cuda.event(), cuda.malloc(80)
-    refused("cudaErrorMemoryAllocation", lambda: cuda.malloc(80))
-    cuda.set_device(1)
-    other_stream, other_block, source = cuda.stream(), cuda.malloc(80), cuda.allocate_pinned(8)
-    refused("cudaErrorInvalidResourceHandle", lambda: cuda.record(event, other_stream))
-    refused("cudaErrorInvalidResourceHandle", lambda: cuda.fill(block, 1, 8, stream))
-    refused("CUDA_ERROR_INVALID_HANDLE", lambda: cuda.write_value(stream, block, 1))
-    cuda.copy_to_device(block, source, 8, stream)  # the guide: a copy may
-    cuda.record(event, stream)
-    cuda.wait_event(other_stream, event)
-    refused("cudaErrorInvalidValue", lambda: cuda.copy_peer(block, 1, other_block, 0, 8, stream))
-    refused("cudaErrorInvalidDevice", lambda: cuda.copy_peer(block, 0, other_block, 2, 8, stream))
-    cuda.copy_peer(block, 0, other_block, 1, 8, stream)
-    assert world.through_host_bytes == 8, "slow, and no error"
-
-
-def test_access_to_a_peer_is_one_direction_once_and_only_where_it_can_be(cuda: Cuda) -> None:
-    world = World(devices=2)
-    pair = Cuda(world.runtime, world.driver)
-    assert pair.can_reach(0, 1)
-    assert not pair.can_reach(0, 0)
-    pair.enable_peer_access(1)
-    refused("cudaErrorPeerAccessAlreadyEnabled", lambda: pair.enable_peer_access(1))
-    for number in (0, 2):
-        refused("cudaErrorInvalidDevice", lambda number=number: pair.enable_peer_access(number))
-    assert world.peer_access == {(0, 1)}
-    refused("cudaErrorInvalidDevice", lambda: cuda.can_reach(0, 1))
-    apart = World(devices=2, has_peers=False)
-    refused(
-        "cudaErrorInvalidDevice", lambda: Cuda(apart.runtime, apart.driver).enable_peer_access(1)
-    )
-
-
-def test_a_stream_waits_for_what_was_recorded_when_it_was_told_to(world: World, cuda: Cuda) -> None:
-    first, second, event, block = cuda.stream(), cuda.stream(), cuda.event(), cuda.malloc(8)
-    cuda.fill(block, 1, 8, first)
-    cuda.record(event, first)
-    cuda.wait_event(second, event)
-    cuda.fill(block, 2, 8, second)
-    cuda.fill(block, 3, 8, first)
-    cuda.record(event, first)  # does not count for the wait
-    cuda.synchronize(second)
-    assert world.bytes_at(block, 8) == bytes([2]) * 8
-    assert not cuda.is_done(event)
-
-
 def test_memory_is_not_unpinned_under_a_copy(cuda: Cuda) -> None:
     stream, block, pinned = cuda.stream(), cuda.malloc(64), cuda.allocate_pinned(64)
     cuda.copy_to_device(block, pinned, 64, stream)

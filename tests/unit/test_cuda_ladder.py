@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.config import DeviceConfig
-from pipeswitch.devices.choosing import arena_size, private_size, slice_size
+from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
 from pipeswitch.devices.cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 from pipeswitch.errors import ConfigError
 from pipeswitch.units import Amount
@@ -87,37 +87,23 @@ def test_wishes_that_name_every_rung_need_no_test() -> None:
     assert Wishes(waits="gpu").needs_test
 
 
-def test_a_peer_is_asked_for_and_passes_its_test() -> None:
-    assert "peers" not in str(choose(Wishes(), ALL_GOOD))
-    named = Wishes(waits="gpu", words="copy", activations="slice", graphs="on", peers="on")
-    assert named.needs_test, "which GPU can be reached is not known from wishes"
-    ladder = choose(named, ALL_GOOD)
-    assert (ladder.peers, ladder.reasons) == ("on", ())
-    assert str(ladder) == "waits=gpu words=copy activations=slice graphs=on peers=on"
-    ladder = choose(named, results(peer="no other GPU is served"))
-    assert (ladder.peers, rungs(ladder)) == ("off", ("gpu", "copy", "slice", "on"))
-    assert ladder.reasons == ("not on: peer: no other GPU is served",)
-
-
 @given(
     waits=st.sampled_from(["auto", "cpu", "gpu"]),
     words=st.sampled_from(["auto", "copy", "write"]),
     activations=st.sampled_from(["auto", "private", "slice"]),
     graphs=st.sampled_from(["auto", "off", "on"]),
-    peers=st.sampled_from(["off", "on"]),
     passed=st.sets(st.sampled_from(TESTS[2:])),
 )
 def test_only_what_passed_is_ever_chosen(
-    waits: str, words: str, activations: str, graphs: str, peers: str, passed: set[str]
+    waits: str, words: str, activations: str, graphs: str, passed: set[str]
 ) -> None:
     found = {name: Outcome(name in passed or name in TESTS[:2], "no") for name in TESTS}
-    ladder = choose(Wishes(waits, words, activations, graphs, peers), found)
+    ladder = choose(Wishes(waits, words, activations, graphs), found)
     if ladder.waits == "gpu":
         assert f"wait-{ladder.words}" in passed
         assert waits != "cpu"
     assert (ladder.activations == "slice") == ("slice" in passed and activations != "private")
     assert (ladder.graphs == "on") == ("graph" in passed and graphs != "off")
-    assert (ladder.peers == "on") == ("peer" in passed and peers == "on")
     complete = (ladder.waits, ladder.activations, ladder.graphs) == ("gpu", "slice", "on")
     assert complete or ladder.reasons
 

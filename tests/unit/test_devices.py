@@ -20,12 +20,13 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.jobs import Jobs
-from pipeswitch.scheduler.judge import Judge
+from pipeswitch.scheduler.memory.ledgers import Store
 from pipeswitch.scheduler.policies import make_policy
 from pipeswitch.scheduler.records import Model, Replica, Request
+from pipeswitch.scheduler.requests.lines import Judge
 from pipeswitch.scheduler.states import ModelEvent, Residency, TaskState
-from pipeswitch.scheduler.store import Store
+from pipeswitch.scheduler.training.job_requests import JobRequests
+from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
@@ -117,7 +118,8 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     machine: Machine,
 ) -> None:
     first, second = machine.devices
-    first.jobs.train(ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1))
+    asked = ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1)
+    JobRequests(machine.core, first.jobs).train(asked)
     look(first)
     assert [order.job for order in machine.sent(RunJob)] == ["j"]
     machine.ask(second, 1)

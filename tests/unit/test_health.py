@@ -6,51 +6,30 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.ipc.messages import DaemonReady, Message, Ping, Pong, Slot, WorkerReady
+from pipeswitch.ipc.messages import DaemonReady, Ping, Pong
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.health import SILENT_AFTER_MS
-from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
+from pipeswitch.scheduler.processes.health import SILENT_AFTER_MS
+from tests.unit.test_scheduler_rules import Rig
 
 
-class Server:
-    """A scheduler with a daemon and three workers that answer when they are told to."""
+class Server(Rig):
+    """A daemon and three workers that answer when they are told to."""
 
-    def __init__(self, *, is_up: bool = True) -> None:
-        self.scheduler = Scheduler(SchedulerSettings(standby=2))
-        self.now_ms = 0.0
-        self.answers: dict[int, ev.Answer] = {}
+    def __init__(self) -> None:
         self.daemon_pings: list[Ping] = []
         self.worker_pings: dict[int, list[Ping]] = {0: [], 1: [], 2: []}
-        self._take(self.scheduler.start(0.0))
-        if is_up:
-            self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
-            for slot in range(3):
-                self.worker(slot, WorkerReady(slot=Slot(slot), pid=10 + slot))
+        super().__init__()
 
     def _take(self, commands: list[ev.Command]) -> None:
+        super()._take(commands)
         for command in commands:
             match command:
-                case ev.Answer():
-                    assert command.token not in self.answers, "answered twice"
-                    self.answers[command.token] = command
                 case ev.ToDaemon(message=Ping() as ping):
                     self.daemon_pings.append(ping)
                 case ev.ToWorker(slot=slot, message=Ping() as ping, channel="signal"):
                     self.worker_pings[slot].append(ping)
                 case _:
                     pass
-
-    def handle(self, event: ev.Event) -> None:
-        self._take(self.scheduler.handle(event, self.now_ms))
-        self.scheduler.check()
-
-    def daemon(self, message: Message) -> None:
-        generation = self.scheduler.machine.devices[0].state.daemon_generation
-        self.handle(ev.FromDaemon(generation=generation, message=message))
-
-    def worker(self, slot: int, message: Message) -> None:
-        generation = self.scheduler.machine.devices[0].state.workers[Slot(slot)].generation
-        self.handle(ev.FromWorker(slot=Slot(slot), generation=generation, message=message))
 
     def ping(self, token: int) -> None:
         self.handle(ev.PingAsked(token=ev.Token(token)))
@@ -61,14 +40,13 @@ class Server:
         for slot in range(3):
             self.worker(slot, Pong(epoch=epoch))
 
-    def tick(self) -> None:
+    def wait(self) -> None:
         due = self.scheduler.next_wakeup_ms()
         assert due is not None
-        self.now_ms = due
-        self.handle(ev.Tick())
+        self.tick(due)
 
     def body(self, token: int) -> dict[str, Any]:
-        assert self.answers[token].error is None
+        assert self.error(token) is None
         return self.answers[token].body
 
 
@@ -102,7 +80,7 @@ def test_one_silent_worker_is_told_and_the_server_is_ready(up: Server) -> None:
     up.daemon(Pong(epoch=epoch))
     up.worker(0, Pong(epoch=epoch))
     up.worker(2, Pong(epoch=epoch))
-    up.tick()
+    up.wait()
     assert up.now_ms == SILENT_AFTER_MS
     assert up.body(1)["ready"]
     assert [row["ms"] for row in up.body(1)["workers"]] == [0.0, None, 0.0]
@@ -112,7 +90,7 @@ def test_a_silent_daemon_is_not_ready_after_a_second(up: Server) -> None:
     up.ping(1)
     for slot in range(3):
         up.worker(slot, Pong(epoch=up.daemon_pings[0].epoch))
-    up.tick()
+    up.wait()
     assert up.now_ms == SILENT_AFTER_MS
     assert (up.body(1)["ready"], up.body(1)["daemon_ms"]) == (False, None)
     assert "silent" in up.body(1)["why"]
@@ -121,13 +99,12 @@ def test_a_silent_daemon_is_not_ready_after_a_second(up: Server) -> None:
 def test_three_silent_workers_are_not_ready(up: Server) -> None:
     up.ping(1)
     up.daemon(Pong(epoch=up.daemon_pings[0].epoch))
-    up.tick()
+    up.wait()
     assert not up.body(1)["ready"]
 
 
 def test_a_dead_daemon_is_not_ready_at_once_and_nobody_is_asked(up: Server) -> None:
-    generation = up.scheduler.machine.devices[0].state.daemon_generation
-    up.handle(ev.DaemonExited(generation=generation, status=-9))
+    up.daemon_exits()
     up.ping(1)
     assert (up.body(1)["ready"], up.now_ms) == (False, 0.0)
     assert not up.daemon_pings
@@ -135,8 +112,7 @@ def test_a_dead_daemon_is_not_ready_at_once_and_nobody_is_asked(up: Server) -> N
 
 def test_a_daemon_that_dies_while_it_is_asked_is_not_ready_at_once(up: Server) -> None:
     up.ping(1)
-    generation = up.scheduler.machine.devices[0].state.daemon_generation
-    up.handle(ev.DaemonExited(generation=generation, status=-9))
+    up.daemon_exits()
     assert not up.body(1)["ready"]
 
 
@@ -146,20 +122,21 @@ def test_a_worker_that_dies_while_it_is_asked_is_not_waited_for(up: Server) -> N
     up.daemon(Pong(epoch=epoch))
     up.worker(0, Pong(epoch=epoch))
     up.worker(1, Pong(epoch=epoch))
-    generation = up.scheduler.machine.devices[0].state.workers[Slot(2)].generation
-    up.handle(ev.WorkerExited(slot=Slot(2), generation=generation, status=-9))
+    up.worker_exits(2)
     assert up.body(1)["ready"]
     assert [row["worker"] for row in up.body(1)["workers"]] == [0, 1]
 
 
-def test_a_server_that_is_starting_is_not_ready() -> None:
-    starting = Server(is_up=False)
-    starting.ping(1)
-    assert not starting.body(1)["ready"]
-    starting.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
-    starting.ping(2)
-    starting.daemon(Pong(epoch=starting.daemon_pings[-1].epoch))
-    assert (starting.body(2)["ready"], starting.body(2)["workers"]) == (False, [])
+def test_a_server_that_is_starting_is_not_ready(up: Server) -> None:
+    up.daemon_exits()
+    for slot in range(3):
+        up.worker_exits(slot)
+    up.ping(1)
+    assert not up.body(1)["ready"]
+    up.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    up.ping(2)
+    up.daemon(Pong(epoch=up.daemon_pings[-1].epoch))
+    assert (up.body(2)["ready"], up.body(2)["workers"]) == (False, [])
 
 
 def test_a_thousand_askers_share_two_rounds(up: Server) -> None:
@@ -177,7 +154,7 @@ def test_a_thousand_askers_share_two_rounds(up: Server) -> None:
 def test_a_late_answer_of_an_earlier_round_counts_for_nothing(up: Server) -> None:
     up.ping(1)
     late = up.daemon_pings[0].epoch
-    up.tick()
+    up.wait()
     up.ping(2)
     up.daemon(Pong(epoch=late))
     for slot in range(3):

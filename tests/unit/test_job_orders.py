@@ -8,7 +8,7 @@ from pipeswitch import config
 from pipeswitch.ipc.messages import JobName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.job_orders import JOB_ORDERS
+from pipeswitch.scheduler.policies.job_orders import JOB_ORDERS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.world import World
@@ -55,19 +55,6 @@ def test_the_servers_file_names_the_orders_that_there_are() -> None:
     assert tuple(JOB_ORDERS) == config.JOB_ORDERS
 
 
-@pytest.mark.parametrize(("order", "short_ms"), [("rotate", 4000.0), ("srtf", 3000.0)])
-def test_of_a_long_and_a_short_job_the_short_one_ends_first_and_sooner_by_srtf(
-    order: str, short_ms: float
-) -> None:
-    """4 s and 2 s in cycles of one: long, short, long, short, long, long; or, once it has shown how
-    long it is, short to its end."""
-    server = Server(order)
-    server.start("long", 4.0)
-    server.start("short", 2.0)
-    server.run(server.now_ms + 60000.0)
-    assert server.ends_ms == {"short": pytest.approx(short_ms), "long": pytest.approx(6000.0)}
-
-
 @pytest.mark.parametrize("comes", ["new", "resumed"])
 def test_by_fair_one_that_comes_late_has_half_from_then_on(comes: str) -> None:
     """The first has trained 8 s or more when the second comes; 6 s later each has had 3 s more."""
@@ -101,14 +88,6 @@ def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:
         server.run(server.now_ms + 1700.0)
         had = [server.trained_ms(name) for name in names]
         assert max(had) - min(had) <= 2 * CYCLE_MS
-
-
-def test_by_pack_the_smaller_one_goes_on_to_its_end() -> None:
-    server = Server("pack")
-    server.start("large", 3.0, mib=8)
-    server.start("small", 3.0, mib=1)
-    server.run(server.now_ms + 60000.0)
-    assert server.ends_ms == {"small": pytest.approx(4000.0), "large": pytest.approx(6000.0)}
 
 
 @pytest.mark.parametrize("order", JOB_ORDERS)

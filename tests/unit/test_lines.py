@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.accounts import Accounts
-from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import (
     MAKERS,
     Eviction,
@@ -22,8 +20,10 @@ from pipeswitch.scheduler.policies import (
     Waiting,
     make_policy,
 )
-from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Request
+from pipeswitch.scheduler.requests.accounts import Accounts
+from pipeswitch.scheduler.requests.lines import Judge
+from pipeswitch.scheduler.requests.queue import Queue
 
 MODELS = ("a", "b", "c", "d")
 MAX_WAIT_MS = 100.0

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pipeswitch.devices.cpu import CpuPoolView
+from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.ipc.messages import Epoch, MoveTask

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pipeswitch.config import Config
-from pipeswitch.controller.main import _sizes
-from pipeswitch.devices.choosing import ChosenDevice
+from pipeswitch.controller.setup import sizes_of
+from pipeswitch.devices import ChosenDevice
+from pipeswitch.devices.cpu.kind import CpuKind
 from pipeswitch.ipc.messages import JobName, LeaseRequest, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
@@ -258,7 +259,7 @@ def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(s
 def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
     """A worker in a slot without one could not start."""
     config = Config()
-    bells = _sizes(config, [ChosenDevice("cpu", "asked for")])[0].bell_count
+    bells = sizes_of(config, [ChosenDevice(kind=CpuKind(), name="cpu")])[0].bell_count
     settings = SchedulerSettings(
         arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64, training_cycle_ms=50.0,
         standby=config.workers.standby,

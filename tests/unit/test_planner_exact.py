@@ -1,10 +1,9 @@
-"""The exact planner against brute force, other exact methods, and PipeSwitch's search."""
+"""The exact planner against brute force and another exact method."""
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -19,11 +18,11 @@ from pipeswitch.planning import (
     makespan,
     plan_groups,
 )
-from pipeswitch.planning.grouping import Plan, check_plan
+from pipeswitch.planning.grouping import check_plan
 
 CLOSE = 1e-9  # relative: sums in another order
 
-# --- three other ways to the optimum ---------------------------------------------------------
+# --- two other ways to the optimum -----------------------------------------------------------
 
 
 def brute_force_ms(costs: LayerCosts, prefix_layers: int = 0) -> float:
@@ -66,26 +65,6 @@ def pareto_ms(costs: LayerCosts) -> float:
                 kept.append(pair)
         pairs.append(kept)
     return min(device for _, device in pairs[-1])
-
-
-def is_in_time(costs: LayerCosts, total_ms: float, group_count: int) -> bool:
-    """Greedy: can at most so many groups end by ``total_ms``?
-
-    With k groups sent the link's clock depends on the last layer alone, so the longest group that
-    is in time for the target dominates.
-    """
-    start, link = 0, costs.link
-    for index in range(group_count):
-        signal_ms = (group_count - index) * costs.sigma_ms
-        slack_ms = total_ms - signal_ms - costs.remaining_ms[start] - (index + 1) * link.alpha_ms
-        if link.beta_ms_per_byte == 0:
-            end = costs.layer_count if slack_ms >= 0 else start
-        else:
-            end = bisect_right(costs.offsets_bytes, slack_ms / link.beta_ms_per_byte) - 1
-        start = max(start, end)  # an empty group: as if there were one group fewer
-        if start == costs.layer_count:
-            return True
-    return False
 
 
 # --- instances -------------------------------------------------------------------------------
@@ -141,17 +120,6 @@ def test_two_exact_methods_agree_on_a_link_with_a_bandwidth(count: int, seed: in
     assert total_ms == pytest.approx(pareto_ms(costs), rel=CLOSE)
 
 
-@pytest.mark.parametrize("alpha_ms", [0.0, 0.01])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_where_signals_are_free_fewer_groups_would_end_later(seed: int, alpha_ms: float) -> None:
-    drawn = random_costs(random.Random(seed), 200)
-    link = LinkCost(alpha_ms, drawn.resident_ms / drawn.total_bytes)
-    costs = replace(drawn, link=link, sigma_ms=0.0)
-    total_ms, count = planned_ms(costs), len(plan_groups(costs))
-    assert is_in_time(costs, total_ms * (1 + CLOSE), count)
-    assert not is_in_time(costs, total_ms, count - 1)
-
-
 @given(any_costs(max_layers=40))
 def test_no_plan_beats_the_bound(costs: LayerCosts) -> None:
     assert bound(costs) <= planned_ms(costs) * (1 + CLOSE)
@@ -181,57 +149,6 @@ def test_a_model_without_layers_has_no_groups_and_takes_no_time() -> None:
 
 def test_layers_without_bytes_on_a_free_link_are_one_group() -> None:
     assert plan_groups(LayerCosts((0, 0, 0), (1.0, 1.0, 1.0), LinkCost(0.0, 1.0))) == (0,)
-
-
-# --- PipeSwitch's search ---------------------------------------------------------------------
-
-
-class PipeSwitchSearch:
-    """The recursion of OSDI '20, section 4.2, with its two prunings, in our words.
-
-    F(B, i) is the best end of layers i.. when the groups B are formed; B matters through its two
-    clocks only: when the link is free and when the device is. Exponential in the worst case.
-    """
-
-    def __init__(self, costs: LayerCosts) -> None:
-        self.costs = costs
-        self.plan: Plan = ()
-        self.best_ms = math.inf
-        self._extend((), 0, 0.0, 0.0)
-
-    def _extend(self, starts: Plan, start: int, link_ms: float, device_ms: float) -> None:
-        """F(B, i): ``starts`` opened the groups so far, ``start`` is the next layer."""
-        costs, count = self.costs, self.costs.layer_count
-        if start == count:
-            if device_ms < self.best_ms:
-                self.plan, self.best_ms = starts, device_ms
-            return
-        for end in range(self._shortest_end(start, link_ms, device_ms), count + 1):
-            arrived_ms = link_ms + costs.transfer_ms(start, end)
-            computed_ms = costs.remaining_ms[start] - costs.remaining_ms[end]
-            done_ms = max(device_ms, arrived_ms) + costs.sigma_ms + computed_ms
-            # Pruning 1: nothing ends before the rest is hidden perfectly, or sent in one copy.
-            least_ms = done_ms + costs.remaining_ms[end]
-            if end < count:
-                least_ms = max(least_ms, arrived_ms + costs.transfer_ms(end, count))
-            if least_ms < self.best_ms:
-                self._extend((*starts, start), end, arrived_ms, done_ms)
-
-    def _shortest_end(self, start: int, link_ms: float, device_ms: float) -> int:
-        """Pruning 2: what arrives while the device is busy joins a group that is not the first."""
-        end, count = start + 1, self.costs.layer_count
-        transfer_ms = self.costs.transfer_ms
-        while start > 0 and end < count and link_ms + transfer_ms(start, end + 1) <= device_ms:
-            end += 1
-        return end
-
-
-@given(any_costs(9))
-def test_the_papers_search_finds_a_plan_as_good_and_no_better(costs: LayerCosts) -> None:
-    found = PipeSwitchSearch(costs)
-    check_plan(found.plan, costs.layer_count)
-    assert found.best_ms == pytest.approx(makespan(found.plan, costs), rel=CLOSE)
-    assert found.best_ms == pytest.approx(planned_ms(costs), rel=CLOSE)
 
 
 # --- resident prefixes -----------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pipeswitch.errors import ConfigError
 from pipeswitch.policies import find_policy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import (
     MAKERS,
     Eviction,
@@ -30,7 +29,8 @@ from pipeswitch.scheduler.policies import (
     Waiting,
     make_policy,
 )
-from pipeswitch.scheduler.predictions import KEPT_BATCHES, Predictions
+from pipeswitch.scheduler.requests.lines import Judge
+from pipeswitch.scheduler.requests.predictions import KEPT_BATCHES, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import program_of

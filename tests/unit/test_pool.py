@@ -172,14 +172,6 @@ def test_inputs_that_fit_without_their_reply_hold_nothing(pool: RequestPool) -> 
     pool.reserve("c", PAGE, PAGE)
 
 
-def test_what_was_refused_is_admitted_when_somebody_else_is_done(pool: RequestPool) -> None:
-    held = pool.reserve("a", SHARE_BYTES - PAGE, PAGE)
-    pool.reserve("b", PAGE, PAGE)
-    refusal(pool, "c", PAGE, PAGE)
-    release(pool, held)
-    pool.reserve("c", PAGE, PAGE)
-
-
 # ---- releasing ---------------------------------------------------------------------------------
 
 

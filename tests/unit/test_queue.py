@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 
 from pipeswitch.scheduler.core import DUE, HUNG, Wakeups
-from pipeswitch.scheduler.queue import SPARE_DEADLINES, Queue
 from pipeswitch.scheduler.records import Request
+from pipeswitch.scheduler.requests.queue import SPARE_DEADLINES, Queue
 
 
 def request(token: int, model: str = "m", deadline_at_ms: float | None = None) -> Request:

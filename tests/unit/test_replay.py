@@ -199,13 +199,6 @@ def simulate(*args: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_worked_example() -> None:
-    found = {total.way: (total.order, total.total_ms) for total in thesis.example()}
-    assert found["serial"] == ("A, B, C, D", 2375.0)
-    assert found["prefetch, fifo"] == ("A, B, C, D", 2062.5)
-    assert found["prefetch, alternating"] == ("D, B, C, A", 2005.0)
-
-
 def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
     status, text, _ = simulate(

@@ -16,7 +16,6 @@ from pipeswitch.simulator.training import PaperJob
 
 MIB = 1 << 20
 STEP_MS = 100.0
-CYCLE_MS = 1000.0
 LINK = Costs(to_device=Link(bytes_per_ms=float(MIB)))
 
 
@@ -27,10 +26,6 @@ def job(name: str, seconds: float, mib: int = 2, at_ms: float = 0.0) -> PaperJob
 
 def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
     return replay(Setting(memory_bytes=mib * MIB, costs=LINK, training=order), [], [], jobs)
-
-
-def ends_ms(outcome: Outcome) -> dict[str, float]:
-    return {one.name: one.at_ms + one.jct_ms for one in outcome.jobs}
 
 
 @pytest.mark.parametrize(
@@ -46,13 +41,6 @@ def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
     assert outcome.makespan_ms == pytest.approx(6000.0)
     assert outcome.idle_share == pytest.approx(0.0)
     assert [one.trained_ms for one in outcome.jobs] == pytest.approx([3000.0, 2000.0, 1000.0])
-
-
-def test_by_fair_a_job_that_comes_late_has_half_of_the_device() -> None:
-    first, late = trained("fair", job("first", 9.0), job("late", 3.0, at_ms=3000.0)).jobs
-    assert late.share == pytest.approx(0.5, abs=CYCLE_MS / late.jct_ms)
-    assert first.jct_ms == pytest.approx(12_000.0)
-    assert first.share == pytest.approx(9 / 12)
 
 
 def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.scheduler.requests.dispatch import Dispatch
 from pipeswitch.scheduler.scheduler import Scheduler
+from tests.unit.fleet_model import MIB, QUIET, Faults, World, live, random_world
 
 SEEDS = st.integers(0, 2**32)
 lives = settings(max_examples=settings().max_examples // 3)  # one takes a tenth of a second
@@ -22,19 +22,19 @@ lives = settings(max_examples=settings().max_examples // 3)  # one takes a tenth
 
 @lives
 @given(seed=SEEDS)
-def test_any_life_keeps_the_invariants_and_ends(fleet_model: ModuleType, seed: int) -> None:
+def test_any_life_keeps_the_invariants_and_ends(seed: int) -> None:
     """In half of them clients ask for the health of all processes too."""
-    fleet_model.live(fleet_model.random_world(seed, pings=seed % 2 == 0), 500)
+    live(random_world(seed, pings=seed % 2 == 0), 500)
 
 
 @lives
 @given(seed=SEEDS)
-def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, seed: int) -> None:
-    world = fleet_model.World(seed, faults=fleet_model.Faults(**fleet_model.QUIET))
+def test_without_faults_nothing_is_lost_or_restarted(seed: int) -> None:
+    world = World(seed, faults=Faults(**QUIET))
     core = world.scheduler.core
     # Time jumps by seconds in this world; a task that a jump carries past its deadline hangs.
     core.settings = dataclasses.replace(core.settings, deadline_grace_ms=1e12)
-    fleet_model.live(world, 500)
+    live(world, 500)
     assert core.counts["worker_restarts"] == 0
     assert world.scheduler.core.counts["daemon_restarts"] == 0
     assert "WorkerLost" not in world.counts
@@ -43,12 +43,12 @@ def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, se
 @given(seed=SEEDS, requests=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)),
                                      min_size=1, max_size=16))  # fmt: skip
 def test_models_that_do_not_fit_together_do_not_block_each_other(
-    fleet_model: ModuleType, seed: int, requests: list[tuple[str, int]]
+    seed: int, requests: list[tuple[str, int]]
 ) -> None:
-    quiet = fleet_model.Faults(**fleet_model.QUIET)
-    world = fleet_model.World(seed, faults=quiet, arena_mib=48)
+    quiet = Faults(**QUIET)
+    world = World(seed, faults=quiet, arena_mib=48)
     for name in "abc":
-        world.register(name, 30 * fleet_model.MIB)
+        world.register(name, 30 * MIB)
     while world.act():
         pass
     for name, priority in requests:
@@ -59,11 +59,11 @@ def test_models_that_do_not_fit_together_do_not_block_each_other(
 
 
 @given(seed=SEEDS)
-def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) -> None:
+def test_endless_loops_give_the_device_back(seed: int) -> None:
     """Every request hangs, none has a deadline: each is answered, and nobody waits for ever."""
-    faults = fleet_model.Faults(**fleet_model.QUIET, hang=1.0)
-    world = fleet_model.World(seed, faults=faults, max_compute_ms=60000.0)
-    world.register("a", fleet_model.MIB)
+    faults = Faults(**QUIET, hang=1.0)
+    world = World(seed, faults=faults, max_compute_ms=60000.0)
+    world.register("a", MIB)
     while world.act():
         pass
     for _ in range(2):
@@ -77,10 +77,8 @@ def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) 
 
 @lives
 @given(seed=SEEDS)
-def test_any_life_on_two_devices_keeps_the_invariants_and_ends(
-    fleet_model: ModuleType, seed: int
-) -> None:
-    fleet_model.live(fleet_model.random_world(seed, devices=2), 500)
+def test_any_life_on_two_devices_keeps_the_invariants_and_ends(seed: int) -> None:
+    live(random_world(seed, devices=2), 500)
 
 
 def _seen(scheduler: Any) -> Any:
@@ -98,7 +96,7 @@ def _seen(scheduler: Any) -> Any:
 
 
 def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_have_put_first(
-    fleet_model: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = Counter[bool]()
     at_once, handle = Dispatch.at_once, Scheduler.handle
@@ -122,5 +120,5 @@ def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_ha
     monkeypatch.setattr(Dispatch, "at_once", noted)
     monkeypatch.setattr(Scheduler, "handle", both_ways)
     for seed in range(6):
-        fleet_model.live(fleet_model.random_world(seed, devices=1 + seed % 2), 200)
+        live(random_world(seed, devices=1 + seed % 2), 200)
     assert min(taken.values()) > 10, taken

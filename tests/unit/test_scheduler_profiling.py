@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -16,9 +15,10 @@ from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, Transmi
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.endings import batch_of
-from pipeswitch.scheduler.regions import Owner
+from pipeswitch.scheduler.memory.regions import Owner
+from pipeswitch.scheduler.requests.endings import batch_of
 from pipeswitch.scheduler.states import Residency, TaskState
+from tests.unit.fleet_model import MIB, QUIET, Faults, World, manifest_of
 
 BATCH = 4
 
@@ -26,10 +26,9 @@ BATCH = 4
 class Rig:
     """A world without faults, whose commands are kept."""
 
-    def __init__(self, fleet_model: ModuleType, **options: Any) -> None:
-        self.model_of = fleet_model
-        faults = fleet_model.Faults(**fleet_model.QUIET, persist_error=0.0)
-        self.world = fleet_model.World(1, faults=faults, **options)
+    def __init__(self, **options: Any) -> None:
+        faults = Faults(**QUIET, persist_error=0.0)
+        self.world = World(1, faults=faults, **options)
         self.core = self.world.scheduler.core
         self.state = self.world.scheduler.machine.devices[0].state
         self.said: list[ev.Command] = []
@@ -51,7 +50,7 @@ class Rig:
 
     def register(self, *names: str, mib: int = 7) -> None:
         for name in names:
-            self.world.register(name, mib * self.model_of.MIB)
+            self.world.register(name, mib * MIB)
         self.rest()
 
     def commands(self, kind: type) -> list[Any]:
@@ -74,8 +73,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(fleet_model: ModuleType) -> Rig:
-    return Rig(fleet_model)
+def rig() -> Rig:
+    return Rig()
 
 
 def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: Rig) -> None:
@@ -125,8 +124,8 @@ def test_no_trial_begins_while_a_request_waits(rig: Rig) -> None:
     assert len(asked) == 1  # the profile alone
 
 
-def test_trials_suspend_a_job_in_place_and_take_none_of_its_memory(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, arena_mib=48)
+def test_trials_suspend_a_job_in_place_and_take_none_of_its_memory() -> None:
+    rig = Rig(arena_mib=48)
     rig.register("a", mib=30)
     rig.world.train("j")  # its slice and the model do not fit beside each other
     rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.RUNNING)
@@ -280,9 +279,9 @@ def test_a_switch_that_waited_for_its_turn_or_of_another_batch_says_nothing(rig:
     assert model.plan_source == "planned"
 
 
-def test_a_requests_batch_is_what_its_dynamic_extent_says(fleet_model: ModuleType) -> None:
+def test_a_requests_batch_is_what_its_dynamic_extent_says() -> None:
     value = ValueSpec(name="x", dtype="float32", shape=("batch", 3))
-    manifest = msgspec.structs.replace(fleet_model.manifest_of("d", 1 << 20, 2), inputs=(value,))
+    manifest = msgspec.structs.replace(manifest_of("d", 1 << 20, 2), inputs=(value,))
     slab = SlabTensor(name="x", dtype="float32", shape=(BATCH, 3), offset_bytes=0, size_bytes=48)
     assert batch_of(manifest, (slab,)) == BATCH
     fixed = msgspec.structs.replace(value, shape=(2, 3))
@@ -292,9 +291,9 @@ def test_a_requests_batch_is_what_its_dynamic_extent_says(fleet_model: ModuleTyp
 # -- resident prefixes ---------------------------------------------------------------------------
 
 
-def with_prefix(fleet_model: ModuleType, prefix_mib: int = 16) -> Rig:
+def with_prefix(prefix_mib: int = 16) -> Rig:
     """Two models of 24 MiB on an arena of 46: one of them and the half of the other fit."""
-    rig = Rig(fleet_model, arena_mib=48, prefix_mib=prefix_mib)
+    rig = Rig(arena_mib=48, prefix_mib=prefix_mib)
     rig.register("a", "b", mib=24)
     rig.profile("a")
     rig.world.infer("a")
@@ -307,28 +306,26 @@ def sizes_sent(rig: Rig) -> list[int]:
     return [group.size_bytes for group in rig.sent(TransmitModel)[-1].groups]
 
 
-def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
-    fleet_model: ModuleType,
-) -> None:
-    rig = with_prefix(fleet_model)
+def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent() -> None:
+    rig = with_prefix()
     model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.devices[0].arena
     assert model.prefix_groups == 1
     home_bytes = model.home_bytes
     rig.world.infer("b")
     rig.rest()
     assert model.residency.state is Residency.PARTIAL
-    assert arena.kept_bytes == 12 * fleet_model.MIB
+    assert arena.kept_bytes == 12 * MIB
     rig.world.infer("a")
     rig.rest()
-    assert sizes_sent(rig) == [0, 12 * fleet_model.MIB]
+    assert sizes_sent(rig) == [0, 12 * MIB]
     assert model.home_bytes == home_bytes
     bills = [answer.timing for answer in rig.commands(ev.Answer)]
-    assert [bill.get("kept_bytes", 0) for bill in bills] == [0, 12 * fleet_model.MIB]
+    assert [bill.get("kept_bytes", 0) for bill in bills] == [0, 12 * MIB]
     assert model.drift.count == 1  # the first one: a switch with a prefix was not predicted
 
 
-def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
-    rig = with_prefix(fleet_model, prefix_mib=0)
+def test_without_a_budget_nothing_is_kept() -> None:
+    rig = with_prefix(prefix_mib=0)
     model = rig.state.replicas["a"]
     assert model.prefix_groups == 0
     rig.world.infer("b")
@@ -337,8 +334,8 @@ def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
     assert rig.world.scheduler.machine.devices[0].arena.kept_bytes == 0
 
 
-def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> None:
-    rig = with_prefix(fleet_model)
+def test_a_prefix_goes_when_its_own_place_is_needed() -> None:
+    rig = with_prefix()
     rig.register("c", mib=40)
     rig.world.infer("b")
     rig.rest()
@@ -348,11 +345,11 @@ def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> 
     rig.said.clear()
     rig.world.infer("a")
     rig.rest()
-    assert sizes_sent(rig) == [12 * fleet_model.MIB] * 2  # all of it
+    assert sizes_sent(rig) == [12 * MIB] * 2  # all of it
 
 
-def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType) -> None:
-    rig = with_prefix(fleet_model)
+def test_a_model_whose_groups_change_gives_up_its_prefix() -> None:
+    rig = with_prefix()
     rig.world.infer("b")
     rig.rest()
     model = rig.state.replicas["a"]
@@ -365,8 +362,8 @@ def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType
     assert model.kept_groups == 0
 
 
-def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) -> None:
-    rig = with_prefix(fleet_model)
+def test_an_unregistered_model_leaves_no_prefix_behind() -> None:
+    rig = with_prefix()
     rig.world.infer("b")
     rig.rest()
     rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
@@ -375,8 +372,8 @@ def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) 
     rig.world.check_rest()
 
 
-def test_a_pinned_model_of_which_a_prefix_is_left_is_brought_back(fleet_model: ModuleType) -> None:
-    rig = with_prefix(fleet_model)
+def test_a_pinned_model_of_which_a_prefix_is_left_is_brought_back() -> None:
+    rig = with_prefix()
     rig.world.infer("b")
     rig.rest()
     rig.said.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -70,9 +69,12 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.memory.regions import Owner
 from pipeswitch.scheduler.records import Replica
-from pipeswitch.scheduler.regions import Owner
+from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
+from tests.unit.fleet_model import manifest_of
 
 MIB = 1 << 20
 
@@ -85,16 +87,13 @@ def tenant_of(model: str) -> str:
 class Rig:
     """A scheduler driven by hand: events in, the commands of the last one at hand."""
 
-    def __init__(self, fleet_model: ModuleType, **settings: Any) -> None:
-        self.model_of = fleet_model.manifest_of
+    def __init__(self, **settings: Any) -> None:
         values = {
             "arena_bytes": 64 * MIB, "store_bytes": 256 * MIB, "words": 64, "standby": 2,
             "restart_backoff_ms": 100.0, **settings,
         }  # fmt: skip
         policy = values.pop("policy", "priority")
-        self.scheduler = fleet_model.Scheduler(
-            fleet_model.SchedulerSettings(**values), policy, 2000.0
-        )
+        self.scheduler = Scheduler(SchedulerSettings(**values), policy, 2000.0)
         self.core = self.scheduler.core
         self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0
@@ -128,6 +127,16 @@ class Rig:
     def worker_exits(self, slot: int, status: int = -9) -> None:
         generation = self.state.workers[slot].generation
         self.handle(ev.WorkerExited(slot=slot, generation=generation, status=status))
+
+    def daemon_exits(self) -> None:
+        self.handle(ev.DaemonExited(generation=self.state.daemon_generation, status=-9))
+
+    def daemon_restarts(self) -> None:
+        """Dies, its workers are reaped, and the next one is ready."""
+        self.daemon_exits()
+        for slot in list(self.state.workers):
+            self.worker_exits(slot)
+        self.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
@@ -175,9 +184,13 @@ class Rig:
         return self.ask(ev.RegisterAsked, model=name, spec=spec.encode("latin1"), priority=1,
                         is_pinned=pin, **fields)  # fmt: skip
 
+    def begin(self, name: str, **fields: Any) -> tuple[ev.Token, Any]:
+        """A registration whose build has begun: its token and epoch."""
+        token = self.ask_register(name, **fields)
+        return token, self.commands(ev.StartBuild)[0].epoch
+
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
-        token = self.ask_register(name, pin=pin)
-        epoch = self.commands(ev.StartBuild)[0].epoch
+        token, epoch = self.begin(name, pin=pin)
         self.built(name, mib, epoch)
         self.stored(name, epoch)
         assert self.error(token) is None
@@ -192,7 +205,7 @@ class Rig:
                     model=name, digest=f"digest {name}"))  # fmt: skip
 
     def built(self, name: str, mib: int, epoch: Any) -> None:
-        manifest = self.model_of(f"digest {name}", mib * MIB, 2)
+        manifest = manifest_of(f"digest {name}", mib * MIB, 2)
         if name.startswith("code"):
             manifest = msgspec.structs.replace(manifest, mode="module")
         done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
@@ -296,8 +309,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(fleet_model: ModuleType) -> Rig:
-    return Rig(fleet_model)
+def rig() -> Rig:
+    return Rig()
 
 
 # -- a request that comes before its model's bytes (a restart) ----------------------------------
@@ -305,8 +318,7 @@ def rig(fleet_model: ModuleType) -> Rig:
 
 def awaited(rig: Rig, name: str = "a") -> int:
     """A model whose program is known and whose bytes are on their way; its epoch."""
-    rig.ask_register(name)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin(name)
     rig.built(name, 10, epoch)
     assert [command.model for command in rig.commands(ev.Announce)] == [name]
     rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
@@ -356,8 +368,8 @@ def test_a_request_that_waits_for_its_model_expires_and_is_taken_back(rig: Rig) 
     assert isinstance(rig.error(unwanted), Cancelled)
 
 
-def test_requests_that_wait_for_their_model_are_bounded_too(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_queue_per_model=2)
+def test_requests_that_wait_for_their_model_are_bounded_too() -> None:
+    rig = Rig(max_queue_per_model=2)
     awaited(rig)
     tokens = [rig.infer("a") for _ in range(3)]
     assert isinstance(rig.error(tokens[2]), QueueFull)
@@ -524,10 +536,8 @@ def test_a_higher_priority_runs_first(rig: Rig) -> None:
     assert rig.state.current.model == "d"
 
 
-def test_low_priority_requests_do_not_protect_their_model_from_a_high_one(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, arena_bytes=96 * MIB)
+def test_low_priority_requests_do_not_protect_their_model_from_a_high_one() -> None:
+    rig = Rig(arena_bytes=96 * MIB)
     for name in "abc":
         rig.register(name, 30)
     rig.make_resident("a", "b", "c")
@@ -583,10 +593,8 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     assert rig.residency("c") is Residency.RESIDENT, "a's home is taken, but there is room"
 
 
-def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zeroed(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, arena_bytes=24 << 30, store_bytes=64 << 30)
+def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zeroed() -> None:
+    rig = Rig(arena_bytes=24 << 30, store_bytes=64 << 30)
     rig.register("small")
     rig.register("hot", 11 << 10)
     rig.register("b", 11 << 10)
@@ -605,8 +613,8 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
     assert rig.residency("hot") is Residency.HOST
 
 
-def test_messages_name_their_files_in_full(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
+def test_messages_name_their_files_in_full() -> None:
+    rig = Rig(models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
               commit_every_ms=0.0)  # fmt: skip
     rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
     (store,) = rig.sent(StoreModel)
@@ -759,16 +767,16 @@ def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> Non
     assert not rig.commands(ev.KillWorker)
 
 
-def test_without_a_limit_a_task_may_compute_for_ever(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_compute_ms=0.0)
+def test_without_a_limit_a_task_may_compute_for_ever() -> None:
+    rig = Rig(max_compute_ms=0.0)
     rig.register("a")
     rig.infer("a")
     rig.tick(1e9)
     assert not rig.commands(ev.KillWorker)
 
 
-def test_a_full_queue_refuses(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_queue=1)
+def test_a_full_queue_refuses() -> None:
+    rig = Rig(max_queue=1)
     rig.register("a")
     tokens = [rig.infer("a") for _ in range(4)]
     assert isinstance(rig.error(tokens[-1]), QueueFull)
@@ -776,10 +784,8 @@ def test_a_full_queue_refuses(fleet_model: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_queue", "max_queue_per_model"])
-def test_a_caller_that_fills_the_queue_leaves_places_for_another(
-    fleet_model: ModuleType, limit: str
-) -> None:
-    rig = Rig(fleet_model, **{limit: 16})
+def test_a_caller_that_fills_the_queue_leaves_places_for_another(limit: str) -> None:
+    rig = Rig(**{limit: 16})
     rig.register("a")
     flood = [rig.infer("a", caller="greedy") for _ in range(40)]
     assert [isinstance(rig.error(t), QueueFull) for t in flood if t in rig.answers] == [True] * 26
@@ -788,12 +794,11 @@ def test_a_caller_that_fills_the_queue_leaves_places_for_another(
     assert "3 of them this client's" in rig.error(modest[-1]).message
 
 
-def test_a_tenants_models_leave_another_room_in_the_host_store(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, store_bytes=64 * MIB)
+def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:
+    rig = Rig(store_bytes=64 * MIB)
     refused = []
     for name in (*(f"greedy.{number}" for number in range(6)), "modest.0"):
-        token = rig.ask_register(name)
-        epoch = rig.commands(ev.StartBuild)[0].epoch
+        token, epoch = rig.begin(name)
         rig.built(name, 10, epoch)
         if token not in rig.answers:
             rig.stored(name, epoch)
@@ -805,8 +810,8 @@ def test_a_tenants_models_leave_another_room_in_the_host_store(fleet_model: Modu
     assert refused == ["greedy.4", "greedy.5"]
 
 
-def test_a_flood_for_one_model_leaves_room_for_the_others(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_queue=8, max_queue_per_model=2)
+def test_a_flood_for_one_model_leaves_room_for_the_others() -> None:
+    rig = Rig(max_queue=8, max_queue_per_model=2)
     rig.register("a")
     rig.register("b")
     flood = [rig.infer("a") for _ in range(6)]
@@ -820,8 +825,7 @@ def test_a_flood_for_one_model_leaves_room_for_the_others(fleet_model: ModuleTyp
 
 def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
-    rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin("a")
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
     rig.built("a", 10, epoch)
     token = rig.infer("a", digest="of the one before")
@@ -921,7 +925,7 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
 def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     assert {command.slot for command in rig.commands(ev.KillWorker)} == {0, 1, 2}
     assert rig.residency("a") is Residency.HOST
     rig.worker_exits(0)
@@ -938,7 +942,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
 
 
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
     assert not rig.state.is_daemon_ready
 
@@ -950,7 +954,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
     waiting = rig.job_asked(job.name, "wait")
     token = rig.infer("a")
     for _ in range(rig.core.settings.max_daemon_restarts + 1):
-        rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+        rig.daemon_exits()
         for slot, worker in rig.state.workers.items():
             if worker.is_alive:
                 rig.worker_exits(slot)
@@ -1320,7 +1324,7 @@ def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
 
 def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Rig) -> None:
     job = rig.start_training()
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    rig.daemon_exits()
     rig.commit(job, 1, step=1)
     assert not rig.sent(CommitCopy)
     assert (job.commit_number, job.copying_epoch) == (0, 0)
@@ -1411,16 +1415,14 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     assert job.persisted_step == 2
 
 
-def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server(
-    rig: Rig, fleet_model: ModuleType
-) -> None:
+def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.job_asked("cifar", "pause")
     rig.job_ends(job, "preempted")
     hold = ev.Journal(entry={"kind": "hold", "name": "cifar", "why": "paused"})
     assert rig.out.index(hold) < rig.out.index(rig.answers[token])
 
-    again = Rig(fleet_model)
+    again = Rig()
     again.scheduler.machine.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
     again.tick(1.0)
     assert again.state.jobs["cifar"].state.state is TaskState.PAUSED
@@ -1445,7 +1447,7 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
 
 def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     job = rig.start_training()
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
@@ -1454,7 +1456,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
     job = rig.train("cifar")
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.lease(job)
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
@@ -1483,8 +1485,7 @@ def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> 
 
 
 def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> None:
-    first = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    first, epoch = rig.begin("a")
     rig.ask_register("b")
     assert not rig.commands(ev.StartBuild)
     rig.handle(ev.CancelAsked(token=first))
@@ -1496,8 +1497,7 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
 
 
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     gone = rig.ask(ev.UnregisterAsked, model="a")
     assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
     assert rig.error(gone) is None
@@ -1516,8 +1516,8 @@ def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     assert "b" not in rig.state.replicas
 
 
-def test_one_clients_endless_build_leaves_the_other_lane_to_others(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_builds=2)
+def test_one_clients_endless_build_leaves_the_other_lane_to_others() -> None:
+    rig = Rig(max_builds=2)
     rig.ask_register("endless", client="enemy")
     assert len(rig.commands(ev.StartBuild)) == 1
     rig.ask_register("more", client="enemy")
@@ -1541,8 +1541,8 @@ def test_clients_take_turns_at_builds(rig: Rig) -> None:
     assert order == ["friend", "enemy-1", "enemy-2"]
 
 
-def test_a_clients_builds_that_wait_leave_others_their_share(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_waiting_builds=8)
+def test_a_clients_builds_that_wait_leave_others_their_share() -> None:
+    rig = Rig(max_waiting_builds=8)
     for number in range(7):  # one of them runs
         assert rig.ask_register(f"enemy-{number}", client="enemy") not in rig.answers
     assert isinstance(rig.error(rig.ask_register("enemy-7", client="enemy")), QueueFull)
@@ -1550,10 +1550,8 @@ def test_a_clients_builds_that_wait_leave_others_their_share(fleet_model: Module
     assert rig.ask_register("owners") not in rig.answers
 
 
-def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, max_models_per_client=2)
+def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
+    rig = Rig(max_models_per_client=2)
     for number in range(2):
         rig.register(f"enemy.{number}")
     error = rig.error(rig.ask_register("enemy.2", client="enemy"))
@@ -1568,15 +1566,13 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
 
 
 def test_a_build_that_took_too_long_is_refused_in_words(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-signal.SIGALRM))
     assert "build_timeout" in rig.error(token).message
 
 
 def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
     rig.handle(ev.CancelAsked(token=token))
     assert token not in rig.answers
@@ -1585,8 +1581,7 @@ def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> N
 
 
 def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-11))
     assert isinstance(rig.error(token), RegistrationRefused)
     assert "a" not in rig.state.replicas
@@ -1596,9 +1591,9 @@ def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
     ("mib", "store_mib", "error"), [(64, 256, OutOfDeviceMemory), (40, 30, HostStoreFull)]
 )
 def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
-    fleet_model: ModuleType, mib: int, store_mib: int, error: type[Exception]
+    mib: int, store_mib: int, error: type[Exception]
 ) -> None:
-    rig = Rig(fleet_model, store_bytes=store_mib * MIB)
+    rig = Rig(store_bytes=store_mib * MIB)
     token = rig.ask_register("a")
     rig.built("a", mib, rig.commands(ev.StartBuild)[0].epoch)
     assert isinstance(rig.error(token), error)
@@ -1607,8 +1602,7 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
 
 
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
     rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
@@ -1633,9 +1627,8 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    token, epoch = rig.begin("a")
+    rig.daemon_exits()
     rig.built("a", 10, epoch)
     assert not rig.sent(StoreModel), "nobody is there to take it"
     for slot in (0, 1, 2):
@@ -1686,8 +1679,7 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
 
 def stored(rig: Rig, name: str) -> None:
     """Registered; nobody has prepared it yet."""
-    token = rig.ask_register(name)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin(name)
     rig.built(name, 10, epoch)
     rig.stored(name, epoch)
     assert rig.error(token) is None
@@ -1725,8 +1717,8 @@ def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
     assert preparing(rig) == [0, 1]
 
 
-def test_the_only_free_worker_prepares_too(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, standby=1)
+def test_the_only_free_worker_prepares_too() -> None:
+    rig = Rig(standby=1)
     job = rig.start_training()
     stored(rig, "a")
     assert preparing(rig) == [slot for slot in rig.state.workers if slot != job.slot]
@@ -1771,10 +1763,8 @@ def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
     assert (rig.state.upcoming.token, rig.state.upcoming.slot) == (second, 1)
 
 
-def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, standby=1)
+def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task() -> None:
+    rig = Rig(standby=1)
     rig.start_training()
     rig.register("a")
     stored(rig, "b")
@@ -1813,9 +1803,9 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     assert isinstance(rig.error(waiting), ServerUnavailable)
 
 
-def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once(fleet_model: ModuleType) -> None:
+def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once() -> None:
     for second in (ev.DrainAsked(token=None, grace_ms=0.0), ev.Tick()):
-        rig = Rig(fleet_model)
+        rig = Rig()
         rig.register("a")
         token = rig.infer("a")
         rig.handle(ev.DrainAsked(token=None, grace_ms=100.0))
@@ -1856,7 +1846,7 @@ def test_every_listing_is_answered_and_names_what_there_is(rig: Rig) -> None:
 
 def restored(rig: Rig, outputs: tuple[Any, ...] = ()) -> tuple[ev.Token, Any]:
     """A model of the journal that is being checked again; a request that came meanwhile."""
-    manifest = rig.model_of("digest a", 10 * MIB, 2)
+    manifest = manifest_of("digest a", 10 * MIB, 2)
     rig.ask_register("a", restored=msgspec.structs.replace(manifest, outputs=outputs))
     [start] = rig.commands(ev.StartBuild)
     assert rig.commands(ev.Announce)
@@ -1898,10 +1888,8 @@ def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: 
 # -- what a process may run (ADR 20) ---------------------------------------------------------------
 
 
-def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, is_sandboxed=True)
+def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> None:
+    rig = Rig(is_sandboxed=True)
     rig.register("a")
     assert [worker.runs_code for worker in rig.state.workers.values()] == [False] * 3
     job = rig.train("cifar")
@@ -1922,16 +1910,16 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs(
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
 
 
-def test_without_a_sandbox_a_job_runs_where_programs_did(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model)
+def test_without_a_sandbox_a_job_runs_where_programs_did() -> None:
+    rig = Rig()
     rig.register("a")
     rig.train("cifar")
     assert rig.commands(ev.SpawnWorker) == []
     assert len(rig.sent(RunJob)) == 1
 
 
-def test_code_and_programs_are_never_prepared_in_one_process(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, is_sandboxed=True)
+def test_code_and_programs_are_never_prepared_in_one_process() -> None:
+    rig = Rig(is_sandboxed=True)
     rig.register("code")
     assert all("code" in worker.warm for worker in rig.state.workers.values())
     rig.register("a")
@@ -1945,10 +1933,8 @@ def test_code_and_programs_are_never_prepared_in_one_process(fleet_model: Module
     assert all(list(worker.warm) == ["code"] for worker in kept)
 
 
-def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, is_sandboxed=True)
+def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced() -> None:
+    rig = Rig(is_sandboxed=True)
     rig.register("code")
     rig.register("a")
     rig.infer("a")
@@ -1966,8 +1952,8 @@ def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced
 
 
 @pytest.fixture
-def apart(fleet_model: ModuleType) -> Rig:
-    return Rig(fleet_model, is_sandboxed=True, separates_tenants=True)
+def apart() -> Rig:
+    return Rig(is_sandboxed=True, separates_tenants=True)
 
 
 def tenants(rig: Rig) -> list[str | None]:
@@ -2028,8 +2014,8 @@ def test_when_no_process_waits_for_a_new_tenant_the_one_idle_longest_makes_way(a
     assert apart.state.workers[1].tenant == "bob", "the fresh process was not taken"
 
 
-def test_where_all_are_busy_or_others_the_request_replaces_one(fleet_model: ModuleType) -> None:
-    apart = Rig(fleet_model, is_sandboxed=True, separates_tenants=True, standby=1)
+def test_where_all_are_busy_or_others_the_request_replaces_one() -> None:
+    apart = Rig(is_sandboxed=True, separates_tenants=True, standby=1)
     for name in ("ada.m", "bob.m", "cyd.m"):
         apart.register(name)
     asked(apart, "ada.m")
@@ -2063,8 +2049,7 @@ def test_a_job_gets_a_process_that_served_no_other_tenant(apart: Rig) -> None:
 
 def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, rig: Rig) -> None:
     for one, tenant in ((apart, "ada"), (rig, "")):
-        token = one.ask_register("ada.m")
-        epoch = one.commands(ev.StartBuild)[0].epoch
+        token, epoch = one.begin("ada.m")
         one.built("ada.m", 10, epoch)
         announced = one.commands(ev.Announce)
         one.stored("ada.m", epoch)
@@ -2131,10 +2116,8 @@ def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig
     assert rig.answers[rig.last_token].body["job"]["state"] == "queued"
 
 
-def test_ended_jobs_go_when_there_are_more_or_older_ones_than_are_kept(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, keep_jobs=2)
+def test_ended_jobs_go_when_there_are_more_or_older_ones_than_are_kept() -> None:
+    rig = Rig(keep_jobs=2)
     for number in range(4):
         rig.now_ms += 1.0
         rig.train(f"j{number}")
@@ -2146,7 +2129,7 @@ def test_ended_jobs_go_when_there_are_more_or_older_ones_than_are_kept(
                 rig.worker_restarts(slot, 0)
     assert list(rig.state.jobs) == ["j2", "j3"]
 
-    rig = Rig(fleet_model, keep_jobs_ms=1000.0)
+    rig = Rig(keep_jobs_ms=1000.0)
     job = rig.train("j")
     rig.job_ends(job, "done")
     rig.tick(rig.now_ms + 500.0)
@@ -2180,12 +2163,12 @@ def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig
     assert token not in rig.answers
 
 
-def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: ModuleType) -> None:
+def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig) -> None:
     job = rig.start_training()
     rig.job_ends(job, "failed")
     (entry,) = [c.entry for c in rig.commands(ev.Journal) if c.entry["kind"] == "ended"]
 
-    again = Rig(fleet_model)
+    again = Rig()
     again.scheduler.machine.jobs.restore_ended("cifar", entry["record"], 5)
     row = again.answers[again.job_asked("cifar", "show")].body["job"]
     assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.error, 5)
@@ -2210,8 +2193,7 @@ SPEC = msgspec.msgpack.encode({"name": "net", "source": "x.bundle", "weights": "
 
 
 def register_net(rig: Rig, *, pin: bool = False) -> None:
-    rig.ask_register("net", spec=SPEC, spec_digest="first", pin=pin)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin("net", spec=SPEC, spec_digest="first", pin=pin)
     rig.built("net", 10, epoch)
     rig.stored("net", epoch)
     rig.prepared()
@@ -2237,7 +2219,7 @@ def copied(rig: Rig, job: Any, step: int = 3) -> Any:
 
 def comes(rig: Rig, build: Any, digest: str = "") -> None:
     """The version is built and stored."""
-    manifest = rig.model_of(digest or f"digest {build.model}", 10 * MIB, 2)
+    manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
     done = BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
     rig.handle(ev.FromBuilder(message=done, manifest=manifest))
     rig.stored(build.model, build.epoch)
@@ -2388,11 +2370,7 @@ def test_a_copy_that_a_dead_daemon_had_is_made_by_the_next(rig: Rig) -> None:
     register_net(rig)
     job = trained(rig)
     token = ask_publish(rig, job)
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
-    for slot in (0, 1, 2):
-        rig.worker_exits(slot)
-    assert rig.commands(ev.SpawnDaemon)
-    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon_restarts()
     comes(rig, copied(rig, job))
     assert rig.answers[token].body["version"] == 2
 
@@ -2458,13 +2436,11 @@ def test_a_model_and_all_its_versions_are_unregistered_together(rig: Rig) -> Non
     assert versions_of(rig) == [(1, True)]
 
 
-def test_the_next_server_serves_the_version_that_the_journal_names(
-    rig: Rig, fleet_model: ModuleType
-) -> None:
-    again = Rig(fleet_model)
+def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> None:
+    again = Rig()
     again.scheduler.versions.restore("net", 3, 4, "first", there=[2, 3])
     for name in ("net@2", "net@3"):
-        restored = again.model_of(f"digest {name}", 10 * MIB, 2)
+        restored = manifest_of(f"digest {name}", 10 * MIB, 2)
         again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
     assert versions_of(again) == [(2, False), (3, True)]
     again.ask_register("net", spec_digest="first")
@@ -2723,14 +2699,12 @@ def test_a_name_and_one_of_its_versions_are_unregistered_at_a_time(rig: Rig) -> 
     assert {"kind": "model-gone", "name": "net@2"} in [c.entry for c in rig.commands(ev.Journal)]
 
 
-def test_the_next_server_serves_the_newest_if_the_journal_lacks_the_current_one(
-    fleet_model: ModuleType,
-) -> None:
-    again = Rig(fleet_model)
+def test_the_next_server_serves_the_newest_if_the_journal_lacks_the_current_one() -> None:
+    again = Rig()
     again.scheduler.versions.restore("net", 3, 3, "first", there=[1, 2])
     again.scheduler.versions.restore("gone", 2, 2, "first", there=[])
     for name in ("net", "net@2"):
-        restored = again.model_of(f"digest {name}", 10 * MIB, 2)
+        restored = manifest_of(f"digest {name}", 10 * MIB, 2)
         again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
     assert versions_of(again) == [(1, False), (2, True)]
     assert again.scheduler.machine.served["net"].last == 3, "a number is given once"
@@ -2784,7 +2758,7 @@ def test_a_copy_that_a_dead_daemon_had_is_dropped_and_not_read(rig: Rig) -> None
     job = trained(rig)
     ask_publish(rig, job)
     (order,) = rig.sent(PersistCommit)
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    rig.daemon_exits()
     assert ev.DropPublished(directory=order.directory) in rig.out
     (one,) = rig.scheduler.publishing._lines["net"]
     assert (one.stage, one.directory) == ("waits", "")

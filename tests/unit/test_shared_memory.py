@@ -9,9 +9,10 @@ import pytest
 
 from pipeswitch.config import Config
 from pipeswitch.controller import shared_memory
-from pipeswitch.controller.main import _sizes
+from pipeswitch.controller.setup import sizes_of
 from pipeswitch.controller.shared_memory import DeviceShare, Memory
-from pipeswitch.devices.choosing import ChosenDevice
+from pipeswitch.devices import ChosenDevice
+from pipeswitch.devices.cpu.kind import CpuKind
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import JobName
 
@@ -25,7 +26,7 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
         closed[descriptor] = threading.current_thread()
         close(descriptor)
 
-    (sizes,) = _sizes(Config(), (ChosenDevice("cpu", ""),))
+    (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
     share, memory = DeviceShare(sizes), Memory(sizes)
     arena, commits = (sealed_memfd("test", 4096) for _ in range(2))
     ring = memory.ring_of("group", "reader")

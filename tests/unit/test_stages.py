@@ -22,9 +22,9 @@ from pipeswitch.programs.spec import BuildSpec, stage_of
 from pipeswitch.programs.stages import stage
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
+from pipeswitch.scheduler.processes.stages import Stages
 from pipeswitch.scheduler.records import Request
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.stages import Stages
 from pipeswitch.scheduler.states import TaskState
 
 STAGE = stage("pkg:fn", {"image": (((1, 9), 3), "uint8")})

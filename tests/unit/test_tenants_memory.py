@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pipeswitch.devices.arenas import FilePerTenant, OneFile
+from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
 from pipeswitch.errors import QueueFull, RemoteProtocolError
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.ipc.board import sealed_memfd

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pipeswitch.ipc.messages import JobName, ModelName
 from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.accounts import LONG_MS, Account, Accounts
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
+from pipeswitch.scheduler.requests.accounts import LONG_MS, Account, Accounts
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of

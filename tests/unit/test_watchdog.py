@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.config import Config
-from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
+from pipeswitch.scheduler.requests.lines import Judge
 from pipeswitch.watchdog import LOOKS, LoopWatchdog, Notifier, PolicyWatchdog, TurnLooks
 
 UNIT = Path(__file__).parents[2] / "packaging/pipeswitch.service"

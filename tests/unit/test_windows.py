@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import pytest
@@ -190,30 +189,3 @@ def test_the_search_never_gets_worse_and_a_seed_repeats(
     assert found == sorted(found, reverse=True)
     few = Search(population=6, survivors=2, generations=4, seed=3)
     assert windows.ga(jobs, memory, few) == windows.ga(jobs, memory, few)
-
-
-def test_insertion_and_search_come_near_all_orders_of_seven_jobs() -> None:
-    """Tight memory, the hardest cell of the table in benchmarks/results/thesis_windows.md."""
-    gaps: dict[str, list[float]] = {"neh": [], "ga": [], "fifo": []}
-    for seed in range(4):
-        jobs, memory = window(random.Random(seed), ratio=1.0)
-        best = makespan_ms(jobs, exhaustive(jobs, memory), memory)
-        for rule, found in gaps.items():
-            gap = makespan_ms(jobs, RULES[rule](jobs, memory), memory) / best - 1.0
-            assert gap >= -1e-9
-            found.append(gap)
-    mean = {rule: sum(found) / len(found) for rule, found in gaps.items()}
-    assert mean["neh"] < 0.06
-    assert mean["ga"] < 0.04
-    assert mean["fifo"] > max(mean["neh"], mean["ga"])
-
-
-def window(chance: random.Random, *, ratio: float) -> tuple[list[Job], Memory]:
-    """Seven models, and memory for 0.75 of the two largest."""
-    sizes = [int(100 * math.exp(chance.gauss(0.0, 0.6))) for _ in range(7)]
-    jobs = [
-        Job(model=f"m{i}", load_ms=ratio * size, size_bytes=size,
-            compute_ms=100 * math.exp(chance.gauss(0.0, 0.6)))
-        for i, size in enumerate(sizes)
-    ]  # fmt: skip
-    return jobs, Memory(capacity_bytes=max(0.75 * sum(sorted(sizes)[-2:]), max(sizes)))

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from pipeswitch.devices.windows import map_by_chance
+from pipeswitch.devices.cpu.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.programs.layout import ITEM_BYTES

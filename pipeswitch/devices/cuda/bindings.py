@@ -57,9 +57,6 @@ HARMLESS_ERRORS: Final = frozenset(
         "cudaErrorOperatingSystem",
         "cudaErrorMapBufferObjectFailed",
         "cudaErrorDeviceUninitialized",
-        "cudaErrorPeerAccessAlreadyEnabled",
-        "cudaErrorPeerAccessUnsupported",
-        "cudaErrorTooManyPeers",
         "CUDA_ERROR_INVALID_VALUE",
         "CUDA_ERROR_NOT_SUPPORTED",
         "CUDA_ERROR_NOT_PERMITTED",
@@ -179,14 +176,6 @@ class Cuda:
         """Make the device current in this *thread*; makes its context if there is none."""
         self._do("cudaSetDevice", index)
 
-    def can_reach(self, device: int, peer: int) -> bool:
-        """Whether the device could access the other's memory by itself."""
-        return bool(self._ask("cudaDeviceCanAccessPeer", device, peer))
-
-    def enable_peer_access(self, peer: int) -> None:
-        """The current device accesses that one's memory from now on; one direction."""
-        self._do("cudaDeviceEnablePeerAccess", peer, 0)
-
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
         free, total = self._ask("cudaMemGetInfo")
@@ -223,10 +212,7 @@ class Cuda:
             self._do("cudaMemsetAsync", pointer, value, size_bytes, stream)
 
     def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Host to device, in the stream's order; the source must stay until it has run.
-
-        The stream may be another device's than the current one (also for ``copy_peer``).
-        """
+        """Host to device, in the stream's order; the source must stay until it has run."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
 
@@ -234,12 +220,6 @@ class Cuda:
         """Device to host, in the stream's order."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
-
-    def copy_peer(
-        self, target: int, to: int, source: int, peer: int, size_bytes: int, stream: int
-    ) -> None:
-        """From the memory of ``peer`` to that of ``to``; without peer access through the host."""
-        self._do("cudaMemcpyPeerAsync", target, to, source, peer, size_bytes, stream)
 
     def allocate_pinned(self, size_bytes: int) -> int:
         """Pinned host memory of the driver's own."""
@@ -249,11 +229,7 @@ class Cuda:
         self._do("cudaFreeHost", pointer)
 
     def register(self, pointer: int, size_bytes: int) -> None:
-        """Pin host memory that is mapped already.
-
-        The default flags: with unified addressing, which every 64-bit process has, memory is
-        pinned for all contexts of the process (cudaHostRegister), so for a peer's too.
-        """
+        """Pin host memory that is mapped already."""
         self._do("cudaHostRegister", pointer, size_bytes, 0)
 
     def unregister(self, pointer: int) -> None:
@@ -302,7 +278,6 @@ class Cuda:
         )
 
     def record(self, event: int, stream: int) -> None:
-        """Event and stream are of one device."""
         self._do("cudaEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
@@ -318,10 +293,6 @@ class Cuda:
                 raise
             return False
         return True
-
-    def wait_event(self, stream: int, event: int) -> None:
-        """The stream goes on when the event's last record has run; it may be another device's."""
-        self._do("cudaStreamWaitEvent", stream, event, 0)
 
     def destroy_event(self, event: int) -> None:
         self._do("cudaEventDestroy", event)

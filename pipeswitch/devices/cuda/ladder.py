@@ -18,15 +18,13 @@ Waits = Literal["cpu", "gpu"]
 Words = Literal["copy", "write"]
 Activations = Literal["private", "slice"]
 Graphs = Literal["off", "on"]
-Peers = Literal["off", "on"]
 
 AUTO: Final = "auto"
 REQUIRED: Final = ("memory", "ipc")
 """Without these there is no cuda device at all: the arena, and sharing it with workers."""
 
-TESTS: Final = (*REQUIRED, "wait-copy", "wait-write", "slice", "graph", "peer")
-"""In the order in which the self-test runs them; a hang loses those behind it. ``peer`` runs only
-where peers are wanted."""
+TESTS: Final = (*REQUIRED, "wait-copy", "wait-write", "slice", "graph")
+"""In the order in which the self-test runs them; a hang loses those behind it."""
 
 
 class Outcome(NamedTuple):
@@ -44,13 +42,11 @@ class Wishes:
     words: str = AUTO
     activations: str = AUTO
     graphs: str = AUTO
-    peers: str = "off"  # never by itself: not before it is measured
 
     @property
     def needs_test(self) -> bool:
-        """A mechanism was left to what the self-test finds; which peer can be reached, always."""
-        rungs = (self.waits, self.words, self.activations, self.graphs)
-        return AUTO in rungs or self.peers == "on"
+        """A mechanism was left to what the self-test finds."""
+        return AUTO in (self.waits, self.words, self.activations, self.graphs)
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,12 @@ class Ladder:
     words: Words = "copy"
     activations: Activations = "private"
     graphs: Graphs = "off"
-    peers: Peers = "off"
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
             f"waits={self.waits} words={self.words} activations={self.activations} "
-            f"graphs={self.graphs}{' peers=on' if self.peers == 'on' else ''}"
+            f"graphs={self.graphs}"
         )
 
 
@@ -94,13 +89,11 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
     waits, words = _waits(wishes, results, reasons)
     has_slice = _rung(wishes.activations, "private", "slice", "slice", results, reasons)
     has_graphs = _rung(wishes.graphs, "off", "on", "graph", results, reasons)
-    has_peer = wishes.peers == "on" and _rung("on", "off", "on", "peer", results, reasons)
     return Ladder(
         waits=waits,
         words=words,
         activations="slice" if has_slice else "private",
         graphs="on" if has_graphs else "off",
-        peers="on" if has_peer else "off",
         reasons=tuple(reasons),
     )
 

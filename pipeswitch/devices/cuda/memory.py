@@ -7,8 +7,7 @@ copy thread sees that a group's event has run, it writes the same word into a ho
 the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
 
 Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
-millisecond or two, and still the link never waits for this thread. With a second lane
-(``lanes.py``) the window is twice that; chunks go to the lane with the fewer bytes before it.
+millisecond or two, and still the link never waits for this thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import logging
 import mmap
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Final, Literal, NamedTuple
@@ -31,12 +30,12 @@ from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
 from ..transmissions import OnEnd, Transmission, TransmissionQueue
 from ..waiting import now_ms
 from .bindings import Cuda, CudaError
-from .lanes import CHUNK_BYTES, Lane, PeerLane
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 64 << 20  # of a lane, under way at once: 1.2 ms at 55 GB/s
+CHUNK_BYTES: Final = 16 << 20  # one copy call; a cancel takes effect between two
+WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
 RING_WORDS: Final = 4096  # sources of word copies; one is not reused before its copy has run
 BOUNCE_BYTES: Final = 8 << 20
 BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
@@ -50,7 +49,6 @@ class _Mark(NamedTuple):
     event: int
     size_bytes: int
     word: int
-    lane: Lane
 
 
 class CudaDeviceMemory:
@@ -98,10 +96,9 @@ class CudaDeviceMemory:
         self._on_lost = on_lost
         cuda.set_device(index)
         self._base = cuda.malloc(arena_bytes + extra_bytes)
-        self._lanes = [Lane(cuda)]
-        self._to_host = cuda.stream()
-        cuda.fill(self._base, 0, arena_bytes, self._to_host)
-        cuda.synchronize(self._to_host)
+        self._to_device, self._to_host = cuda.stream(), cuda.stream()
+        cuda.fill(self._base, 0, arena_bytes, self._to_device)
+        cuda.synchronize(self._to_device)
         self._store = PinnedMapping(cuda, store, store_bytes)
         self._ring = PinnedBuffer(cuda, RING_WORDS * WORD_BYTES)
         self._ring_words = self._ring.array.view(np.uint32)
@@ -148,15 +145,6 @@ class CudaDeviceMemory:
     def use_word_writer(self, writer: WordWriter) -> None:
         """How arrival words are written from the next group on; for the self-test."""
         self._word_writer = writer
-
-    def add_peer(self, index: int, *, is_alone: bool = False) -> None:
-        """Copy over that GPU's link too, from the next chunk on; alone: for the self-test.
-
-        Raises:
-            CudaError: it cannot be had; copies go on as before.
-        """
-        self._lanes.append(PeerLane(self._cuda, self._index, index))
-        self._lanes[0].serves = not is_alone
 
     @property
     def base(self) -> int:
@@ -207,8 +195,7 @@ class CudaDeviceMemory:
                 try:
                     self._enqueue(job, flight)
                 except CudaError:  # perhaps between a copy and the event behind it
-                    for lane in self._lanes:
-                        lane.settle()
+                    self._cuda.synchronize(self._to_device)
                     raise
                 finally:
                     flight.land_all()  # no byte is written after this, whatever happened
@@ -235,43 +222,32 @@ class CudaDeviceMemory:
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
         for group in job.order.groups:
-            ways: dict[Lane, int] = {}  # and the last event on each
             for offset, size in chunks(group):
                 flight.make_room(size)
                 if job.cancelled.is_set():
                     return  # perhaps in the middle of this group: its word must not rise
-                lane = flight.next_lane()
-                lane.copy(
+                self._cuda.copy_to_device(
                     self._base + group.arena_offset_bytes + offset,
                     self._store.address + group.store_offset_bytes + offset,
                     size,
+                    self._to_device,
                 )
-                ways[lane] = flight.enqueued(lane, size, -1)
+                flight.enqueued(size, -1)
             if job.cancelled.is_set():
                 return
-            lane = self._join(ways)
-            self._write_word(lane, group.word, job.order.epoch & WORD_MASK)
-            flight.enqueued(lane, 0, group.word)
+            self._write_word(group.word, job.order.epoch & WORD_MASK)
+            flight.enqueued(0, group.word)
 
-    def _join(self, ways: dict[Lane, int]) -> Lane:
-        """The lane on which all of a group's bytes are done: that of a peer, where one took part,
-        so that our own never waits."""
-        lane = next((lane for lane in reversed(self._lanes) if lane in ways), self._lanes[0])
-        for other, event in ways.items():
-            if other is not lane:  # an event that has landed may stand for a later chunk: as good
-                self._cuda.wait_event(lane.stream, event)
-        return lane
-
-    def _write_word(self, lane: Lane, word: int, value: int) -> None:
+    def _write_word(self, word: int, value: int) -> None:
         """Behind the data, on the same stream: who sees the word sees the data."""
         target = self._base + word * WORD_BYTES
         if self._word_writer == "write":
-            self._cuda.write_value(lane.stream, target, value)
+            self._cuda.write_value(self._to_device, target, value)
             return
         slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_WORDS
         self._ring_words[slot] = value
         source = self._ring.address + slot * WORD_BYTES
-        self._cuda.copy_to_device(target, source, WORD_BYTES, lane.stream)
+        self._cuda.copy_to_device(target, source, WORD_BYTES, self._to_device)
 
     # -- device to host ------------------------------------------------------------------------
 
@@ -342,10 +318,9 @@ class CudaDeviceMemory:
         cuda.set_device(self._index)
         for event in (*self._idle_events, *self._bounce_events):
             cuda.destroy_event(event)
-        cuda.synchronize(self._to_host)
-        cuda.destroy_stream(self._to_host)
-        for lane in self._lanes:
-            lane.close()
+        for stream in (self._to_device, self._to_host):
+            cuda.synchronize(stream)
+            cuda.destroy_stream(stream)
         del self._ring_words
         for buffer in (self._ring, *self._bounces):
             buffer.close()
@@ -367,44 +342,34 @@ class CudaDeviceMemory:
 
 
 class _Flight:
-    """The chunks of one transmission that are under way, oldest first, whatever their lane: so
-    groups land in order."""
+    """The chunks of one transmission that are under way, oldest first."""
 
     def __init__(self, memory: CudaDeviceMemory, epoch: int) -> None:
         self._memory = memory
         self._value = epoch & WORD_MASK
         self._marks: deque[_Mark] = deque()
-        self._bytes: Counter[Lane] = Counter()
+        self._bytes = 0
         self.enqueued_bytes = 0
         self.ends_at_ms: list[float] = []
 
     def make_room(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
         memory = self._memory
-        window_bytes = memory._window_bytes * len(self._lanes())
-        while self._marks and self._bytes.total() + size_bytes > window_bytes:
+        while self._marks and self._bytes + size_bytes > memory._window_bytes:
             self._land_oldest()
         while self._marks and memory._cuda.is_done(self._marks[0].event):
             self._land_oldest()
 
-    def next_lane(self) -> Lane:
-        """The one with the fewest bytes under way, our own before a peer's."""
-        return min(self._lanes(), key=lambda lane: self._bytes[lane])
-
-    def _lanes(self) -> list[Lane]:
-        return [lane for lane in self._memory._lanes if lane.serves]
-
-    def enqueued(self, lane: Lane, size_bytes: int, word: int) -> int:
+    def enqueued(self, size_bytes: int, word: int) -> None:
         """A chunk (or a word, ``size_bytes`` 0) was enqueued: put an event behind it."""
         memory = self._memory
         if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
             self._land_oldest()
         event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
-        memory._cuda.record(event, lane.stream)
-        self._marks.append(_Mark(event, size_bytes, word, lane))
-        self._bytes[lane] += size_bytes
+        memory._cuda.record(event, memory._to_device)
+        self._marks.append(_Mark(event, size_bytes, word))
+        self._bytes += size_bytes
         self.enqueued_bytes += size_bytes
-        return event
 
     def land_all(self) -> None:
         while self._marks:
@@ -415,7 +380,7 @@ class _Flight:
         memory = self._memory
         memory._idle_events.append(mark.event)
         memory._cuda.wait(mark.event)
-        self._bytes[mark.lane] -= mark.size_bytes
+        self._bytes -= mark.size_bytes
         if mark.word >= 0:
             self.ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
             memory._landed(mark.word, self._value)

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ..arenas import Bytes
+from ..cpu.arenas import Bytes
 from .bindings import Cuda, CudaError
 
 log = logging.getLogger(__name__)

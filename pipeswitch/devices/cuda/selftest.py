@@ -2,10 +2,9 @@
 
 ``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": true}'`` prints
 one JSON line per finding: first the device (or that there is none), then each test of
-``cuda_ladder.TESTS``; with ``"peers": [1, …]`` also that of copies over one of those GPUs. It uses
-the very classes that will serve, ``CudaDeviceMemory`` in one process and ``CudaPoolView`` in
-another, on a few MiB. A process of its own, since a context cannot be given back and a hang must
-cost only the tests behind it.
+``ladder.TESTS``. It uses the very classes that will serve, ``CudaDeviceMemory`` in one process
+and ``CudaPoolView`` in another, on a few MiB. A process of its own, since a context cannot be given
+back and a hang must cost only the tests behind it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +25,6 @@ from ...ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from ...ipc.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from ...programs.layout import TensorSpec
 from .bindings import Cuda
-from .lanes import LANDING_SLOTS
 from .memory import CudaDeviceMemory, WordWriter
 
 if TYPE_CHECKING:
@@ -95,17 +93,12 @@ def _tests(cuda: Cuda, order: dict[str, Any]) -> None:
             return
         if not _attempt("ipc", rig.open_peer):
             return
-        writers: list[WordWriter] = ["copy", "write"]
-        for writer in tuple(writers):
-            if not _attempt(f"wait-{writer}", lambda writer=writer: rig.wait_test(writer)):  # type: ignore[misc]
-                writers.remove(writer)
+        for writer in ("copy", "write"):
+            _attempt(f"wait-{writer}", lambda writer=writer: rig.wait_test(writer))  # type: ignore[misc]
             rig.revive_peer()
         _attempt("slice", lambda: rig.peer_test("slice"))
         rig.revive_peer()
         _attempt("graph", rig.graph_test)
-        if order.get("peers") is not None:
-            rig.revive_peer()
-            _attempt("peer", lambda: rig.other_gpu_test(order["peers"], writers))
 
 
 class _Rig:
@@ -135,9 +128,6 @@ class _Rig:
         )
         cleanup.callback(self.memory.close)
         cleanup.callback(self.close_peer)
-        self._check_copies()
-
-    def _check_copies(self) -> None:
         data = os.urandom(9 * MIB + 123)
         self.memory.store_view(0, len(data))[:] = data
         self.send(len(data))
@@ -219,24 +209,6 @@ class _Rig:
             self.open_peer()
         except Exception as error:  # the next test says so, too
             sys.stderr.write(f"no second peer: {type(error).__name__}: {error}\n")
-
-    def other_gpu_test(self, peers: list[int], writers: Sequence[WordWriter]) -> str:
-        """All bytes come over the first GPU that can be reached: whole, and before their words."""
-        if not peers:
-            raise RuntimeError("no other GPU is served")
-        own = int(self._order["index"])
-        reach = self._cuda.can_reach
-        peer = next((n for n in peers if reach(own, n) and reach(n, own)), None)
-        if peer is None:
-            names = ", ".join(f"cuda:{number}" for number in peers)
-            raise RuntimeError(f"cuda:{own} and {names} cannot access each other's memory")
-        self.memory.add_peer(peer, is_alone=True)
-        for _ in range(LANDING_SLOTS):  # each slot twice: two copies at a time
-            self._check_copies()
-        for writer in writers:
-            self.wait_test(writer)
-        _say(test="peer_device", is_ok=True, text="", uuid=self._cuda.name_and_uuid(peer)[1])
-        return f"over cuda:{peer}"
 
     @staticmethod
     def _expect(found: float, value: float) -> None:

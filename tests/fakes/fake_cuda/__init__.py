@@ -5,18 +5,13 @@ A stream is a queue: what is enqueued runs, in order, when a caller synchronises
 never at once. So a source that is overwritten too early, a word that overtakes its data, or a
 wait that is forgotten shows up as wrong bytes.
 
-Streams wait for each other's events; with a ``shuffle`` any of them may run on while one is waited
-for, as they do on a GPU, so that what is ordered by chance only comes out of order.
-
 ``World`` is one machine; the modules ``runtime`` and ``driver`` speak for ``WORLD``, this process's
 own. Errors are injected by call: ``world.fail("cudaHostRegister", "cudaErrorNotPermitted")``.
 
 As strict as the driver, where a mistake would cost a day: a call of the driver interface in a
 thread without a context; an IPC handle opened by its own maker; a handle that is no more; memory
 unpinned or freed under a copy that is still queued; a copy over the end of a registration; what
-must not be called while the thread captures; a kernel's assertion, after which nothing works; an
-event recorded on another device's stream; work that is no copy on a stream of a device that is not
-current. A copy between devices without access in both directions goes through the host, and counts.
+must not be called while the thread captures; a kernel's assertion, after which nothing works.
 """
 
 from __future__ import annotations
@@ -27,12 +22,11 @@ import enum
 import itertools
 import mmap
 import os
-import random
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
@@ -57,7 +51,6 @@ class cudaError_t(enum.IntEnum):
     cudaErrorInvalidResourceHandle = 400
     cudaErrorNotReady = 600
     cudaErrorIllegalAddress = 700
-    cudaErrorPeerAccessAlreadyEnabled = 704
     cudaErrorAssert = 710
     cudaErrorHostMemoryAlreadyRegistered = 712
     cudaErrorHostMemoryNotRegistered = 713
@@ -89,7 +82,7 @@ STICKY = {
 WITHOUT_CONTEXT = frozenset(
     {
         "cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion",
-        "cudaGetDeviceProperties", "cudaGetErrorString", "cudaDeviceCanAccessPeer",
+        "cudaGetDeviceProperties", "cudaGetErrorString",
     }
 )  # fmt: skip
 """Calls of the runtime that need no context; every other one makes it, and makes it current."""
@@ -126,8 +119,7 @@ class Handle:
 class Block:
     """One allocation: a memfd and its mapping."""
 
-    def __init__(self, size_bytes: int, descriptor: int = -1, device: int = 0) -> None:
-        self.device = device
+    def __init__(self, size_bytes: int, descriptor: int = -1) -> None:
         self.is_own = descriptor < 0
         if self.is_own:
             descriptor = os.memfd_create("fake-device")
@@ -149,8 +141,7 @@ class Block:
 class Stream:
     """A queue of operations; ``done`` counts those that have run."""
 
-    def __init__(self, device: int = 0) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
         self.enqueued = 0
         self.done = 0
@@ -179,18 +170,6 @@ class Stream:
             return True
 
 
-class Event:
-    """What was recorded: a stream and how many of its operations; None: nothing yet."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.record: tuple[Stream, int] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.record is None or self.record[0].done >= self.record[1]
-
-
 class World:
     """A machine with (or without) a fake GPU.
 
@@ -198,9 +177,7 @@ class World:
         bytes_per_s: how fast a copy runs; 0: at once.
         has_driver: without one the runtime says cudaErrorInsufficientDriver, the driver raises.
         devices: how many the driver shows.
-        gpus: their numbers among the machine's.
-        has_peers: whether they can access each other's memory.
-        shuffle: while a stream is waited for, any of them goes on.
+        first: the number of the first of them among the machine's.
     """
 
     def __init__(
@@ -210,19 +187,14 @@ class World:
         bytes_per_s: float = 0.0,
         has_driver: bool = True,
         devices: int = 1,
-        gpus: Sequence[int] | None = None,
-        has_peers: bool = True,
-        shuffle: random.Random | None = None,
+        first: int = 0,
         blocking_waits: bool = False,
     ) -> None:
         self.device_bytes = device_bytes
         self.bytes_per_s = bytes_per_s
         self.has_driver = has_driver
-        self.gpus = list(range(devices)) if gpus is None else list(gpus)
-        self.has_peers = has_peers
-        self.shuffle = shuffle
-        self.peer_access: set[tuple[int, int]] = set()  # who may access whose memory
-        self.through_host_bytes = 0  # of copies between devices
+        self.devices = devices
+        self.first = first
         self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
@@ -233,7 +205,7 @@ class World:
         self.staged: list[Any] = []  # the driver's own copies of pageable sources
         self.streams: dict[int, Stream] = {}
         self.default_stream = Stream()
-        self.events: dict[int, Event] = {}
+        self.events: dict[int, tuple[Stream, int] | None] = {}
         self.capturing: set[int] = set()  # threads
         self._current = threading.local()  # has_context: of this thread
         self._number = next(_world_numbers)
@@ -276,30 +248,13 @@ class World:
     def has_context(self) -> bool:
         return getattr(self._current, "has_context", False)
 
-    @property
-    def devices(self) -> int:
-        return len(self.gpus)
-
-    @property
-    def current(self) -> int:
-        """This thread's device."""
-        return int(getattr(self._current, "device", 0))
-
-    @current.setter
-    def current(self, index: int) -> None:
-        self._current.device = index
-
-    @property
-    def all_streams(self) -> list[Stream]:
-        return [self.default_stream, *list(self.streams.values())]
-
     def stream_of(self, handle: int) -> Stream | None:
         """None: there is no such stream (any more). 0 is the default one."""
         return self.default_stream if handle == 0 else self.streams.get(handle)
 
     def must_be_idle(self, address: int, size_bytes: int, call: str) -> None:
         """What a driver would answer with a crash, later and elsewhere."""
-        for stream in self.all_streams:
+        for stream in [self.default_stream, *self.streams.values()]:
             if stream.touches(address, size_bytes):
                 raise AssertionError(f"{call}: a queued copy still uses that memory")
 
@@ -310,41 +265,29 @@ class World:
 
     @property
     def used_bytes(self) -> int:
-        return sum(map(self.used_on, range(self.devices)))
-
-    def used_on(self, device: int) -> int:
-        return sum(b.size_bytes for b in list(self.blocks.values()) if b.device == device)
+        return sum(block.size_bytes for block in self.blocks.values())
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
         """Device bytes as they are now, whatever is still queued."""
         return ctypes.string_at(address, size_bytes)
 
     def drain(self, stream: Stream, until: int | None = None) -> None:
-        """Run a stream up to its operation number ``until`` (all), and others as they please: those
-        that it waits for must."""
+        """Run a stream up to its operation number ``until`` (all)."""
         ends_at = time.monotonic() + WAIT_DEADLINE_S
         target = stream.enqueued if until is None else until
         while stream.done < target:
-            streams = self.all_streams
-            if self.shuffle is None:
-                streams.insert(0, stream)
-            else:
-                self.shuffle.shuffle(streams)
-            if any(each.step() for each in streams):
+            if stream.step():
                 continue
             if time.monotonic() > ends_at:
                 raise AssertionError("a stream waits for a word that no stream writes")
             threading.Event().wait(POLL_S)
 
-    def device_of(self, address: int, size_bytes: int) -> int | None:
-        """Whose memory the range lies in, inside one allocation; None: no device's."""
-        for b in [*self.blocks.values(), *self.opened.values()]:
-            if b.address <= address and address + size_bytes <= b.address + b.size_bytes:
-                return b.device
-        return None
-
     def is_device(self, address: int, size_bytes: int) -> bool:
-        return self.device_of(address, size_bytes) is not None
+        """Whether the range lies inside one allocation of the device."""
+        known = [*self.blocks.values(), *self.opened.values()]
+        return any(
+            b.address <= address and address + size_bytes <= b.address + b.size_bytes for b in known
+        )
 
     def is_pinned(self, address: int, size_bytes: int) -> bool:
         """Whether the range lies inside *one* registration."""
@@ -415,47 +358,25 @@ class Runtime:
     def cudaGetDeviceProperties(self, index: int) -> Any:
         if not 0 <= index < self._world.devices:
             return cudaError_t.cudaErrorInvalidDevice
-        return (_Properties(self._world.gpus[index]),)
+        return (_Properties(self._world.first + index),)
 
     def cudaSetDevice(self, index: int) -> Any:
-        if not 0 <= index < self._world.devices:
-            return cudaError_t.cudaErrorInvalidDevice
-        self._world.current = index
-        return ()
+        return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
 
     def cudaMemGetInfo(self) -> Any:
-        world = self._world
-        return (world.device_bytes - world.used_on(world.current), world.device_bytes)
+        return (self._world.device_bytes - self._world.used_bytes, self._world.device_bytes)
 
     def cudaDeviceSynchronize(self) -> Any:
-        for stream in self._world.all_streams:
-            if stream.device == self._world.current:
-                self._world.drain(stream)
-        return ()
-
-    def cudaDeviceCanAccessPeer(self, device: int, peer: int) -> Any:
-        if not {device, peer} <= set(range(self._world.devices)):
-            return cudaError_t.cudaErrorInvalidDevice
-        return (int(self._world.has_peers and device != peer),)
-
-    def cudaDeviceEnablePeerAccess(self, peer: int, flags: int) -> Any:
-        world = self._world
-        pair = (world.current, peer)
-        if flags:
-            return cudaError_t.cudaErrorInvalidValue
-        if not world.has_peers or peer == world.current or not 0 <= peer < world.devices:
-            return cudaError_t.cudaErrorInvalidDevice
-        if pair in world.peer_access:
-            return cudaError_t.cudaErrorPeerAccessAlreadyEnabled
-        world.peer_access.add(pair)
+        for stream in [self._world.default_stream, *self._world.streams.values()]:
+            self._world.drain(stream)
         return ()
 
     # -- memory
 
     def cudaMalloc(self, size: int) -> Any:
-        if self._world.used_on(self._world.current) + size > self._world.device_bytes:
+        if self._world.used_bytes + size > self._world.device_bytes:
             return cudaError_t.cudaErrorMemoryAllocation
-        block = Block(size, device=self._world.current)
+        block = Block(size)
         self._world.blocks[block.address] = block
         return (block.address,)
 
@@ -466,7 +387,6 @@ class Runtime:
         block = self._world.blocks.pop(pointer, None)
         if block is None:
             return cudaError_t.cudaErrorInvalidValue
-        self._world.must_be_idle(pointer, block.size_bytes, "cudaFree")
         block.close()
         return ()
 
@@ -475,7 +395,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
 
         queue = self._world.stream_of(stream)
-        if queue is None or queue.device != self._world.current:
+        if queue is None:
             return cudaError_t.cudaErrorInvalidResourceHandle
 
         def run() -> bool:
@@ -518,28 +438,6 @@ class Runtime:
             world.drain(queue)
         return ()
 
-    def cudaMemcpyPeerAsync(
-        self, target: int, to: int, source: int, peer: int, size: int, stream: int
-    ) -> Any:
-        world = self._world
-        if not {to, peer} <= set(range(world.devices)):
-            return cudaError_t.cudaErrorInvalidDevice
-        if (world.device_of(target, size), world.device_of(source, size)) != (to, peer):
-            return cudaError_t.cudaErrorInvalidValue
-        queue = world.stream_of(stream)
-        if queue is None:
-            return cudaError_t.cudaErrorInvalidResourceHandle
-        if not {(to, peer), (peer, to)} <= world.peer_access:
-            world.through_host_bytes += size
-
-        def run() -> bool:
-            ctypes.memmove(target, source, size)
-            return True
-
-        run.touched = [(target, size), (source, size)]  # type: ignore[attr-defined]
-        queue.put(run)
-        return ()
-
     def cudaHostAlloc(self, size: int, flags: int) -> Any:
         block = Block(size)
         self._world.host_blocks[block.address] = block
@@ -578,8 +476,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         packed = struct.pack(
             "<qqqqq",
-            os.getpid(), self._world._number, block.descriptor, block.size_bytes,
-            self._world.gpus[block.device],
+            os.getpid(), self._world._number, block.descriptor, block.size_bytes, self._world.first,
         )  # fmt: skip
         return (Handle(MAGIC + packed),)
 
@@ -588,7 +485,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         pid, number, descriptor, size, gpu = struct.unpack_from("<qqqqq", handle.data, len(MAGIC))
         world = self._world
-        if gpu not in world.gpus:  # one that this process does not see
+        if gpu != world.first:  # another GPU's memory, where this process sees its own alone
             return cudaError_t.cudaErrorInvalidValue
         if (pid, number) == (os.getpid(), world._number):
             return cudaError_t.cudaErrorDeviceUninitialized  # "invalid device context"
@@ -600,7 +497,7 @@ class Runtime:
             opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return cudaError_t.cudaErrorOperatingSystem
-        block = Block(size, opened, world.gpus.index(gpu))
+        block = Block(size, opened)
         world.opened[block.address] = world.opened_handles[handle.data] = block
         return (block.address,)
 
@@ -621,7 +518,7 @@ class Runtime:
 
     def cudaStreamCreateWithFlags(self, flags: int) -> Any:
         handle = self._world.new()
-        self._world.streams[handle] = Stream(self._world.current)
+        self._world.streams[handle] = Stream()
         return (handle,)
 
     def cudaStreamSynchronize(self, stream: int) -> Any:
@@ -638,38 +535,31 @@ class Runtime:
 
     def cudaEventCreateWithFlags(self, flags: int) -> Any:
         handle = self._world.new()
-        self._world.events[handle] = Event(self._world.current)
+        self._world.events[handle] = None
         return (handle,)
 
     def cudaEventRecord(self, event: int, stream: int) -> Any:
-        target, known = self._world.stream_of(stream), self._world.events.get(event)
-        if target is None or known is None or known.device != target.device:
+        target = self._world.stream_of(stream)
+        if target is None or event not in self._world.events:
             return cudaError_t.cudaErrorInvalidResourceHandle
-        known.record = (target, target.enqueued)
-        return ()
-
-    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:
-        queue, known = self._world.stream_of(stream), self._world.events.get(event)
-        if queue is None or known is None:
-            return cudaError_t.cudaErrorInvalidResourceHandle
-        now = Event(known.device)  # what is recorded later does not count
-        now.record = known.record
-        queue.put(lambda: now.is_done)
+        self._world.events[event] = (target, target.enqueued)
         return ()
 
     def cudaEventSynchronize(self, event: int) -> Any:
-        known = self._world.events.get(event)
-        if known is None:
+        if event not in self._world.events:
             return cudaError_t.cudaErrorInvalidResourceHandle
-        if known.record is not None:
-            self._world.drain(*known.record)
+        record = self._world.events[event]
+        if record is not None:
+            self._world.drain(*record)
         return ()
 
     def cudaEventQuery(self, event: int) -> Any:
-        known = self._world.events.get(event)
-        if known is None:
+        if event not in self._world.events:
             return cudaError_t.cudaErrorInvalidResourceHandle
-        return () if known.is_done else cudaError_t.cudaErrorNotReady
+        record = self._world.events[event]
+        if record is not None and record[0].done < record[1]:
+            return cudaError_t.cudaErrorNotReady
+        return ()
 
     def cudaEventDestroy(self, event: int) -> Any:
         if event not in self._world.events:
@@ -701,7 +591,7 @@ class Driver:
         if not self._world.is_device(pointer, 4) or flags != 1:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         queue = self._world.stream_of(stream)
-        if queue is None or queue.device != self._world.current:
+        if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         word = ctypes.c_uint32.from_address(pointer)
 
@@ -725,7 +615,7 @@ class Driver:
             return True
 
         queue = self._world.stream_of(stream)
-        if queue is None or queue.device != self._world.current:
+        if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         queue.put(run)
         return (CUresult.CUDA_SUCCESS,)
@@ -734,16 +624,15 @@ class Driver:
 def _world_of_environment() -> World:
     """This process's own machine: what ``CUDA_FAKE`` says of it, or a plain one."""
     wish = os.environ.get("CUDA_FAKE", "")
-    known = {
-        f"GPU-{UUID(bytes=_uuid(number))}": number
-        for number in range(int(os.environ.get("CUDA_FAKE_DEVICES", "1")))
-    }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") or ",".join(known)
-    names = itertools.takewhile(known.__contains__, visible.split(","))  # as the driver reads it
+    devices, first = int(os.environ.get("CUDA_FAKE_DEVICES", "1")), 0
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one, by its UUID
+        first = int(visible[-2:], 16)
+        devices = int(visible == f"GPU-{UUID(bytes=_uuid(first))}" and first < devices)
     return World(
         device_bytes=int(os.environ.get("CUDA_FAKE_BYTES", str(2 << 30))),
         has_driver=wish != "no-driver",
-        gpus=[] if wish == "no-device" else [known[name] for name in names],
+        devices=0 if wish == "no-device" else devices,
+        first=first,
         blocking_waits=True,
     )
 
@@ -755,4 +644,4 @@ def torch_side(index: int) -> Any:
     """What a worker gets instead of ``torch.cuda``: see ``host_torch.py``."""
     from .host_torch import HostTorch
 
-    return HostTorch(WORLD, index)
+    return HostTorch(WORLD)

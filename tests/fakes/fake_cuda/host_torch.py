@@ -24,11 +24,11 @@ class HostTorch:
 
     device = "cpu"
 
-    def __init__(self, world: World, index: int = 0) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         world.enter()  # torch makes the context in the thread that computes
         self.stream = world.new()
-        world.streams[self.stream] = Stream(index)
+        world.streams[self.stream] = Stream()
         self.slices: list[tuple[int, int]] = []
         self.in_slice: list[bool] = []
 

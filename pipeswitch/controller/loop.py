@@ -1,0 +1,145 @@
+"""The controller's loop: clients, children and signals become events, commands are performed.
+
+One blocking call, on one thread (docs/adr/0009).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ..failpoints import reach
+from ..scheduler.events import DrainAsked, Event, Query, Tick
+from ..watchdog import LoopWatchdog, Notifier
+from .processes import URGENT_LOOK_EVERY_S
+from .server import Server
+
+log = logging.getLogger(__name__)
+
+EXACT_BELOW_S: Final = 0.01  # epoll counts whole milliseconds, upwards: too coarse for a delay
+
+
+class Loop:
+    """Its thread alone owns the scheduler's state."""
+
+    def __init__(self, server: Server, ready_line: str, announce: Callable[[str], None]) -> None:
+        """``announce``: told ``ready_line``, once."""
+        self._server = server
+        self._ready_line, self._announce = ready_line, announce
+        self._scheduler, self._effects = server.scheduler, server.effects
+        self._is_announced = False
+        self._notifier = Notifier(os.environ)
+        self._signals = 0
+        self._signals_seen = 0
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        server.selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
+
+    def run(self, watchdog: LoopWatchdog) -> int:
+        """Until Leave; the exit status. Children, clients' events and signals all wake it."""
+        selector, look_at_s = self._server.selector, 0.0
+        while self._effects.left is None:
+            timeout_s = self._timeout_s(look_at_s)
+            if 0.0 < timeout_s < EXACT_BELOW_S:
+                select.select([selector], (), (), timeout_s)
+                timeout_s = 0.0
+            found = selector.select(timeout_s)
+            for key, _ in found:
+                key.data()
+            self._server.frontend.step()
+            self.handle_inbox()
+            watchdog.turned()
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + self._look(now_s)
+            elif found:  # what was found may want a look sooner
+                look_at_s = min(look_at_s, now_s + URGENT_LOOK_EVERY_S)
+        left = self._effects.left
+        self._notifier.tell(STOPPING=1, STATUS=left.reason)
+        log.info("leaving status=%d: %s", left.status, left.reason)
+        return left.status
+
+    def _timeout_s(self, look_at_s: float) -> float:
+        """Until the first of: input that is there already, the scheduler's clock, a look."""
+        clients_s = self._server.frontend.wait_s()
+        if self._server.inbox or clients_s == 0.0:
+            return 0.0
+        wakeup_ms = self._scheduler.next_wakeup_ms()
+        at_s = look_at_s if wakeup_ms is None else min(look_at_s, wakeup_ms / 1000.0)
+        wait_s = max(0.0, at_s - time.monotonic())
+        return wait_s if clients_s is None else min(wait_s, clients_s)
+
+    def _look(self, now_s: float) -> float:
+        """At what no descriptor tells of; for how many seconds that will do."""
+        processes, gateway = self._server.processes, self._server.gateway
+        since_ms = self._scheduler.waited_since_ms
+        since_s = since_ms / 1000.0 if since_ms is not None else None
+        processes.look(since_s)
+        gateway.look()
+        self._notifier.beat(now_s)
+        look_s, gateway_s = processes.seconds_to_look(since_s), gateway.wait_s()
+        return look_s if gateway_s is None else min(look_s, gateway_s)
+
+    def handle_inbox(self) -> None:
+        """All events that wait, in order, then a Tick when one is due."""
+        inbox = self._server.inbox
+        while inbox:
+            self._handle(inbox.popleft())
+        while self._signals_seen < self._signals:
+            self._signals_seen += 1
+            self._notifier.tell(STOPPING=1, STATUS="draining")
+            self._handle(DrainAsked(token=None, grace_ms=self._server.config.server.drain_grace_ms))
+        wakeup_ms = self._scheduler.next_wakeup_ms()
+        if wakeup_ms is not None and wakeup_ms <= _now_ms():
+            self._handle(Tick())
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Query) and event.what == "trace":
+            self._server.tracer.ask(event.token, _now_ms() - event.seconds * 1000.0)
+            return
+        reach("controller.event")
+        for command in self._scheduler.decide(event, _now_ms()):
+            self._effects.perform(command)
+        for command in self._scheduler.settle():
+            self._effects.perform(command)
+        if not self._is_announced and self._scheduler.is_whole:
+            self._is_announced = True
+            gc.collect()
+            gc.freeze()  # what is there now stays: no full collection walks it during a request
+            self._notifier.tell(READY=1, STATUS=self._ready_line)
+            self._announce(self._ready_line)
+
+    # -- signals -------------------------------------------------------------------------------
+
+    def catch_signals(self) -> None:
+        """The first drains, the second leaves at once."""
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signals += 1
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._notifier.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1000.0

@@ -1,0 +1,148 @@
+"""The parts of a running server, put together from the ground up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ..config import Config
+from ..devices import ASKED_FOR, ChosenDevice
+from ..devices.kinds import facts_of
+from ..errors import ConfigError
+from ..frontend.frontend import Frontend
+from ..scheduler.events import Event, Leave
+from ..units import format_bytes
+from .device import DeviceEffects, Ground
+from .effects import Effects
+from .folders import Places
+from .gateway import Gateway
+from .journal import FILE_NAME, JournalFile
+from .processes import Processes
+from .setup import make_scheduler, sizes_of
+from .shared_memory import DeviceShare, Memory
+from .stages import StageEffects
+from .tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkout; else not there
+
+
+class Server:
+    """Who owns what; ``main`` starts it, ``loop`` runs it."""
+
+    def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: Places) -> None:
+        """Take memory and files; no process is started.
+
+        Raises:
+            ConfigError: the machine has no room, or a wish cannot be had on one of the devices.
+        """
+        self.config, self.devices, self.places = config, devices, places
+        self.selector = selectors.DefaultSelector()
+        self.inbox: deque[Event] = deque()
+        self.sizes = sizes_of(config, devices)
+        self.scheduler = make_scheduler(config, devices, self.sizes, places)
+        sizes = self.sizes[0]
+        self.memory = Memory(sizes)
+        self.shares = [DeviceShare(one) for one in self.sizes]
+        self.frontend = self._make_frontend()
+        self.journal = _open_journal(places.root / FILE_NAME)
+        child_log = places.logs / "processes.log"
+        self.processes = Processes(
+            self.selector, child_log, self._give_up, log_bytes=sizes.log_bytes
+        )
+        self.gateway = Gateway(
+            config.gateway,
+            self.selector,
+            places.root,
+            child_log,
+            config.server.allow_code,
+            config.workers.restart_backoff_ms / 1000.0,
+        )
+        ground = Ground(
+            sizes=sizes,
+            places=places,
+            memory=self.memory,
+            shares=self.shares,
+            processes=self.processes,
+            frontend=self.frontend,
+            take=self.inbox.append,
+        )
+        self.stages = StageEffects(ground, config.server.max_message_bytes)
+        self.effects = Effects(
+            ground,
+            [
+                DeviceEffects(ground, index, self.sizes[index], device.kind.opened)
+                for index, device in enumerate(devices)
+            ],
+            self.stages,
+            journal=self.journal,
+            profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
+        )
+        self.tracer = Tracer(self.effects.timeline, self.frontend.answer_soon)
+
+    def _make_frontend(self) -> Frontend:
+        sizes = self.sizes[0]
+        facts = {
+            **facts_of(self.devices),
+            "arena_bytes": sizes.arena_bytes,
+            "store_bytes": sizes.store_bytes,
+            "standby": self.config.workers.standby,
+            "threads": sizes.threads,
+            "pid": os.getpid(),
+        }
+        return Frontend(
+            self.config,
+            self.memory.pool,
+            self.inbox.append,
+            facts=facts,
+            is_ready=lambda: self.scheduler.is_ready,
+            pool_of=self.memory.pool_of if sizes.separates_tenants else None,
+        )
+
+    def _give_up(self, reason: str) -> None:
+        self.effects.left = Leave(status=os.EX_SOFTWARE, reason=reason)
+        log.critical("%s", reason)
+        sys.stderr.write(f"Error: {reason}\n")
+
+    def ready_line(self, addresses: Sequence[str]) -> str:
+        """What is served, where, and by how much."""
+        standby, names = self.config.workers.standby, ",".join(one.name for one in self.devices)
+        is_one = len(self.devices) == 1
+        each = "" if is_one else " each"
+        whys = [
+            one.why if is_one else f"{one.name}: {one.why}"
+            for one in self.devices
+            if one.why != ASKED_FOR
+        ]
+        arenas = [format_bytes(one.arena_bytes) for one in self.sizes]
+        is_same = len(set(arenas)) == 1
+        return (
+            f"pipeswitch is ready: {' '.join(addresses)} device {names}, "
+            + (f"arena {arenas[0]}{each}, " if is_same else f"arenas {', '.join(arenas)}, ")
+            + f"store {format_bytes(self.sizes[0].store_bytes)}, "
+            f"1 active + {standby} standby workers{each}"
+            + (f" ({'; '.join(whys)})" if whys else "")
+        )
+
+    def close(self) -> None:
+        """Give back what was taken when this was made."""
+        self.journal.close()
+        self.memory.close()
+        self.stages.close()
+        for share in self.shares:
+            share.close()
+        self.selector.close()
+
+
+def _open_journal(path: Path) -> JournalFile:
+    try:
+        return JournalFile(path)
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}") from None

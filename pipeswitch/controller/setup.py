@@ -1,0 +1,200 @@
+"""What a server takes of its machine, and what its scheduler is told: from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from .. import failpoints
+from ..config import Config
+from ..devices import ChosenDevice
+from ..errors import ConfigError
+from ..machine import available_bytes, cpu_count, processor_name
+from ..planning.profile import Identity
+from ..policies import find_policy
+from ..sandbox.confine import missing
+from ..scheduler.processes.fleet import most_workers
+from ..scheduler.scheduler import Scheduler, SchedulerSettings
+from ..units import format_bytes
+from .folders import Places
+from .shared_memory import Sizes
+
+log = logging.getLogger(__name__)
+
+WORDS: Final = 16384  # arrival words: 64 KiB of a 2 MiB region
+MAX_BUILDS: Final = 2  # of two clients: one that never ends leaves the other its turn
+
+
+def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
+    """Turn ``auto`` and fractions into bytes: each device's, which differ by its arena alone.
+
+    Raises:
+        ConfigError: the machine has no room, or a wish cannot be had on one of them.
+    """
+    available = available_bytes()
+    store = config.host.store.resolve(available, available // 4)
+    cores, sharers = cpu_count(), sum(one.kind.is_host for one in devices) or len(devices)
+    is_sandboxed = _is_sandboxed(config, devices)
+    common = Sizes(
+        arena_bytes=0,
+        store_bytes=max(store, 1 << 20) & -4096,
+        pool_bytes=config.server.pool_bytes & -4096,
+        input_bytes=config.jobs.shared_input_bytes & -4096,
+        words=WORDS,
+        bell_count=most_workers(config.workers.standby),
+        threads=config.workers.threads or max(1, (cores - 1) // sharers),
+        build_threads=config.workers.threads or max(1, cores - 1),
+        build_timeout_s=config.workers.build_timeout_ms / 1000.0,
+        stage_timeout_s=config.preprocess.max_time_ms / 1000.0,
+        build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
+        task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
+        is_sandboxed=is_sandboxed,
+        separates_tenants=_separates_tenants(config, devices, is_sandboxed=is_sandboxed),
+        link_bytes_per_s=config.device.link_gbps * 1e9,
+        log_bytes=config.log.max_bytes,
+    )
+    sizes = [
+        dataclasses.replace(
+            common, arena_bytes=max(one.arena_bytes, 4 << 20) & -(2 << 20), options=one.options
+        )
+        for one in devices
+    ]
+    _check_room(sizes, devices, available)
+    return sizes
+
+
+def _check_room(
+    sizes: Sequence[Sizes], devices: Sequence[ChosenDevice], available_bytes: int
+) -> None:
+    """Before a page is touched: the kernel would end processes, ours or other people's.
+
+    Raises:
+        ConfigError: the machine, or this process's cgroup, has less than the server would take.
+    """
+    wanted = {"host store": sizes[0].store_bytes, "request pool": sizes[0].pool_bytes}
+    arenas = [
+        one.arena_bytes for one, device in zip(sizes, devices, strict=True) if device.kind.is_host
+    ]
+    if arenas:
+        wanted["arena" if len(arenas) == 1 else "arenas"] = sum(arenas)
+    if sum(wanted.values()) > available_bytes:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
+        raise ConfigError(
+            f"the server would take {format_bytes(sum(wanted.values()))} of memory ({parts}), "
+            f"{format_bytes(available_bytes)} are available here",
+            hint="smaller --arena or --host-store, or a larger limit of the container",
+        )
+
+
+def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
+    """Whether clients' programs run in the sandbox, on all devices; what it lacks is said.
+
+    Raises:
+        ConfigError: it is required, and this machine does not have all of it.
+    """
+    wanted = config.security.sandbox
+    open_ones = [device.name for device in devices if not device.kind.can_confine]
+    lacks = tuple(f"a sandbox on {name}" for name in open_ones) or missing()
+    if wanted == "off":
+        log.warning("sandbox=off: clients' programs run without one")
+    elif lacks:
+        text = f"this machine lacks {' and '.join(lacks)}"
+        if wanted == "require":
+            raise ConfigError(f"[security] sandbox is required, and {text}")
+        log.warning("sandbox=incomplete: %s", text)
+    elif failpoints.are_enabled():
+        log.warning("sandbox=off: failpoints are on, whose files no confined process could open")
+    return wanted != "off" and not open_ones and "seccomp" not in lacks
+
+
+def _separates_tenants(
+    config: Config, devices: Sequence[ChosenDevice], *, is_sandboxed: bool
+) -> bool:
+    """Whether a process serves one tenant alone.
+
+    Raises:
+        ConfigError: it is wanted, and cannot be had on this device or machine.
+    """
+    if config.security.tenants == "shared":
+        return False
+    lacks = ""
+    if not is_sandboxed or missing():  # a builder that Landlock does not stop reads all programs
+        lacks = "all of the sandbox: processes could open each other's memory and files"
+    for device in devices:
+        if not device.kind.can_confine:
+            lacks = f"the cpu device: on {device.name} a process can read all of the arena"
+    if lacks:
+        raise ConfigError(
+            f'[security] tenants = "separate" needs {lacks}',
+            hint='tenants = "shared", or a server for each tenant',
+        )
+    return True
+
+
+def identity_of(device: ChosenDevice, sizes: Sizes) -> Identity:
+    """What profiles measured by this server hold for."""
+    return Identity(
+        device=device.kind.opened,
+        name=device.title or processor_name(),
+        cores=cpu_count(),
+        threads=sizes.threads,
+        link_bytes_per_s=sizes.link_bytes_per_s,
+        pipeswitch=importlib.metadata.version("pipeswitch"),
+        torch=importlib.metadata.version("torch"),  # it is never imported here
+    )
+
+
+def make_scheduler(
+    config: Config, devices: Sequence[ChosenDevice], sizes: Sequence[Sizes], places: Places
+) -> Scheduler:
+    """With the settings of the machine, and each device's own."""
+    given, machine = config.scheduler, sizes[0]
+    settings = SchedulerSettings(
+        store_bytes=machine.store_bytes,
+        words=machine.words,
+        standby=config.workers.standby,
+        max_builds=MAX_BUILDS,
+        max_models_per_client=config.server.max_models_per_client,
+        admission=given.admission,
+        look_ahead=given.look_ahead,
+        training=given.training,
+        placement=given.placement,
+        move_after_ms=given.move_after_ms,
+        max_queue=given.max_queue,
+        max_queue_per_model=given.max_queue_per_model,
+        max_queue_time_ms=given.max_queue_time_ms,
+        commit_every_ms=given.commit_every_ms,
+        weights=config.tenants,
+        max_compute_ms=given.max_compute_ms,
+        deadline_grace_ms=given.deadline_grace_ms,
+        stop_grace_ms=given.stop_grace_ms,
+        evict_grace_ms=given.evict_grace_ms,
+        restart_backoff_ms=config.workers.restart_backoff_ms,
+        stages=config.preprocess.processes,
+        max_stage_ms=config.preprocess.max_time_ms,
+        keep_versions=config.jobs.keep_versions,
+        keep_jobs=config.jobs.keep.count,
+        keep_jobs_ms=config.jobs.keep.time_ms,
+        unix_offset_ms=(time.time() - time.monotonic()) * 1000.0,
+        is_sandboxed=machine.is_sandboxed,
+        separates_tenants=machine.separates_tenants,
+        models_dir=str(places.models),
+        logs_dir=str(places.logs),
+        job_log_bytes=config.log.max_bytes,
+        commits_dir=str(places.commits),
+        published_dir=str(places.published),
+    )
+    policy = find_policy(given.policy, max_wait_ms=given.max_wait_ms)
+    each = [
+        dataclasses.replace(
+            settings, device=device.name, arena_bytes=one.arena_bytes,
+            prefix_bytes=config.device.prefix.resolve(one.arena_bytes, 0),
+            identity=identity_of(device, one),
+        )
+        for device, one in zip(devices, sizes, strict=True)
+    ]  # fmt: skip
+    return Scheduler(settings, policy, given.max_wait_ms, each)

@@ -1,0 +1,66 @@
+"""What the server knows of a cpu device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from ...config import DeviceConfig
+from ...ipc.messages import DaemonSettings, WorkerSettings
+from .. import ChosenDevice, DeviceMemory, PoolView
+from .memory import CpuDeviceMemory
+from .view import CpuPoolView
+
+ARENA_SHARE: Final = 10  # of what is available: one part in so many
+
+
+class CpuKind:
+    """See ``DeviceKind``."""
+
+    opened = "cpu"
+    is_host = True
+    can_confine = True
+
+    def choose(
+        self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
+    ) -> ChosenDevice:
+        """It is always there."""
+        arena = config.arena.resolve(available_bytes, available_bytes // ARENA_SHARE)
+        return ChosenDevice(kind=self, name=name, arena_bytes=arena)
+
+    def held(self, device: ChosenDevice) -> AbstractContextManager[None]:
+        """Any number of servers may have one."""
+        return nullcontext()
+
+    def open_memory(
+        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+    ) -> DeviceMemory:
+        """As ``DeviceKind``."""
+        return CpuDeviceMemory(
+            store=store,
+            bells=bells,
+            arena_bytes=settings.arena_bytes,
+            store_bytes=settings.store_bytes,
+            words=settings.words,
+            link_bytes_per_s=settings.link_bytes_per_s,
+            separates_tenants=settings.separates_tenants,
+        )
+
+    def open_view(
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
+        on_wake: Callable[[], None] | None = None,
+    ) -> PoolView:  # fmt: skip
+        """As ``DeviceKind``."""
+        models, *work = arena
+        return CpuPoolView(
+            models=models,
+            work=work[0] if work else None,
+            board=board,
+            bell=bells[settings.slot],
+            bells=bells,
+            arena_bytes=settings.arena_bytes,
+            words=settings.words,
+            on_wake=on_wake,
+            is_one_tenants=settings.separates_tenants,
+        )

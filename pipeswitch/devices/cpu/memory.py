@@ -1,0 +1,278 @@
+"""The cpu device, the memory daemon's side: the arena is two memfds, the copy engine a thread.
+
+Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
+(ADR 4). *models* is written by the memory daemon alone, and no other process can map it for
+writing; it begins with the arrival words, and may be one file for each tenant (``arenas.py``).
+*work* holds training slices and may be written by all.
+
+Why a reader that sees a word sees the data: the copy, then the word's store, are done by one
+thread in this order, and x86 keeps stores in order; the C library fences its streaming stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...errors import RemoteProtocolError
+from ...failpoints import reach
+from ...ipc.board import ring, sealed_memfd
+from ...ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ...programs.layout import aligned
+from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
+from ..transmissions import OnEnd, Transmission, TransmissionQueue
+from ..waiting import now_ms
+from .arenas import Bytes, FilePerTenant, Models, OneFile
+from .windows import UNIT_BYTES, unmap
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gains nothing
+THROTTLED_CHUNK_BYTES: Final = 1 << 20
+
+
+class Link:
+    """One direction of a simulated link: after each piece, wait until it would have arrived."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._busy_until_s = 0.0
+        self.chunk_bytes = THROTTLED_CHUNK_BYTES if bytes_per_s > 0 else CHUNK_BYTES
+
+    def begin(self) -> None:
+        """A transfer starts: the link does not save up bandwidth while it is idle."""
+        self._busy_until_s = max(self._busy_until_s, time.monotonic())
+
+    def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:
+        """Account for a piece that was copied; returns when the link would have carried it."""
+        if self._bytes_per_s <= 0:
+            return
+        # An absolute schedule: what one wait oversleeps, the next is shorter.
+        self._busy_until_s += size_bytes / self._bytes_per_s
+        delay_s = self._busy_until_s - time.monotonic()
+        if delay_s <= 0:
+            return
+        if cancelled is None:
+            time.sleep(delay_s)
+        else:
+            cancelled.wait(delay_s)
+
+
+class CpuDeviceMemory:
+    """The memory daemon's side (see ``DeviceMemory``). ``close`` ends its copy thread."""
+
+    def __init__(
+        self,
+        *,
+        store: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        store_bytes: int,
+        words: int,
+        link_bytes_per_s: float = 0.0,
+        separates_tenants: bool = False,
+    ) -> None:
+        """Take the memory. The descriptors stay the caller's and must outlive this object.
+
+        Raises:
+            OSError: not enough memory.
+            RemoteProtocolError: sizes that contradict each other.
+        """
+        if words * WORD_BYTES > arena_bytes:
+            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
+        check_range("store", 0, store_bytes, os.fstat(store).st_size)
+        self.arena_bytes = arena_bytes
+        self.store_bytes = store_bytes
+        self._bells = tuple(bells)
+        self._store_descriptor = store
+        self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)
+        self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
+        self._work_map = mmap.mmap(self._work_descriptor, arena_bytes)
+        self._store_map = mmap.mmap(store, store_bytes)
+        self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
+        self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
+        self._to_device = Link(link_bytes_per_s)
+        self._to_host = Link(link_bytes_per_s)  # a link is full duplex
+        self._transmissions = TransmissionQueue(
+            self._perform,
+            arena_bytes=arena_bytes,
+            store_bytes=store_bytes,
+            words=words,
+            settle=self._models.tidy,
+        )
+
+    def export_descriptors(self) -> list[int]:
+        """[models, work], owned by this object; where tenants are separate [work]."""
+        return [*self._models.descriptors, self._work_descriptor]
+
+    def export_handle(self) -> bytes:
+        """Nothing: descriptors say it all."""
+        return b""
+
+    def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """A writable view of the host store, its pages reserved.
+
+        Raises:
+            RemoteProtocolError: outside of the store.
+            OSError: the machine has no memory for these pages.
+        """
+        check_range("store view", offset_bytes, size_bytes, self.store_bytes)
+        if size_bytes:
+            os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
+        return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
+
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """As ``DeviceMemory``."""
+        self._models.open_tenant(tenant, descriptor)
+
+    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
+        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
+
+        Raises:
+            RemoteProtocolError: out of bounds, this epoch is being transmitted already, or its
+                tenant has no file.
+        """
+        self._models.take(order)
+        self._transmissions.put(order, on_end)
+
+    def cancel(self, epoch: Epoch) -> None:
+        """Stop it within a chunk; unknown means that it has just ended, and is fine."""
+        self._transmissions.cancel(epoch)
+
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
+        """Concatenate pieces of the slice at ``offset_bytes`` of *work* into ``into`` (blocks).
+
+        Raises:
+            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
+        """
+        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
+        target: Bytes = np.frombuffer(into, dtype=np.uint8)
+        position = 0
+        self._to_host.begin()
+        for piece in ranges:
+            start = offset_bytes + piece.offset_bytes
+            for done in range(0, piece.size_bytes, self._to_host.chunk_bytes):
+                size = min(self._to_host.chunk_bytes, piece.size_bytes - done)
+                source = self._work[start + done : start + done + size]
+                np.copyto(target[position : position + size], source)
+                position += size
+                self._to_host.pace(size)
+
+    def scrub(self, offset_bytes: int, size_bytes: int) -> None:
+        """Make a range of *work* read as zeros, and give its whole pages back (blocks).
+
+        Raises:
+            RemoteProtocolError: outside of *work*.
+        """
+        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        end = offset_bytes + size_bytes
+        first_page = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        last_page = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first_page >= last_page:
+            self._work[offset_bytes:end] = 0
+            return
+        self._work[offset_bytes:first_page] = 0
+        self._work[last_page:end] = 0
+        try:
+            # On shared memory this is fallocate(PUNCH_HOLE): every mapping reads zeros.
+            self._work_map.madvise(mmap.MADV_REMOVE, first_page, last_page - first_page)
+        except OSError as error:
+            log.warning("scrub=zero-fill cause=%s", error)
+            self._work[first_page:last_page] = 0
+
+    def close(self) -> None:
+        """Cancel what is under way, end the copy thread, let the memory go."""
+        self._transmissions.close()
+        self._models.close()
+        del self._work, self._store
+        for mapping in (self._work_map, self._store_map):
+            unmap(mapping)
+        os.close(self._work_descriptor)
+
+    def _perform(self, job: Transmission) -> TransmitEnded:
+        """Copy the groups; an error in between ends it incomplete, like a cancel."""
+        order = job.order
+        started_at_ms = now_ms()
+        ends_at_ms: list[float] = []
+        copied_bytes = 0
+        self._to_device.begin()
+        try:
+            reach("daemon.transmit.begin")
+            copied = [0] * len(order.groups)
+            for index, group in enumerate(order.groups):
+                copied_bytes += self._bring(order, index, copied, job.cancelled)
+                if job.cancelled.is_set():
+                    break  # perhaps in the middle of this group: its word must not rise
+                reach("daemon.transmit.group")
+                ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
+                self._models.raise_word(order.tenant, group.word, order.epoch & WORD_MASK)
+                self._ring_all()
+        except Exception:
+            log.exception("transmission=%d failed", order.epoch)
+        reach("daemon.transmit.end")
+        ended = job.ended(started_at_ms, ends_at_ms, copied_bytes)
+        if not ended.is_complete:
+            self._ring_all()  # a worker that waits for a group that will not come looks once more
+        return ended
+
+    def _bring(
+        self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
+    ) -> int:
+        """Copy what is missing of a group, and what shares its last unit; bytes copied.
+
+        A worker opens a group's units whole (``Window``). What lay there before is another
+        model's, so when the group's word rises
+
+        1. the later groups that begin in its last unit have come as far as that unit goes,
+        2. behind the model's last byte the page is zeros.
+
+        ``copied`` says how far each group has come.
+        """
+        group = order.groups[index]
+        total = self._copy(order.tenant, group, copied, index, group.size_bytes, cancelled)
+        end = group.arena_offset_bytes + group.size_bytes
+        unit_end = aligned(end, UNIT_BYTES)
+        if not group.size_bytes:
+            return 0  # nothing of it was missing, nor of its last unit
+        for later in range(index + 1, len(order.groups)):
+            following = order.groups[later]
+            if following.arena_offset_bytes >= unit_end or cancelled.is_set():
+                break
+            upto = min(following.size_bytes, unit_end - following.arena_offset_bytes)
+            total += self._copy(order.tenant, following, copied, later, upto, cancelled)  # 1.
+            end = max(end, following.arena_offset_bytes + upto)
+        region_end = order.arena_offset_bytes + order.region_bytes
+        self._models.clear(order.tenant, end, min(aligned(end, mmap.PAGESIZE), region_end))  # 2.
+        return total
+
+    def _copy(
+        self,
+        tenant: str,
+        group: GroupCopy,
+        copied: list[int],
+        index: int,
+        upto: int,
+        cancelled: threading.Event,
+    ) -> int:
+        """Store → models, chunk by chunk until ``upto`` or cancelled; bytes copied."""
+        source, target = group.store_offset_bytes, group.arena_offset_bytes
+        first = done = copied[index]
+        while done < upto and not cancelled.is_set():
+            size = min(self._to_device.chunk_bytes, upto - done)
+            piece = self._store[source + done : source + done + size]
+            self._models.write(tenant, target + done, piece)
+            done += size
+            self._to_device.pace(size, cancelled)
+        copied[index] = done
+        return done - first
+
+    def _ring_all(self) -> None:
+        for bell in self._bells:
+            ring(bell)

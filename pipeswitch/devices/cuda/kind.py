@@ -1,0 +1,226 @@
+"""What the server knows of a cuda device, and how its processes open it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...config import DeviceConfig
+from ...errors import ConfigError, PipeSwitchError
+from ...ipc.messages import DaemonSettings, WorkerSettings
+from ...units import Amount
+from .. import ChosenDevice, DeviceMemory, PoolView
+from .examine import examine
+from .ladder import TESTS, Ladder, Outcome, Waits, Wishes, Words, choose
+
+GIB: Final = 1 << 30
+CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
+SPARE_BYTES: Final = 2 * GIB  # for activations of training, graphs, and other processes
+MAX_ARENA_SHARE: Final = 0.9
+MAX_SLICE_BYTES: Final = 8 * GIB
+SLICE_SHARE: Final = 8  # of the arena: one part in so many
+UNIT_BYTES: Final = 2 << 20
+STATUS_LOST: Final = 71
+"""A daemon leaves with it when its CUDA context is broken; it is started again, with workers."""
+
+
+class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How daemon and workers use a device: the rungs that were chosen when the server began."""
+
+    package: str = "cuda.bindings"
+    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
+    waits: Waits = "cpu"
+    words: Words = "copy"
+    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
+    use_graphs: bool = False
+    graph_bytes: int = 0  # driver memory that one worker's graphs may take
+    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
+
+    @classmethod
+    def shown(cls, data: bytes) -> CudaOptions:
+        """Those of a child, which sees one device, as number 0, from now on: a script's ``cuda:0``
+        is the right one."""
+        options = msgspec.msgpack.decode(data, type=cls)
+        if options.visible:
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.visible
+        return options
+
+
+class CudaKind:
+    """See ``DeviceKind``."""
+
+    opened = "cuda:0"  # each GPU is its processes' number 0
+    is_host = False
+    can_confine = False  # a process that maps the arena can read all of it
+
+    def choose(
+        self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
+    ) -> ChosenDevice:
+        """As ``DeviceKind``; takes seconds."""
+        wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
+        index = index_of(name)
+        found = examine(config.bindings, index, with_tests=wishes.needs_test)
+        device = found["device"]
+        results: dict[str, Outcome] | None = None
+        if wishes.needs_test:
+            results = {
+                name: Outcome(found[name]["is_ok"], found[name]["text"])
+                for name in TESTS
+                if name in found
+            }
+        ladder = choose(wishes, results)
+        slice_bytes = slice_size(config, ladder, device["free_bytes"])
+        free_bytes = max(0, device["free_bytes"] - CONTEXT_BYTES * (workers + 1) - slice_bytes)
+        arena_bytes = arena_size(config.arena, free_bytes)
+        options = CudaOptions(
+            package=config.bindings,
+            visible=device["uuid"] if device["count"] > 1 else "",
+            waits=ladder.waits,
+            words=ladder.words,
+            slice_bytes=slice_bytes,
+            use_graphs=ladder.graphs == "on",
+            graph_bytes=config.graph_budget_bytes,
+            private_bytes=private_size(free_bytes, arena_bytes),
+        )
+        return ChosenDevice(
+            kind=self,
+            name=f"cuda:{index}",
+            why=f"{device['name']}, {ladder}",
+            arena_bytes=arena_bytes,
+            options=msgspec.msgpack.encode(options),
+            title=device["name"],
+            uuid=device["uuid"],
+            rungs=str(ladder),
+            reasons=ladder.reasons,
+        )
+
+    @contextlib.contextmanager
+    def held(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
+        """As ``DeviceKind``: a second server would find no memory, late and in other words.
+
+        The lock is on a file named by the GPU's UUID and dies with the process.
+        """
+        folder = Path(tempfile.gettempdir()) if folder is None else folder
+        descriptor = _open_lock(folder / f"pipeswitch-{device.uuid}.lock")
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PipeSwitchError(
+                    f"another pipeswitch server holds {device.name} "
+                    f"({device.title}, {device.uuid})",
+                    hint="pipeswitch stop, or serve on another device",
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def open_memory(
+        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+    ) -> DeviceMemory:
+        """As ``DeviceKind``."""
+        from .bindings import Cuda
+        from .memory import CudaDeviceMemory
+
+        options = CudaOptions.shown(settings.options)
+        return CudaDeviceMemory(
+            Cuda.load(options.package),
+            index=0,
+            store=store,
+            bells=bells,
+            arena_bytes=settings.arena_bytes,
+            store_bytes=settings.store_bytes,
+            words=settings.words,
+            extra_bytes=options.slice_bytes,
+            word_writer=options.words,
+            on_lost=_leave,
+        )
+
+    def open_view(
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
+        on_wake: Callable[[], None] | None = None,
+    ) -> PoolView:  # fmt: skip
+        """As ``DeviceKind``; makes this process's context."""
+        from .bindings import Cuda
+        from .torch import torch_side
+        from .view import CudaPoolView
+
+        (words,) = arena
+        options = CudaOptions.shown(settings.options)
+        side = torch_side(options.package, 0)
+        view = CudaPoolView(
+            Cuda.load(options.package),
+            side,
+            index=0,
+            handle=settings.handle,
+            words_descriptor=words,
+            board=board,
+            bell=bells[settings.slot],
+            bells=bells,
+            arena_bytes=settings.arena_bytes,
+            words=settings.words,
+            waits=options.waits,
+            use_graphs=options.use_graphs,
+            graph_bytes=options.graph_bytes,
+            on_wake=on_wake,
+        )
+        side.warm_up()  # before the slice: cached workspaces must not lie in it
+        if options.slice_bytes:
+            view.take_slice(options.slice_bytes)
+        side.cap_private(options.private_bytes)
+        return view
+
+
+def index_of(name: str) -> int:
+    """Of the GPU, as this process sees them."""
+    return int(name.partition(":")[2] or 0)
+
+
+def slice_size(config: DeviceConfig, ladder: Ladder, free_bytes: int) -> int:
+    """Bytes of the activation slice; 0 where ordinary memory serves."""
+    if ladder.activations != "slice":
+        return 0
+    auto_bytes = min(MAX_SLICE_BYTES, free_bytes // SLICE_SHARE)
+    wanted = config.slice.resolve(free_bytes, auto_bytes)
+    return wanted // UNIT_BYTES * UNIT_BYTES
+
+
+def arena_size(wish: Amount, free_bytes: int) -> int:
+    """Bytes of the arena on cuda; ``free_bytes`` is without contexts and slice."""
+    auto_bytes = min(int(free_bytes * MAX_ARENA_SHARE), max(0, free_bytes - SPARE_BYTES))
+    return wish.resolve(free_bytes, auto_bytes) // UNIT_BYTES * UNIT_BYTES
+
+
+def private_size(free_bytes: int, arena_bytes: int) -> int:
+    """What one worker may allocate for itself: what the arena leaves. Several hold little each,
+    since only the one that computes holds activations, and a suspended job."""
+    return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
+
+
+def _open_lock(path: Path) -> int:
+    """Without O_CREAT where it exists: in a sticky folder another user's file cannot be created."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        pass
+    try:
+        return os.open(path, flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        text = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(f"{path}: {text}", hint="set TMPDIR to a folder for locks") from None
+
+
+def _leave() -> None:
+    """A broken context stays broken: other threads may hang in it, so this waits for none."""
+    logging.shutdown()
+    os._exit(STATUS_LOST)

@@ -1,0 +1,63 @@
+"""The kinds of device by name: the one place where a name decides which code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ..config import DeviceConfig
+from ..errors import ConfigError
+from . import ChosenDevice, DeviceKind
+from .cpu.kind import CpuKind
+from .cuda.kind import CudaKind
+
+KINDS: Final[Mapping[str, DeviceKind]] = {"cuda": CudaKind(), "cpu": CpuKind()}
+FALLBACK: Final = "cpu"  # of "auto"; there is one on every machine
+
+
+def kind_of(name: str) -> DeviceKind:
+    """``name``: as configured, or as its processes open it."""
+    return KINDS[name.partition(":")[0]]
+
+
+def choose_devices(
+    config: DeviceConfig, *, workers: int, available_bytes: int
+) -> tuple[ChosenDevice, ...]:
+    """Each device that was asked for, examined one after the other; for "auto" the first kind
+    that can be had.
+
+    Raises:
+        ConfigError: as ``DeviceKind.choose``.
+    """
+    names = ["cuda"] if config.name == "auto" else config.names
+    try:
+        return tuple(
+            kind_of(name).choose(config, name, workers=workers, available_bytes=available_bytes)
+            for name in names
+        )
+    except ConfigError as error:
+        if config.name != "auto":
+            raise
+        chosen = KINDS[FALLBACK].choose(
+            config, FALLBACK, workers=workers, available_bytes=available_bytes
+        )
+        return (replace(chosen, why=f"not cuda: {error.message}"),)
+
+
+def facts_of(devices: Sequence[ChosenDevice]) -> Mapping[str, Any]:
+    """For ``stats`` and the ready line; what differs between several, in their order."""
+    facts = {
+        "device": ",".join(device.name for device in devices),
+        "device_reason": "; ".join(dict.fromkeys(device.why for device in devices)),
+    }
+    gpus = [device for device in devices if device.title]
+    if not gpus:
+        return facts
+    return {
+        **facts,
+        "gpu": ", ".join(device.title for device in gpus),
+        "gpu_uuid": ", ".join(device.uuid for device in gpus),
+        "rungs": "; ".join(dict.fromkeys(device.rungs for device in gpus)),
+        "rung_reasons": list(dict.fromkeys(reason for one in gpus for reason in one.reasons)),
+    }

@@ -1,0 +1,1 @@
+"""Bytes of the device and of the host store, and what lies where."""

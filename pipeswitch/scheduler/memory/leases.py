@@ -1,0 +1,234 @@
+"""Slices of the arena for training jobs: who gets one, who leaves for it, when it is free. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
+from ...ipc.messages import Epoch, JobName, LeaseGranted, LeaseRefused, LeaseRequest, Scrub
+from ..core import PLACES
+from ..device_state import DeviceState
+from ..events import ToWorker
+from ..policies.job_orders import JOB_ORDERS
+from ..records import Job, Worker
+from ..states import MoveEvent, MoveState, TaskEvent, TaskState
+from ..training.commits import Commits
+from .ledgers import Arena, gib
+from .regions import Owner, Region
+from .residency import Residents
+
+
+class Slices:
+    """No range of a slice is given to another owner before it reads as zeros."""
+
+    def __init__(self, device: DeviceState, arena: Arena, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
+        self._arena = arena
+        self._residents = residents
+        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
+
+    def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
+        """A place for a job's state, throwing out idle models.
+
+        Returns:
+            "soon" when enough is about to be free; None when another job would have to leave.
+
+        Raises:
+            OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned.
+        """
+        if not self._arena.can_ever_hold(size_bytes):
+            largest = self._arena.largest_for_all_bytes
+            raise OutOfDeviceMemory(
+                f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
+                f"optimizer state, the arena can give {gib(largest)}",
+                hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
+                requested_bytes=size_bytes,
+                largest_free_bytes=largest,
+            )
+        window = self._arena.regions.cheapest_window(
+            size_bytes, self._arena.costs(for_request=False)
+        )
+        if window is None:
+            return None
+        if self._arena.obstacles(window):
+            return "soon"
+        self._residents.clear(window, f"job {owner.name}")
+        self._core.touched |= PLACES
+        region = self._arena.regions.reserve(owner, size_bytes, at_bytes=window.offset_bytes)
+        assert region is not None
+        return region
+
+    def arrived(self, job: Job) -> None:
+        """What was copied to is the job's slice now."""
+        region = self._arena.regions.release(job.moving)
+        taken = self._arena.regions.reserve(job.slice, region.size_bytes, region.offset_bytes)
+        assert taken is not None
+
+    def release(self, owner: Owner) -> None:
+        """No process writes there any more: zero the range, then it is free (another tenant may
+        follow)."""
+        if self._arena.regions.get(owner) is None:
+            return
+        self._core.touched |= PLACES
+        region = self._arena.regions.release(owner)
+        if not self._device.is_daemon_ready:
+            return  # the memory went with its owner
+        epoch = self._core.next_epoch()
+        taken = self._arena.regions.reserve(
+            Owner("scrub", str(epoch)), region.size_bytes, region.offset_bytes
+        )
+        assert taken is not None
+        self._scrub(epoch, taken)
+
+    def _scrub(self, epoch: Epoch, region: Region) -> None:
+        self._device.tell_daemon(
+            Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
+        )
+
+    def scrub_again(self) -> int:
+        """What the daemon failed to zero: no owner may have the range before it is."""
+        for epoch, at_ms in list(self._unscrubbed.items()):
+            region = self._arena.regions.get(Owner("scrub", str(epoch)))
+            if region is None:  # the memory went with its owner
+                del self._unscrubbed[epoch]
+            elif self._core.now_ms < at_ms:
+                self._core.look_again(at_ms, PLACES)
+            else:
+                del self._unscrubbed[epoch]
+                self._scrub(epoch, region)
+        return PLACES if self._unscrubbed else 0
+
+    def scrubbed(self, epoch: Epoch) -> None:
+        if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
+            self._arena.regions.release(Owner("scrub", str(epoch)))
+
+    def refused(self, epoch: Epoch) -> None:
+        """The daemon could not zero a range: it is asked again."""
+        if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
+            self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
+
+    def check(self) -> None:
+        """A slice is held by a process that lives."""
+        for region in self._arena.regions:
+            if region.owner.kind == "slice":
+                name = JobName(region.owner.name)
+                assert any(w.job == name for w in self._device.workers.values()), region
+
+
+LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
+
+
+class Leases:
+    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped."""
+
+    def __init__(self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits) -> None:
+        self._device = device
+        self._arena = arena
+        self._slices = slices
+        self._commits = commits
+
+    def requested(self, worker: Worker, message: LeaseRequest) -> None:
+        """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
+        job = self._device.job_of(worker, message.epoch)
+        if job is None or job.state.state is TaskState.EVICTING:
+            return  # EvictTask is on its way to it
+        if job.move.state is MoveState.COPYING:  # it has left its slice: it moves another way
+            job.move.apply(MoveEvent.UNFIT, "it asks for another slice")
+        old = self._arena.regions.get(job.slice)
+        if old is not None and old.size_bytes < message.slice_bytes:
+            # The next phase of the script needs more. It asks only when it has moved out.
+            self._slices.release(job.slice)
+        try:
+            self._commits.open(job, message.state_bytes)
+        except PipeSwitchError as error:
+            self._refuse(job, error)
+            return
+        job.lease_asked_bytes = max(1, message.slice_bytes)
+        if not job.lease_bytes:  # a later phase of the script asks again
+            job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
+
+    def grant(self) -> Iterator[tuple[Job, str]]:
+        """Slices for jobs that wait; not while requests do, whose models may need the room.
+
+        Yields:
+            A job that must leave before the next can have its slice, and why.
+        """
+        device = self._device
+        if device.queue.requests or not device.is_daemon_ready:
+            return
+        asks = [
+            job for job in device.jobs.values() if job.lease_asked_bytes and job.slot is not None
+        ]
+        order = JOB_ORDERS[device.settings.training]
+        for job in sorted(asks, key=lambda job: (job.priority, *order.rank(job.view(0.0)))):
+            if not job.lease_asked_bytes or job.slot is None:  # it was told to leave for another
+                continue
+            try:
+                held = self._arena.regions.get(job.slice)  # asked again: the same one
+                region = held or self._slices.lease(job.slice, job.lease_asked_bytes)
+            except OutOfDeviceMemory as error:
+                job.lease_asked_bytes = 0
+                self._refuse(job, error)
+                continue
+            if region == "soon":
+                continue
+            if region is None:
+                leaves = self.who_leaves_for(job)
+                if leaves is not None:
+                    yield leaves, f"memory for job {job.name}"
+                continue
+            job.lease_asked_bytes = 0
+            job.lease_bytes, job.why = region.size_bytes, ""
+            if held is None:
+                least_ms = LEAST_STARTS * job.start_ms
+                job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
+            if job.state.state is TaskState.TRANSMITTING:
+                job.state.apply(TaskEvent.STARTED, "leased its slice")
+            self._device.emit(
+                ToWorker(
+                    slot=job.slot,
+                    message=LeaseGranted(
+                        epoch=job.epoch,
+                        offset_bytes=region.offset_bytes,
+                        size_bytes=region.size_bytes,
+                    ),
+                    channel="signal",
+                    commits_of=job.name,
+                )
+            )
+
+    def who_leaves_for(self, job: Job) -> Job | None:
+        """A suspended job that holds memory, less important or with its turn behind it.
+
+        None while models are in use: those leave soon.
+        """
+        device = self._device
+        if device.current is not None or device.upcoming is not None:
+            return None
+        may_leave = [
+            other
+            for other in device.jobs.values()
+            if self._arena.regions.get(other.slice) is not None
+            and other.state.state is TaskState.SUSPENDED
+            and (other.priority, min(0.0, -other.turn_left_ms)) >= (job.priority, 0.0)
+            and other is not job
+        ]
+        leaves = max(may_leave, key=lambda other: (other.priority, -other.place), default=None)
+        if leaves is None:
+            job.why = "waits for memory: the jobs that have it train a while first"
+        return leaves
+
+    def _refuse(self, job: Job, error: PipeSwitchError) -> None:
+        assert job.slot is not None
+        wire = to_wire(error)
+        self._device.emit(
+            ToWorker(
+                slot=job.slot,
+                message=LeaseRefused(
+                    epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
+                ),
+                channel="signal",
+            )
+        )

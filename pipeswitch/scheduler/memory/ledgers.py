@@ -1,0 +1,300 @@
+"""The ledgers of memory: who holds which range of the arena, and what of the host store. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ...errors import HostStoreFull, OutOfDeviceMemory
+from ...ipc.messages import JobName, ModelName
+from ...programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ...shares import left
+from ..core import Core
+from ..device_state import WORD_BYTES, DeviceState
+from ..policies import Resident, View
+from ..records import Model, Replica
+from ..states import Residency, TaskState
+from .regions import Cost, Costs, Owner, Region, Regions, Window
+
+WORDS = Owner("words")
+
+# What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
+# models. The first difference decides: better any idle model goes than a wait, better a wait for a
+# job that leaves already than one more commit.
+FREE: Cost = (0.0, 0.0, 0.0, 0.0)
+SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
+JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
+PREFIX_WEIGHT = 4.0  # a prefix is worth more per byte than what follows: it hides a whole copy
+WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
+COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
+
+
+class Rest(Window):
+    """A place for the rest of a model, right behind the prefix that is still there."""
+
+
+class Arena:
+    """The ledgers of one device: its memory, and the arrival words that lie in it.
+
+    A model with a prefix holds two adjacent regions: ``Model.owner`` has the first, which ends
+    on the alignment behind its first groups, ``Model.rest`` the other. So a window may take the
+    rest and leave the prefix: the model is PARTIAL then, and only the rest is sent next time.
+    """
+
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
+        self.regions = Regions(device.settings.arena_bytes, REGION_ALIGN_BYTES)
+        self.words = Regions(device.settings.words, 1)
+        self._reserve_words()
+
+    def device_lost(self) -> None:
+        """The daemon died, and its memory with it."""
+        self.regions.clear()
+        self._reserve_words()
+
+    def _reserve_words(self) -> None:
+        size_bytes = self._device.settings.words * WORD_BYTES
+        if self.regions.reserve(WORDS, size_bytes, at_bytes=0) is None:
+            raise OutOfDeviceMemory(
+                f"an arena of {self.regions.capacity_bytes} bytes has no room for arrival words",
+                hint="start with --arena 64MiB or more",
+                requested_bytes=size_bytes,
+                largest_free_bytes=self.regions.capacity_bytes,
+            )
+
+    @property
+    def coming(self) -> int:
+        """Jobs whose state is being copied here."""
+        return sum(region.owner.kind == "moving" for region in self.regions)
+
+    @property
+    def leasable_bytes(self) -> int:
+        """The arena without its arrival words: what models and slices can have."""
+        words = self.regions.get(WORDS)
+        return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
+
+    def model_of(self, region: Region) -> Replica | None:
+        if region.owner.kind not in ("model", "rest"):
+            return None
+        return self._device.replicas.get(ModelName(region.owner.name))
+
+    def costs(self, *, for_request: bool, mover: Replica | None = None) -> Costs:
+        """What taking each region's place costs; None when its owner must stay.
+
+        1. Arrival words, a slice or models being copied in, pinned models and those in use: they
+           stay.
+        2. An idle model: what the policy says. One with waiting requests goes for a request
+           that ranks before them, never for a guess or a job.
+        3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
+        4. A job's slice: only for a request, and only when nothing else will do.
+        5. The prefix of the model a place is sought for: it would come along for nothing.
+        """
+        view, own = self._device.view, mover.owner if mover is not None else None  # 5.
+        return [
+            self._price(region, view, for_request=for_request) if region.owner != own else FREE
+            for region in self.regions
+        ]
+
+    def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
+        device = self._device
+        kind, name = region.owner
+        if kind in ("words", "moving"):
+            return None  # 1.
+        if kind == "scrub":
+            return SOON_FREE  # 3.
+        if kind == "slice":
+            job = device.jobs.get(JobName(name))  # None: it was removed, its process leaves
+            if job is None or job.slot is None or job.state.state not in COMPUTING:
+                return JOB_LEAVES  # 3.
+            return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
+        model_name = ModelName(name)
+        replica = device.replicas[model_name]
+        state = replica.residency.state
+        if state is Residency.ABANDONED:
+            return SOON_FREE  # 3.
+        if replica.users or not (state is Residency.RESIDENT or state is Residency.PARTIAL):
+            return None  # 1.
+        waiting_count = device.queue.count(model_name)
+        if waiting_count and not for_request:
+            return None  # 2.
+        resident = Resident(
+            name, region.size_bytes, replica.model.priority, replica.last_used_at_ms,
+            replica.use_count, waiting_count,
+        )  # fmt: skip
+        cost = self._core.judge.cost(resident, view)
+        if replica.kept_groups > 0 and kind == "model":  # its prefix
+            cost = tuple(PREFIX_WEIGHT * part for part in cost)
+        return (0.0, 0.0, 0.0, *cost)
+
+    def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
+        """Its home when nothing is cheaper, else the cheapest window anywhere.
+
+        A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
+        valid. It gets a new home rather than evict a model while there is room elsewhere:
+        models whose homes overlap would throw each other out for ever.
+        """
+        assert replica.manifest is not None
+        size = max(replica.manifest.total_bytes, 1)
+        costs = self.costs(for_request=for_request, mover=replica)
+        best = self.regions.cheapest_window(size, costs)
+        if replica.residency.state is Residency.PARTIAL:
+            head = self.regions.get(replica.owner)
+            assert head is not None
+            rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, costs)
+            if rest is not None and (best is None or rest.cost <= best.cost):
+                return Rest(rest.offset_bytes, rest.victims, rest.cost)
+        if best is not None and replica.home_bytes >= 0:
+            home = self.regions.window_at(replica.home_bytes, size, costs)
+            if home is not None and home.cost <= best.cost:
+                return home
+        return best
+
+    def obstacles(self, window: Window) -> list[Region]:
+        """What in the window cannot be taken now: slices, ranges being zeroed, broken copies."""
+        return [
+            victim
+            for victim in window.victims
+            if victim.owner.kind in ("slice", "scrub") or self._is_abandoned(victim)
+        ]
+
+    def _is_abandoned(self, region: Region) -> bool:
+        replica = self.model_of(region)
+        return replica is not None and replica.residency.state is Residency.ABANDONED
+
+    def check_fits(self, model: Model) -> None:
+        """Some request of it can run once.
+
+        Raises:
+            OutOfDeviceMemory: larger than the arena; none ever could.
+        """
+        size, largest = stored_bytes(model), self.leasable_bytes
+        if aligned(size, REGION_ALIGN_BYTES) > largest:
+            raise OutOfDeviceMemory(
+                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}',
+                hint=f"start with --arena {aligned(2 * size, 1 << 30) >> 30}GiB",
+                requested_bytes=size,
+                largest_free_bytes=largest,
+            )
+
+    def can_ever_hold(self, size_bytes: int) -> bool:
+        """Whether it fits once everything that is not pinned has left."""
+        return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
+
+    def may_take(self, replica: Replica, size_bytes: int) -> bool:
+        """Whether a model of that size is here, or could be beside what is pinned."""
+        return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
+
+    @property
+    def largest_for_all_bytes(self) -> int:
+        """The longest range between what never leaves: arrival words and pinned models."""
+        pinned = [self._device.replicas[name] for name in self._device.pinned]
+        owners = [WORDS, *(owner for one in pinned for owner in (one.owner, one.rest))]
+        stays = [region for owner in owners if (region := self.regions.get(owner)) is not None]
+        cursor = largest = 0
+        for region in sorted(stays):
+            largest = max(largest, region.offset_bytes - cursor)
+            cursor = region.end_bytes
+        return max(largest, self.regions.capacity_bytes - cursor)
+
+    def lease(self, owner: Owner, size_bytes: int, offset_bytes: int) -> Region:
+        """Take a range that is free now."""
+        region = self.regions.reserve(owner, size_bytes, at_bytes=offset_bytes)
+        assert region is not None, "a window without its victims is free"
+        return region
+
+    def may_keep(self, replica: Replica) -> bool:
+        """Whether its prefix fits into what may be kept of all models."""
+        head = self.regions.get(replica.owner)
+        assert head is not None
+        return self.kept_bytes + head.size_bytes <= self._device.settings.prefix_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Held by prefixes whose rest is gone."""
+        return sum(
+            region.size_bytes
+            for region in self.regions
+            if (replica := self.model_of(region)) is not None
+            and replica.residency.state is Residency.PARTIAL
+        )
+
+    def held_bytes(self, replica: Replica) -> int:
+        """Of the arena, its prefix and the rest."""
+        regions = (self.regions.get(replica.owner), self.regions.get(replica.rest))
+        return sum(region.size_bytes for region in regions if region is not None)
+
+    def release(self, replica: Replica) -> None:
+        """Give back what the model holds, its prefix and the rest."""
+        for owner in (replica.owner, replica.rest):
+            if self.regions.get(owner) is not None:
+                self.regions.release(owner)
+
+    def check(self) -> None:
+        self.regions.check()
+        self.words.check()
+        assert self.kept_bytes <= max(0, self._device.settings.prefix_bytes), "too much is kept"
+
+
+class Store:
+    """Each model's bytes lie here once, as they will lie on the device."""
+
+    def __init__(self, core: Core) -> None:
+        self.regions = Regions(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
+        self._held_bytes: Counter[str] = Counter()  # by tenant
+
+    def take(self, model: Model) -> None:
+        """Reserve its place.
+
+        Raises:
+            HostStoreFull: no room beside the others, or over its tenant's share of what is free.
+        """
+        size = stored_bytes(model)
+        if refusal := self._over_share(model, size):
+            raise refusal
+        region = self.regions.reserve(model.owner, size)
+        if region is None:
+            raise self.full(model)
+        model.store_offset_bytes = region.offset_bytes
+        self._held_bytes[model.tenant] += region.size_bytes
+
+    def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
+        """The owner is bounded by the store alone."""
+        own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
+        share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
+        if not model.tenant or size <= share:
+            return None
+        return HostStoreFull(
+            f'"{model.name}" needs {gib(size)}: models of "{model.tenant}" have {gib(own)} of the '
+            f"host store, and may have {gib(share)} more while {gib(free)} are free",
+            hint="pipeswitch unregister a model, or start with a larger --host-store",
+            requested_bytes=size,
+            largest_free_bytes=share,
+        )
+
+    def full(self, model: Model) -> HostStoreFull:
+        size, largest = stored_bytes(model), self.regions.largest_free_bytes
+        return HostStoreFull(
+            f'"{model.name}" needs {gib(size)}, the host store has '
+            f"{gib(largest)} left in one piece",
+            hint="pipeswitch unregister a model, or start with a larger --host-store",
+            requested_bytes=size,
+            largest_free_bytes=largest,
+        )
+
+    def forget(self, model: Model) -> None:
+        """Give back its place."""
+        if self.regions.get(model.owner) is not None:
+            self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
+
+
+def stored_bytes(model: Model) -> int:
+    """What a model takes; it has a manifest."""
+    assert model.manifest is not None
+    return max(model.manifest.total_bytes, TENSOR_ALIGN_BYTES)
+
+
+def gib(size_bytes: int) -> str:
+    """Bytes for people, as error texts show them."""
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,224 @@
+"""Arithmetic on bytes: who owns which range of an arena or a store. Pure.
+
+Accounting identity, checked always: free + reserved = capacity; a live region has one owner;
+regions never overlap (invariant I3).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import add, attrgetter
+from typing import Literal, NamedTuple
+
+from ...programs.layout import aligned
+
+
+class Owner(NamedTuple):
+    """Who holds a range: a model, what lies behind its prefix, a job's slice, what that is
+    being copied to ("moving"), a range being zeroed (named by its epoch), a job's commit area, the
+    arrival words."""
+
+    kind: Literal["model", "rest", "slice", "moving", "scrub", "commits", "words"]
+    name: str = ""
+
+
+class Region(NamedTuple):
+    """A reserved range, in bytes from the start."""
+
+    offset_bytes: int
+    size_bytes: int
+    owner: Owner
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
+
+
+Cost = tuple[float, ...]  # the first place where two differ decides; empty: nothing is evicted
+Costs = Sequence[Cost | None]  # of all regions, in order; None: its owner must stay
+
+
+@dataclass(frozen=True)
+class Window:
+    """A place where a region would fit once its victims have left."""
+
+    offset_bytes: int
+    victims: tuple[Region, ...]
+    cost: Cost
+
+
+BEGIN = attrgetter("offset_bytes")
+
+
+def _plus(one: Cost, other: Cost) -> Cost:
+    """Place by place; what the shorter one lacks is zero."""
+    if len(one) == len(other):
+        return tuple(map(add, one, other))
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
+
+
+def _total(costs: Iterable[Cost | None]) -> Cost | None:
+    """Of them together; None: one must stay."""
+    total: Cost = ()
+    for cost in costs:
+        if cost is None:
+            return None
+        total = _plus(total, cost) if total else cost
+    return total
+
+
+class Regions:
+    """A ledger of one contiguous range of bytes.
+
+    Sizes are rounded up to ``align_bytes`` and offsets are multiples of it.
+    """
+
+    def __init__(self, capacity_bytes: int, align_bytes: int) -> None:
+        if capacity_bytes < 0 or align_bytes <= 0:
+            raise ValueError(f"capacity {capacity_bytes} and alignment {align_bytes} make no arena")
+        self.capacity_bytes = capacity_bytes - capacity_bytes % align_bytes
+        self.align_bytes = align_bytes
+        self._regions: list[Region] = []  # sorted by offset
+        self._by_owner: dict[Owner, Region] = {}
+        self._reserved_bytes = 0
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions)
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def get(self, owner: Owner) -> Region | None:
+        """The owner's region, if it has one."""
+        return self._by_owner.get(owner)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self._reserved_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The longest hole."""
+        return max((end - start for start, end in self._holes()), default=0)
+
+    def _holes(self) -> Iterator[tuple[int, int]]:
+        cursor = 0
+        for region in self._regions:
+            if region.offset_bytes > cursor:
+                yield cursor, region.offset_bytes
+            cursor = region.end_bytes
+        if cursor < self.capacity_bytes:
+            yield cursor, self.capacity_bytes
+
+    def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
+        """Regions that share a byte with the range, in order."""
+        first, behind = self._places(offset_bytes, size_bytes)
+        return self._regions[first:behind]
+
+    def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
+        """Of the first region that shares a byte with the range, and behind the last."""
+        regions, end = self._regions, offset_bytes + size_bytes
+        first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
+        if first and regions[first - 1].end_bytes > offset_bytes:
+            first -= 1
+        return first, bisect.bisect_left(regions, end, first, key=BEGIN)
+
+    def reserve(self, owner: Owner, size_bytes: int, at_bytes: int | None = None) -> Region | None:
+        """Take a range for ``owner``: at ``at_bytes``, else in the smallest hole that fits.
+
+        Returns:
+            None when it does not fit there now; nothing was changed.
+
+        Raises:
+            ValueError: the owner already holds a region, or the request makes no sense.
+        """
+        if owner in self._by_owner:
+            raise ValueError(f"{owner} already holds a region")
+        size = aligned(size_bytes, self.align_bytes)
+        if size <= 0:
+            raise ValueError(f"{owner} asks for {size_bytes} bytes")
+        offset = self._best_fit(size) if at_bytes is None else at_bytes
+        if offset is None or offset % self.align_bytes or offset < 0:
+            return None
+        if offset + size > self.capacity_bytes or self.overlapping(offset, size):
+            return None
+        region = Region(offset, size, owner)
+        bisect.insort(self._regions, region)
+        self._by_owner[owner] = region
+        self._reserved_bytes += size
+        return region
+
+    def _best_fit(self, size: int) -> int | None:
+        fitting = [(end - start, start) for start, end in self._holes() if end - start >= size]
+        return min(fitting)[1] if fitting else None
+
+    def release(self, owner: Owner) -> Region:
+        """Give the owner's range back.
+
+        Raises:
+            KeyError: it holds none.
+        """
+        region = self._by_owner.pop(owner)
+        del self._regions[bisect.bisect_left(self._regions, region)]
+        self._reserved_bytes -= region.size_bytes
+        return region
+
+    def clear(self) -> None:
+        """Forget every region (the memory itself is gone)."""
+        self._regions.clear()
+        self._by_owner.clear()
+        self._reserved_bytes = 0
+
+    def cheapest_window(self, size_bytes: int, costs: Costs) -> Window | None:
+        """Where a region fits at the least total cost of evicted owners.
+
+        Candidates start where a region ends: any window can be slid down to such a place and
+        touches no other owner. Ties go to the lower offset.
+        """
+        size = aligned(size_bytes, self.align_bytes)
+        regions, last_start = self._regions, self.capacity_bytes - size
+        begins = [*map(BEGIN, regions), self.capacity_bytes]
+        best: tuple[Cost, int, int, int] | None = None  # cost, start, its victims' places
+        start = behind = 0
+        for first in range(len(begins)):
+            if first:
+                start, length, _ = regions[first - 1]
+                start += length
+            if start > last_start or (best is not None and not best[0]):
+                break
+            while begins[behind] < start + size:
+                behind += 1
+            total = costs[first] if behind == first + 1 else _total(costs[first:behind])
+            if total is not None and (best is None or total < best[0]):
+                best = (total, start, first, behind)
+        if best is None:
+            return None
+        total, start, first, behind = best
+        return Window(start, tuple(regions[first:behind]), total)
+
+    def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Window | None:
+        """The window at exactly this place; None when an owner there must stay."""
+        size = aligned(size_bytes, self.align_bytes)
+        if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
+            return None
+        first, behind = self._places(offset_bytes, size)
+        total = _total(costs[first:behind])
+        if total is None:
+            return None
+        return Window(offset_bytes, tuple(self._regions[first:behind]), total)
+
+    def check(self) -> None:
+        """Assert the accounting identity and that no two regions overlap."""
+        cursor = 0
+        for region in self._regions:
+            assert region.offset_bytes >= cursor, f"{region} overlaps its neighbour"
+            assert region.offset_bytes % self.align_bytes == 0, f"{region} is not aligned"
+            assert self._by_owner[region.owner] is region, f"{region} has another owner"
+            cursor = region.end_bytes
+        assert cursor <= self.capacity_bytes, "a region ends beyond the capacity"
+        reserved = sum(region.size_bytes for region in self._regions)
+        assert reserved == self._reserved_bytes, f"{reserved} != {self._reserved_bytes}"
+        assert len(self._by_owner) == len(self._regions), "an owner without a region"

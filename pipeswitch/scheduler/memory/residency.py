@@ -1,0 +1,327 @@
+"""Models on the device: sent, evicted, kept in part, abandoned, brought back. Pure."""
+
+from __future__ import annotations
+
+from ...ipc.messages import (
+    CancelTransmit,
+    Epoch,
+    GroupCopy,
+    ModelName,
+    TransmitEnded,
+    TransmitModel,
+)
+from ...planning.grouping import Plan
+from ...programs.groups import regrouped
+from ...programs.layout import REGION_ALIGN_BYTES, aligned
+from ..core import PLACES, QUEUE, TURN, WORKERS
+from ..device_state import DeviceState
+from ..events import Span, Spans
+from ..records import Replica
+from ..states import ModelState, Residency, ResidencyEvent
+from .ledgers import WHOLE, Arena, Rest
+from .regions import Window
+
+
+class Residents:
+    """Leases are decided here, copies are commands to the memory daemon."""
+
+    def __init__(self, device: DeviceState, arena: Arena) -> None:
+        self._core = device.core
+        self._device = device
+        self._arena = arena
+
+    def take(self, replica: Replica) -> bool:
+        """Arrival words for the groups of a model that was built; False: too few are left."""
+        manifest = replica.model.manifest
+        assert manifest is not None
+        words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
+        if words is not None:
+            replica.manifest, replica.first_word = manifest, words.offset_bytes
+        return words is not None
+
+    def is_idle(self, replica: Replica) -> bool:
+        """No request wants it, no task reads it, and it is not being copied in."""
+        is_wanted = replica.users or self._device.queue.count(replica.name)
+        return not is_wanted and not replica.is_being_sent
+
+    def forget(self, replica: Replica) -> None:
+        """It is unregistered: its place and its arrival words are free."""
+        if replica.residency.state is not Residency.HOST:
+            self.evict(replica, "unregistered")
+        if self._arena.words.get(replica.owner) is not None:
+            self._arena.words.release(replica.owner)
+        del self._device.replicas[replica.name]
+        self._device.predictions.forget(replica.name)
+
+    def device_lost(self) -> None:
+        """The daemon died: every byte on the device is gone, the host store is not."""
+        for replica in self._device.replicas.values():
+            self._device.move(replica, ResidencyEvent.DEVICE_LOST, "daemon exited")
+            replica.users = 0
+            replica.is_prefetch = False
+
+    def cut_anew(self, replica: Replica, plan: Plan) -> bool:
+        """Other groups over the same bytes, for a model whose bytes are in the host store only.
+
+        False: there are not enough arrival words, and nothing has changed.
+        """
+        assert replica.residency.state is Residency.HOST, replica.residency.story
+        assert replica.model.manifest is not None
+        manifest = regrouped(replica.model.manifest, plan)
+        replica.prefix_groups = 0
+        old = self._arena.words.get(replica.owner)
+        if old is not None:
+            self._arena.words.release(replica.owner)
+            words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
+            if words is None:
+                self._arena.words.reserve(replica.owner, old.size_bytes, at_bytes=old.offset_bytes)
+                return False
+            replica.first_word = words.offset_bytes
+        replica.manifest, replica.plan = manifest, plan
+        self._core.edition += 1
+        self._core.touched |= WORKERS
+        return True
+
+    def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:
+        """Evict the window's models, lease it, and tell the daemon to send the groups.
+
+        The window has no obstacles (the scheduler waits until they have left).
+        """
+        core, device, manifest = self._core, self._device, replica.manifest
+        assert manifest is not None
+        sent_from = self._take(replica, window, cause)
+        region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+        self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
+        replica.residency_epoch = core.next_epoch()
+        replica.transmit_started_at_ms = core.now_ms
+        replica.transmit_ended_at_ms = 0.0
+        device.tell_daemon(
+            TransmitModel(
+                model=replica.name,
+                epoch=replica.residency_epoch,
+                arena_offset_bytes=replica.home_bytes,
+                region_bytes=region_bytes,
+                tenant=core.tenant_of(replica.model),
+                groups=tuple(
+                    GroupCopy(
+                        store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
+                        arena_offset_bytes=replica.home_bytes + group.offset_bytes,
+                        size_bytes=group.size_bytes if index >= sent_from else 0,
+                        word=replica.first_word + index,
+                    )
+                    for index, group in enumerate(manifest.groups)
+                ),
+            )
+        )
+        return replica.residency_epoch
+
+    def _take(self, replica: Replica, window: Window, cause: str) -> int:
+        """Lease the window for a model; the first group that must be sent.
+
+        1. The rest behind its prefix: the prefix' groups are there.
+        2. A new place, or the first one: all groups.
+        """
+        assert replica.manifest is not None
+        if not isinstance(window, Rest) and replica.residency.state is Residency.PARTIAL:
+            self.evict(replica, cause)
+        self.clear(window, cause)
+        size = aligned(max(replica.manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+        if isinstance(window, Rest):
+            head = self._arena.regions.get(replica.owner)
+            assert head is not None
+            self._arena.lease(replica.rest, size - head.size_bytes, window.offset_bytes)
+            replica.kept_bytes = self._prefix_bytes(replica, replica.kept_groups)
+            return replica.kept_groups  # 1.
+        replica.home_bytes, replica.kept_bytes = window.offset_bytes, 0
+        replica.kept_groups = replica.prefix_groups
+        prefix = aligned(self._prefix_bytes(replica, replica.kept_groups), REGION_ALIGN_BYTES)
+        if not 0 < prefix < size:
+            replica.kept_groups = prefix = 0
+        self._arena.lease(replica.owner, prefix or size, window.offset_bytes)
+        if prefix:
+            self._arena.lease(replica.rest, size - prefix, window.offset_bytes + prefix)
+        return 0  # 2.
+
+    @staticmethod
+    def _prefix_bytes(replica: Replica, group_count: int) -> int:
+        assert replica.manifest is not None
+        return sum(group.size_bytes for group in replica.manifest.groups[:group_count])
+
+    def clear(self, window: Window, cause: str) -> None:
+        """Evict the window's models; one of which only the rest is in the way keeps its prefix."""
+        owners = {victim.owner for victim in window.victims}
+        for victim in window.victims:
+            replica = self._arena.model_of(victim)
+            if replica is None or self._arena.regions.get(victim.owner) is None:
+                continue  # it went with its other half
+            is_rest = victim.owner.kind == "rest"
+            if is_rest and replica.owner not in owners and self._arena.may_keep(replica):
+                self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)
+                self._arena.regions.release(victim.owner)
+                self._evicted(replica, cause)
+            else:
+                self.evict(replica, cause)
+
+    def evict(self, replica: Replica, cause: str) -> None:
+        """Bookkeeping, never a free: the bytes are simply up for reuse."""
+        if replica.residency.state is Residency.PINNED:
+            self._device.move(replica, ResidencyEvent.UNPIN, cause)
+        self._device.move(replica, ResidencyEvent.EVICTED, cause)
+        self._arena.release(replica)
+        self._evicted(replica, cause)
+
+    def _evicted(self, replica: Replica, cause: str) -> None:
+        kept = replica.residency.state is Residency.PARTIAL
+        self._core.counts["evictions"] += 1
+        self._device.publish("switch.evicted", model=replica.name, cause=cause, keeps_prefix=kept)
+
+    def transmit_ended(self, message: TransmitEnded) -> None:
+        """The daemon writes no byte of that epoch any more."""
+        core, device = self._core, self._device
+        replica = device.replicas.get(message.model)
+        if replica is None or replica.residency_epoch != message.epoch:
+            return
+        if not replica.is_being_sent:
+            return
+        replica.transmit_ended_at_ms = message.ended_at_ms
+        core.counts["transmitted_bytes"] += message.copied_bytes
+        core.counts["transmissions"] += 1
+        groups = replica.manifest.groups if replica.manifest is not None else ()
+        ends_ms, track = message.group_ends_at_ms, device.track("copy")
+        begins_ms = (message.started_at_ms, *ends_ms)
+        core.emit(Spans(spans=[
+            Span(track=track, name=f"{message.model} group {index}", begin_ms=begin,
+                 end_ms=max(begin, end), args={"bytes": group.size_bytes}, flow=message.epoch)
+            for index, (group, begin, end) in enumerate(
+                zip(groups, begins_ms, ends_ms, strict=False))
+        ]))  # fmt: skip
+        if message.is_complete:
+            self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
+            if replica.model.want_pinned:
+                self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
+            replica.is_prefetch = False
+            replica.transmission = message
+            if not replica.kept_bytes:
+                took_ms = message.ended_at_ms - message.started_at_ms
+                device.predictions.sent(replica.name, took_ms, core.now_ms)
+                device.queue.changed(replica.name)
+        else:
+            self._broke_off(replica, "transmission cancelled")
+
+    def _broke_off(self, replica: Replica, cause: str) -> None:
+        """Groups are missing: a task that waits for them would wait for ever.
+
+        1. No task reads it: the place is free.
+        2. A worker does: it is killed, and the place is free when it is reaped (``unused``).
+        """
+        core, device = self._core, self._device
+        replica.is_prefetch = False
+        self._device.move(replica, ResidencyEvent.ABANDONED, cause)
+        replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
+        if not replica.users:
+            self._release_broken(replica, cause)  # 1.
+        for activation in (device.current, device.upcoming):
+            if activation is not None and activation.model == replica.name:
+                device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
+
+    def unused(self, replica: Replica) -> None:
+        """A task that read the model has ended, or its worker is reaped."""
+        replica.users -= 1
+        replica.last_used_at_ms = self._core.now_ms
+        if replica.residency.state is Residency.ABANDONED and not replica.users:
+            self._release_broken(replica, "no task reads it any more")
+
+    def _release_broken(self, replica: Replica, cause: str) -> None:
+        self._device.move(replica, ResidencyEvent.RELEASED, cause)
+        self._arena.release(replica)
+
+    def prefetch(self, name: ModelName) -> bool:
+        """Send a model ahead of its request, if that disturbs no request (no answer is owed).
+
+        False: not now.
+        """
+        core, device = self._core, self._device
+        replica = device.replicas.get(name)
+        if (
+            replica is None
+            or replica.model.state.state is not ModelState.READY
+            or replica.is_on_device
+            or not device.may_serve(replica.model)
+        ):
+            return False
+        if (
+            device.queue
+            or device.upcoming is not None
+            or not device.is_daemon_ready
+            or core.is_draining
+        ):
+            return False
+        if replica.residency.state is Residency.ABANDONED:
+            return False
+        window = self._arena.find_place(replica, for_request=False)
+        if window is None or self._arena.obstacles(window):
+            return False
+        self.transmit(replica, window, "prefetch hint")
+        replica.is_prefetch = True
+        return True
+
+    def cancel_prefetches(self) -> None:
+        """A real request needs the link or the place: hints step back (they were a guess)."""
+        device = self._device
+        for name in list(device.sending):
+            replica = device.replicas[name]
+            if not replica.is_prefetch:
+                continue
+            if not replica.users and not device.queue.count(replica.name):
+                replica.is_prefetch = False
+                self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
+                device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
+
+    def bring_pinned(self) -> int:
+        """Pinned models that are not on the device come back when nothing waits for the link."""
+        core, device = self._core, self._device
+        if not core.pins:
+            return 0
+        if device.queue or device.upcoming is not None or not device.is_daemon_ready:
+            return QUEUE | TURN | PLACES
+        for name in core.pins:
+            replica = device.replicas.get(name)
+            if (
+                replica is not None
+                and replica.model.want_pinned
+                and device.may_serve(replica.model)
+                and replica.model.state.state is ModelState.READY
+                and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
+            ):
+                if core.now_ms < replica.retry_at_ms:
+                    core.look_again(replica.retry_at_ms, PLACES)
+                    continue
+                window = self._arena.find_place(replica, for_request=False)
+                if window is not None and not self._arena.obstacles(window):
+                    self.transmit(replica, window, "pinned")
+        return QUEUE | TURN | PLACES
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon refused a copy, or failed at it: no other answer to it will come."""
+        for replica in self._device.replicas.values():
+            if replica.is_being_sent and replica.residency_epoch == epoch:
+                self._broke_off(replica, reason)
+
+    def check(self) -> None:
+        """What a model holds of the arena is what its state says."""
+        arena = self._arena
+        for replica in self._device.replicas.values():
+            head, rest = arena.regions.get(replica.owner), arena.regions.get(replica.rest)
+            is_there = head is not None
+            assert is_there == (replica.residency.state is not Residency.HOST), (
+                replica.residency.story
+            )
+            assert replica.users == 0 or is_there, f"{replica.name} is read but not there"
+            is_whole = replica.residency.state in WHOLE
+            assert (rest is not None) == (is_whole and replica.kept_groups > 0), (
+                replica.residency.story
+            )
+            if head is not None and rest is not None:
+                assert head.end_bytes == rest.offset_bytes, f"{replica.name} is torn apart"
+            if is_whole and replica.manifest is not None:
+                assert arena.held_bytes(replica) >= replica.manifest.total_bytes, replica.name

@@ -1,0 +1,80 @@
+"""Which registration is built next: one of a client at a time, and clients take turns."""
+
+from __future__ import annotations
+
+from ...errors import QueueFull
+from ...ipc.messages import Epoch
+from ...shares import left
+from ..core import Core
+from ..events import KillBuild, StartBuild
+from ..machine import Machine
+from ..records import Registration
+
+
+class BuildQueue:
+    """Registrations that wait for their build, and the builds that run.
+
+    Builds of one client run one after the other: each uses every core. A client that has had no
+    turn for longest is next, so that one client's endless builds keep another client waiting for
+    one of them at most.
+    """
+
+    def __init__(self, core: Core, machine: Machine) -> None:
+        self._core = core
+        self._machine = machine
+        self._waiting: list[Registration] = []  # in order of arrival
+        self._running: dict[Epoch, str] = {}  # from StartBuild until the process is gone
+        self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
+
+    @property
+    def is_idle(self) -> bool:
+        """No build runs."""
+        return not self._running
+
+    def refusal(self, client: str) -> QueueFull | None:
+        """Why a registration of this client may not wait too."""
+        size, held = self._core.settings.max_waiting_builds, len(self._waiting)
+        own = sum(one.client == client for one in self._waiting)
+        if client and not left(size, held, own):
+            return QueueFull(
+                f"{own} registrations of this client wait, of {held} in all",
+                hint="wait for them, then register again",
+            )
+        return None
+
+    def put(self, one: Registration) -> None:
+        self._waiting.append(one)
+
+    def pump(self) -> None:
+        """Start the next builds."""
+        if not self._waiting and not self._last_turns:
+            return
+        core = self._core
+        while len(self._running) < core.settings.max_builds and (one := self._next()):
+            self._waiting.remove(one)
+            self._running[one.build_epoch] = one.client
+            self._last_turns[one.client] = one.build_epoch
+            tenant = self._machine.models[one.model].tenant
+            core.emit(
+                StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
+            )
+        if self._last_turns:
+            waiting = {*(one.client for one in self._waiting), *self._running.values()}
+            self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
+
+    def _next(self) -> Registration | None:
+        """The first of the client whose last turn is longest ago, and that builds nothing now."""
+        busy = set(self._running.values())
+        free = [one for one in self._waiting if one.client not in busy]
+        return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
+
+    def give_up(self, one: Registration) -> None:
+        """End its build, or take it from those that wait."""
+        if one.build_epoch in self._running:
+            self._core.emit(KillBuild(model=one.model, epoch=one.build_epoch))
+        else:
+            self._waiting.remove(one)
+
+    def exited(self, epoch: Epoch) -> None:
+        """A builder is gone."""
+        self._running.pop(epoch, None)

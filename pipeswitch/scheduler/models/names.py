@@ -1,0 +1,188 @@
+"""Names: which model one stands for, as versions come and go; what is pinned, what leaves."""
+
+from __future__ import annotations
+
+from ...errors import InvalidInput, ModelNotFound, PermissionDenied
+from ...ipc.messages import ModelName
+from ..core import Core
+from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
+from ..machine import Machine
+from ..records import Model, Registration
+from ..requests.admission import Admission
+from ..states import ModelEvent, ModelState, Residency, ResidencyEvent
+from .versions import PRESENT, Versions
+
+
+class Names:
+    """What happens to a model after it was registered.
+
+    Attributes:
+        registrations: of all models.
+        leaving: those that take no new request and wait for the queued ones.
+    """
+
+    def __init__(
+        self, core: Core, machine: Machine, admission: Admission, versions: Versions
+    ) -> None:
+        self._core = core
+        self._machine = machine
+        self._admission = admission
+        self._versions = versions
+        self.registrations: dict[ModelName, Registration] = {}
+        self.leaving: dict[ModelName, Model] = {}
+        self._has_gone = False  # a model, whose files are to be given back
+
+    def pump(self, *, is_idle: bool) -> None:
+        """Finish unregistrations whose model is idle now.
+
+        Args:
+            is_idle: no build runs, which may have found its program among the files that go.
+        """
+        for model in list(self.leaving.values()):
+            self._finish(model)
+        if self._has_gone and is_idle:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        models = self._machine.models.values()
+        self._core.emit(
+            SweepPrograms(
+                digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
+            )
+        )
+        self._has_gone = False
+
+    def remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
+        """In the journal: the next server has it again, pinned or not, without a build."""
+        assert model.manifest is not None
+        registration = self.registrations[model.name]
+        entry = {
+            "kind": "model",
+            "name": model.name,
+            "spec": registration.spec,
+            "spec_digest": registration.spec_digest,
+            "digest": model.manifest.digest,
+            "priority": model.priority,
+            "pin": model.want_pinned,
+            "tenant": model.tenant,
+        }
+        self._core.emit(Journal(entry=entry, accepts=accepts))
+
+    def hand_over(self, model: Model, cause: str) -> None:
+        """From this version on; what was pinned is pinned again, and what is too old leaves."""
+        before = self._versions.choose(model, cause)
+        if before is not None:
+            if before.want_pinned:
+                self._pin(before, is_pinned=False)
+                self._pin(model, is_pinned=True)
+            for device in self._machine.devices:
+                if device.state.replicas[before.name].is_on_device:
+                    device.residents.prefetch(model.name)
+        for old in self._versions.outdated(model.base):
+            self.leave(old, f"version {model.version} is there")
+
+    def rollback(self, event: RollbackAsked) -> None:
+        """Another version that is still there becomes the current one, or gets a share."""
+        core, current = self._core, self._versions.current(event.model)
+        if current is None:
+            core.refuse(event.token, not_found(event.model))
+            return
+        if event.tenant not in (None, current.tenant):
+            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
+            return
+        older = [m for m in self._versions.all_of(event.model) if m.version < current.version]
+        target = self._versions.of(event.model, event.version) if event.version else None
+        if not event.version and older:
+            target = older[-1]
+        if target is None or target.state.state is not ModelState.READY:
+            which = str(event.version) if event.version else f"before {current.version}"
+            core.refuse(event.token, self._versions.missing(event.model, which))
+            return
+        if event.share >= 0 and not self._versions.split(target, event.share):
+            text = (
+                f"version {current.version} is the current one and has what others leave of 100 %"
+            )
+            core.refuse(event.token, InvalidInput(text, hint="pipeswitch models --versions"))
+            return
+        if event.share < 0 and target is not current:
+            self.hand_over(target, "rolled back")
+        core.answer(event.token, model=event.model, version=target.version, before=current.version)
+
+    def forget(self, model: Model) -> Registration:
+        """Its name is free again."""
+        for device in self._machine.devices:
+            device.residents.forget(device.state.replicas[model.name])
+        self._machine.store.forget(model)
+        del self._machine.models[model.name]
+        self._core.pins.pop(model.name, None)
+        registration = self.registrations.pop(model.name)
+        self._has_gone = True
+        self._versions.gone(model)
+        return registration
+
+    def leave(self, model: Model, cause: str) -> None:
+        """It takes no new request; its name stands for another version from now on."""
+        if model.state.state is ModelState.LEAVING:
+            return
+        model.state.apply(ModelEvent.UNREGISTERED, cause)
+        self.leaving[model.name] = model
+        successor = self._versions.successor(model.base)
+        if successor is not None and self._versions.is_current(model):
+            self.hand_over(successor, f"version {model.version} goes")
+        self._core.emit(Retract(model=model.name))
+
+    def _finish(self, model: Model) -> None:
+        core, devices = self._core, self._machine.devices
+        if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
+            return
+        if self._admission.stages.count(model.name):
+            return
+        del self.leaving[model.name]
+        served = self._machine.served[model.base]
+        registration = self.forget(model)
+        for device in devices:
+            device.fleet.forget(model.name)
+        core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+        core.publish("model.unregistered", model=model.name)
+        for token in registration.end_waiters:
+            core.answer(token, model=model.name)
+        if model.base not in self._machine.served:
+            for token in served.end_waiters:
+                core.answer(token, model=model.base)
+
+    def pin(self, event: PinAsked) -> None:
+        """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
+        core = self._core
+        model = self._versions.current(event.model)
+        if model is None or model.state.state is ModelState.LEAVING:
+            core.refuse(event.token, not_found(event.model))
+            return
+        if event.pin and model.state.state is ModelState.QUARANTINED:
+            model.state.apply(ModelEvent.PARDONED, "asked by the user")
+            core.edition += 1
+            model.deaths, model.reason = 0, ""
+        if event.pin:
+            model.failed_joins = 0
+        self._pin(model, is_pinned=event.pin)
+        replica = self._machine.shown(model)
+        core.answer(event.token, model=event.model, pinned=event.pin,
+                    state=replica.residency.state.value)  # fmt: skip
+
+    def _pin(self, model: Model, *, is_pinned: bool) -> None:
+        model.want_pinned = is_pinned
+        self._core.pins.pop(model.name, None)
+        if is_pinned:
+            self._core.pins[model.name] = None
+        for device in (device.state for device in self._machine.devices):
+            replica = device.replicas[model.name]
+            if is_pinned and replica.residency.state is Residency.RESIDENT:
+                device.move(replica, ResidencyEvent.PIN, "asked by the user")
+                # One that is not there is brought when nothing waits (Residents.bring_pinned).
+            elif not is_pinned and replica.residency.state is Residency.PINNED:
+                device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
+        if model.state.state in PRESENT:
+            self.remember(model)
+
+
+def not_found(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

@@ -1,0 +1,331 @@
+"""From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
+
+1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
+   client what is newest when the name's other publications are through;
+2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
+   meanwhile. Of a job that is over the commit lies on disk already;
+3. *copied*: one publication of a name is built at a time, when the model it follows is ready. Of
+   the scripts' that wait the latest is; a client's is never passed over;
+4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
+   for it when its bytes are in the host store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from ...errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    PermissionDenied,
+    PipeSwitchError,
+    ServerUnavailable,
+    to_wire,
+)
+from ...ipc.messages import (
+    CommitPersisted,
+    Epoch,
+    JobName,
+    ModelName,
+    PersistCommit,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
+)
+from ...programs.layout import BUNDLE_FILE
+from ...programs.matching import match
+from ..core import ALL, Core
+from ..device_state import DeviceState
+from ..events import DropPublished, PublishAsked, Token, ToWorker
+from ..machine import Machine
+from ..records import NO_EPOCH, Job, Model, Registration, Worker
+from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
+from .registry import Registry
+from .versions import Versions
+
+
+@dataclass
+class Publication:
+    """One publication, from its acceptance until its version is there or refused."""
+
+    name: ModelName
+    job: JobName
+    step: int  # -1: of whatever commit is the newest
+    part: str  # of the job; empty: the only one that fits
+    token: Token | None
+    since: Epoch  # its acceptance: a job or model that is younger only has the name
+    is_script: bool  # a later commit than its step's does too
+    stage: Literal["waits", "copies", "copied", "builds"] = "waits"
+    epoch: Epoch = NO_EPOCH  # of the order to copy
+    device: int = 0  # whose daemon copies
+    directory: str = ""  # its copy of the commit; none: where the job keeps it
+    is_cancelled: bool = False  # it ends when the daemon has left its folder
+    version: Model | None = None
+    registration: Registration | None = None
+
+
+class Publishing:
+    """All publications that are under way, by the name of the model, in the order they came."""
+
+    def __init__(
+        self, core: Core, machine: Machine, registry: Registry, versions: Versions
+    ) -> None:
+        self._core = core
+        self._machine = machine
+        self._registry = registry
+        self._versions = versions
+        self._lines: dict[ModelName, list[Publication]] = {}
+
+    def asked(self, event: PublishAsked) -> None:
+        """By a client; answered when the version serves."""
+        try:
+            self._check(event)
+        except PipeSwitchError as error:
+            self._core.refuse(event.token, error)
+        else:
+            self._accept(event.model, event.job, event.step, event.part, event.token)
+
+    def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
+        """By a script, about the step it is in; the answer says whether that can be."""
+        job = device.job_of(worker, message.epoch)
+        if job is None:
+            return
+        answer = PublishAnswered(epoch=message.epoch)
+        try:
+            if self._core.is_draining:
+                raise ServerUnavailable("the server is draining")
+            model = self.model_for(message.model, job.tenant)
+            if model.manifest is None:
+                raise _not_ready(model)
+            given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
+            wanted = {w.name: (w.dtype, w.shape) for w in model.manifest.tensors}
+            match(wanted, given, message.part)
+        except PipeSwitchError as error:
+            wire = to_wire(error)
+            answer = PublishAnswered(
+                epoch=message.epoch, error=wire["type"], message=wire["message"],
+                hint=wire["hint"], data=wire["data"],
+            )  # fmt: skip
+        else:
+            self._accept(message.model, job.name, message.step, message.part, None)
+        device.emit(ToWorker(slot=worker.slot, message=answer, channel="signal"))
+
+    def _check(self, event: PublishAsked) -> None:
+        if self._core.is_draining:
+            raise ServerUnavailable("the server is draining")
+        job = self._machine.jobs.get(event.job)
+        if job is None:
+            raise _no_job(event.job)
+        self.model_for(event.model, None)
+        if job.committed_step < 0:
+            raise InvalidInput(f'job "{job.name}" has not committed yet', hint="pipeswitch jobs ls")
+        if event.step not in (-1, job.committed_step):
+            raise _other_step(job, event.step, job.committed_step)
+
+    def model_for(self, name: ModelName, tenant: str | None) -> Model:
+        """The model that a publication is to follow, when that is ready.
+
+        Raises:
+            ModelNotFound, PermissionDenied, InvalidInput.
+        """
+        model = self._versions.current(name)
+        if model is None or model.state.state is ModelState.LEAVING:
+            raise ModelNotFound(
+                f'no model "{name}": a job brings weights, a model is registered first',
+                hint=f"pipeswitch register {name} SOURCE",
+            )
+        if tenant not in (None, model.tenant):
+            raise PermissionDenied(f'"{name}" is another client\'s')
+        if model.state.state not in (ModelState.READY, *MODEL_AWAITED):
+            raise _not_ready(model)
+        return model
+
+    def _accept(
+        self, name: ModelName, job: JobName, step: int, part: str, token: Token | None
+    ) -> None:
+        line = self._lines.setdefault(name, [])
+        waiting = [one for one in line if one.stage in ("waits", "copied")]
+        for one in [one for one in waiting if one.is_script]:
+            self._end(one, Cancelled(f'a later one of "{name}" takes its place'))
+        line.append(
+            Publication(name, job, step, part, token, self._core.next_epoch(), token is None)
+        )
+
+    # -- what happens to them ------------------------------------------------------------------
+
+    def pump(self) -> int:
+        """Begin what can be begun, end what is over."""
+        for name, line in list(self._lines.items()):
+            for one in list(line):
+                if one.stage == "waits" and (one.is_script or one.step >= 0 or one is line[0]):
+                    self._begin(one)
+                elif one.stage == "builds":
+                    self._look(one)
+            if line and line[0].stage == "copied" and not self._is_awaited(name):
+                self._build(line[0])
+            if not line:
+                del self._lines[name]
+        return ALL if self._lines else 0
+
+    def _is_awaited(self, name: ModelName) -> bool:
+        model = self._versions.current(name)
+        return model is not None and model.state.state in MODEL_AWAITED
+
+    def _begin(self, one: Publication) -> None:
+        job = self._job_of(one)
+        if job is None:
+            self._end(one, _no_job(one.job))
+        elif job.committed_step < one.step:
+            if job.state.state in TASK_FINAL:
+                self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
+        elif not job.commit_slot_bytes:
+            one.stage = "copied"
+        elif (device := self._machine.jobs.home(job).state).is_daemon_ready:
+            one.stage, one.epoch = "copies", self._core.next_epoch()
+            one.device = device.index
+            one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
+            device.tell_daemon(
+                PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
+            )
+
+    def persisted(self, message: CommitPersisted) -> bool:
+        """The copy is there; False: it is of no publication."""
+        one = self._copying(message.epoch)
+        if one is None:
+            return False
+        job = self._job_of(one)
+        if one.is_cancelled:
+            self._end(one, None)
+        elif message.error:
+            self._end(one, ServerUnavailable(f"the commit cannot be copied: {message.error}"))
+        elif not one.is_script and one.step not in (-1, message.step) and job is not None:
+            self._end(one, _other_step(job, one.step, message.step))
+        else:
+            one.stage = "copied"
+            self._tell_script(one)
+        return True
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon will not copy it."""
+        one = self._copying(epoch)
+        if one is not None:
+            self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
+
+    def _copying(self, epoch: Epoch) -> Publication | None:
+        every = [one for line in self._lines.values() for one in line]
+        return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
+
+    def _tell_script(self, one: Publication) -> None:
+        """It may commit again."""
+        job = self._job_of(one)
+        if one.is_script and job is not None and job.slot is not None:
+            device = self._machine.jobs.home(job).state
+            copied = PublishCopied(epoch=job.epoch)
+            device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
+
+    def _build(self, one: Publication) -> None:
+        """The program of the current version, with other weights; checked as a new one is."""
+        served = self._versions.served(one.name)
+        try:
+            if served is not None and served.born > one.since:
+                raise ModelNotFound(f'"{one.name}" was unregistered, and is another model now')
+            before = self.model_for(one.name, None)
+            if not one.directory and self._job_of(one) is None:
+                raise _no_job(one.job)
+        except PipeSwitchError as error:
+            self._end(one, error)
+            return
+        assert before.manifest is not None
+        assert served is not None
+        spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
+        if before.manifest.mode == "graph":
+            folder = self._core.settings.program_dir(before.manifest.digest)
+            spec["source"] = f"{folder}/{BUNDLE_FILE}"
+        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
+        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights, "part": one.part}
+        packed, token = msgspec.msgpack.encode(spec), one.token
+        one.stage, one.token = "builds", None  # the registry answers it
+        one.version = self._registry.begin_version(before, packed, token)
+        one.registration = self._registry.registrations[one.version.name]
+
+    def _look(self, one: Publication) -> None:
+        """Whether its version is there."""
+        assert one.version is not None
+        assert one.registration is not None
+        is_building = one.version.state.state is ModelState.BUILDING
+        if is_building and not one.directory and self._job_of(one) is None:
+            self._registry.give_up(one.version, _no_job(one.job))  # its state goes with it
+        if one.registration.error is not None:
+            self._end(one, one.registration.error)
+        elif one.version.state.state not in (ModelState.BUILDING, ModelState.STORING):
+            self._end(one, None)
+
+    def _end(self, one: Publication, error: PipeSwitchError | None) -> None:
+        self._lines[one.name].remove(one)
+        if one.stage in ("waits", "copies"):
+            self._tell_script(one)
+        if one.directory:
+            self._core.emit(DropPublished(directory=one.directory))
+        if error is not None:
+            self._refused(one, error)
+
+    def _refused(self, one: Publication, error: PipeSwitchError) -> None:
+        core, job = self._core, self._job_of(one)
+        if one.token is not None:
+            core.refuse(one.token, error)
+        if job is not None and one.is_script and not isinstance(error, Cancelled):
+            job.why = f'not published as "{one.name}": {error.message}'
+        core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
+
+    def _job_of(self, one: Publication) -> Job | None:
+        """The job it is about; a name that was removed may be another job's by now."""
+        job = self._machine.jobs.get(one.job)
+        return job if job is not None and job.born_epoch < one.since else None
+
+    def cancel(self, token: Token) -> None:
+        """Its client has gone or given up. A version that is being built is the registry's."""
+        for one in [one for line in self._lines.values() for one in line if one.token == token]:
+            error = Cancelled(f'publication of "{one.name}" cancelled')
+            if one.stage == "copies":
+                self._core.refuse(token, error)
+                one.token, one.is_cancelled = None, True
+            else:
+                self._end(one, error)
+
+    def daemon_died(self, device: int) -> None:
+        """What it copied is copied anew, elsewhere: the old copy is being removed."""
+        for one in [one for line in self._lines.values() for one in line]:
+            if one.stage == "copies" and one.device != device:
+                continue
+            if one.is_cancelled:
+                self._end(one, None)
+            elif one.stage == "copies":
+                self._core.emit(DropPublished(directory=one.directory))
+                one.stage, one.directory = "waits", ""
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        for line in self._lines.values():
+            for one in line:
+                if one.token is not None:
+                    self._core.refuse(one.token, error)
+        self._lines.clear()
+
+
+def _not_ready(model: Model) -> InvalidInput:
+    return InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
+
+
+def _no_job(name: JobName) -> ModelNotFound:
+    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
+
+
+def _other_step(job: Job, asked: int, there: int) -> InvalidInput:
+    return InvalidInput(
+        f'job "{job.name}" keeps its newest commit, of step {there}; step {asked} is not there',
+        hint=f"pipeswitch register NAME --from-job {job.name}",
+    )

@@ -1,0 +1,449 @@
+"""Registration: build in a child, load into the host store, announce; and the way back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ...errors import (
+    AlreadyExists,
+    Cancelled,
+    HostStoreFull,
+    PermissionDenied,
+    PipeSwitchError,
+    RegistrationRefused,
+    ServerUnavailable,
+    from_wire,
+    to_wire,
+)
+from ...ipc.messages import (
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    Epoch,
+    ModelName,
+    ModelStored,
+    StoreFailed,
+    StoreModel,
+)
+from ...planning.profile import Found
+from ...programs.layout import Manifest
+from ...programs.signature import is_same_signature
+from .. import limits
+from ..core import PLACES, QUEUE, TURN, Core
+from ..events import (
+    Answer,
+    BuilderExited,
+    CancelAsked,
+    Journal,
+    RegisterAsked,
+    Retract,
+    Token,
+    UnregisterAsked,
+)
+from ..machine import Machine
+from ..records import Model, Registration, Replica
+from ..requests.admission import Admission, changed_on_the_way
+from ..states import ModelEvent, ModelState
+from .builds import BuildQueue
+from .names import Names, not_found
+from .versions import AT, Versions, split_name, version_name
+
+OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
+
+
+class Registry:
+    """All registered models."""
+
+    def __init__(
+        self,
+        core: Core,
+        machine: Machine,
+        admission: Admission,
+        versions: Versions,
+        builds: BuildQueue,
+    ) -> None:
+        self._core = core
+        self._versions = versions
+        self._machine = machine
+        self._admission = admission
+        self.names = Names(core, machine, admission, versions)
+        self.registrations = self.names.registrations
+        self._builds = builds
+
+    # -- register -----------------------------------------------------------------------------
+
+    def register(self, event: RegisterAsked) -> None:
+        """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
+        error; 3. a build starts; progress and one final answer follow."""
+        core = self._core
+        if core.is_draining:
+            core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        old = None if event.is_known else self._versions.newest(event.model)
+        is_leaving = old is not None and old.state.state is ModelState.LEAVING
+        if old is not None and not is_leaving and self._is_same(event, old):
+            if old.manifest is not None and old.state.state in (
+                ModelState.READY,
+                ModelState.QUARANTINED,
+            ):
+                self._answer_registered(old, event.token)  # 1.
+            else:
+                self.registrations[old.name].waiters.append(event.token)
+            return
+        if old is not None:
+            is_anothers = old.tenant != event.tenant
+            why = "another client's" if is_anothers else "registered from something else"
+            error = AlreadyExists(
+                f'"{event.model}" is {"being unregistered" if is_leaving else why}',
+                hint=f"pipeswitch unregister {event.model}, or choose another name",
+            )
+            core.refuse(event.token, error)
+            return
+        unknown = limits.refusal(event.devices, self._machine.names)
+        if unknown is not None and not event.is_known:
+            core.refuse(event.token, unknown)
+            return
+        most = core.settings.max_models_per_client
+        models = self._machine.models.values()
+        count = len({model.base for model in models if model.tenant == event.tenant})
+        if event.tenant and not event.is_known and count >= most:
+            full = HostStoreFull(
+                f"this client has {count} models, [server] max_models_per_client is {most} "
+                "(clients without a key are one)",
+                hint="pipeswitch unregister NAME",
+            )
+            core.refuse(event.token, full)
+            return
+        refusal = self._builds.refusal(event.client)
+        if refusal is not None:
+            core.refuse(event.token, refusal)
+            return
+        self._begin(event, (event.token,))
+
+    def _is_same(self, event: RegisterAsked, old: Model) -> bool:
+        """Another tenant's is not: its requests would be served among that one's, unasked."""
+        served = self._versions.served(event.model)
+        is_of_one = old.tenant == event.tenant
+        return is_of_one and served is not None and served.spec_digest == event.spec_digest
+
+    def begin_version(self, before: Model, spec: bytes, token: Token | None) -> Model:
+        """The next version of a name, built from ``spec``; it takes over when it is there."""
+        served = self._versions.served(before.base)
+        assert served is not None
+        event = RegisterAsked(
+            token=Token(0) if token is None else token,
+            model=version_name(before.base, served.last + 1),
+            spec=spec,
+            spec_digest=served.spec_digest,
+            priority=before.priority,
+            is_pinned=False,
+            client=self.registrations[before.name].client,
+            tenant=before.tenant,
+            devices=before.devices,
+            stage=before.stage,
+        )
+        self._begin(event, () if token is None else (token,), takes_over=True)
+        return self._machine.models[event.model]
+
+    def _begin(
+        self, event: RegisterAsked, waiters: tuple[Token, ...], *, takes_over: bool = False
+    ) -> None:
+        """Its name is taken, and a build waits."""
+        core, machine = self._core, self._machine
+        base, version = split_name(event.model)
+        registration = Registration(
+            model=event.model,
+            spec=event.spec,
+            spec_digest=event.spec_digest,
+            client=event.client,
+            build_epoch=core.next_epoch(),
+            takes_over=takes_over,
+            waiters=list(waiters),
+        )
+        model = Model(
+            name=event.model,
+            priority=event.priority,
+            want_pinned=event.is_pinned,
+            registered_at_ms=core.now_ms,
+            base=base,
+            version=version,
+            tenant=event.tenant,
+            devices=limits.limit(event.devices, machine.names),
+            manifest=event.restored,
+            stage=event.stage,
+        )
+        self.registrations[model.name] = registration
+        self._builds.put(registration)
+        machine.models[model.name] = model
+        if model.want_pinned:
+            core.pins[model.name] = None
+        for device in machine.devices:
+            device.state.replicas[model.name] = Replica(model)
+        self._versions.opened(model, event.spec_digest)
+        if event.restored is not None:
+            self._versions.announce(model)
+
+    def pump(self) -> int:
+        """Finish unregistrations whose model is idle now; start the next builds."""
+        self.names.pump(is_idle=self._builds.is_idle)
+        self._builds.pump()
+        return QUEUE | TURN | PLACES if self.names.leaving else 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """No client waits for a registration or for its end."""
+        ones, names = self.registrations.values(), self._machine.served.values()
+        return not any(one.waiters or one.end_waiters for one in ones) and not any(
+            served.end_waiters for served in names
+        )
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        for one in self.registrations.values():
+            for token in (*one.waiters, *one.end_waiters):
+                self._core.refuse(token, error)
+            one.waiters.clear()
+            one.end_waiters.clear()
+        for served in self._machine.served.values():
+            for token in served.end_waiters:
+                self._core.refuse(token, error)
+            served.end_waiters.clear()
+
+    def progress(self, message: BuildProgress) -> None:
+        if self._of(message.model, message.epoch) is None:
+            return
+        for token in self.registrations[message.model].waiters:
+            self._core.emit(
+                Answer(
+                    token=token,
+                    more=True,
+                    body={"stage": message.stage, "fraction": message.fraction},
+                )
+            )
+
+    def built(self, message: BuildDone, manifest: Manifest, profiles: tuple[Found, ...]) -> None:
+        """The directory is complete: take room, let the daemon load it, plan its groups.
+
+        From here on requests are admitted, and wait: after a restart they come before the bytes do.
+        """
+        model = self._of(message.model, message.epoch)
+        if model is None or model.state.state is not ModelState.BUILDING:
+            return
+        if model.manifest is not None and not is_same_signature(model.manifest, manifest):
+            self._admission.not_stored(model, changed_on_the_way(model.name))
+        current = self._versions.current(model.base)
+        its = current.manifest if current is not None and current is not model else None
+        if current and its and its.digest == manifest.digest and self._is_new(model):
+            self._leave_as_it_is(model, current)
+            return
+        model.manifest = manifest
+        model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
+        devices = self._machine.devices
+        try:
+            for device in devices:
+                if device.state.may_serve(model):
+                    device.arena.check_fits(model)
+            self._machine.store.take(model)
+            if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
+                raise self._machine.store.full(model)
+        except PipeSwitchError as error:
+            self._refuse(model, error)
+            return
+        self._versions.announce(model)
+        self._store_again(model)
+        for device in devices:
+            device.plans.found(device.state.replicas[model.name], profiles)
+
+    def _is_new(self, model: Model) -> bool:
+        """A version that has just been made; not one of an earlier server's."""
+        return self.registrations[model.name].takes_over
+
+    def _leave_as_it_is(self, model: Model, current: Model) -> None:
+        """The job has published what the name stands for already."""
+        waiters = self.registrations[model.name].waiters
+        for token in waiters:
+            self._answer_registered(current, token)
+        waiters.clear()
+        same = AlreadyExists(f'version {current.version} of "{model.base}" has these weights')
+        self._refuse(model, same)
+
+    def _store_again(self, model: Model) -> None:
+        """(Re)send the load order, to one daemon: it writes for all. There may be none now, or the
+        one that had it died."""
+        assert model.manifest is not None
+        registration = self.registrations[model.name]
+        ready = (d.state for d in self._machine.devices if d.state.is_daemon_ready)
+        device = next(ready, None)
+        registration.storing = None if device is None else device.index
+        if device is None:
+            return
+        device.tell_daemon(
+            StoreModel(
+                model=model.name,
+                epoch=registration.build_epoch,
+                directory=self._core.settings.program_dir(model.manifest.digest),
+                store_offset_bytes=model.store_offset_bytes,
+                size_bytes=model.manifest.total_bytes,
+            )
+        )
+
+    def daemon_ready(self) -> None:
+        """A new one: what no daemon stores is stored."""
+        for model in self._machine.models.values():
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing is None:
+                self._store_again(model)
+
+    def daemon_died(self, device: int) -> None:
+        """What it was storing another one stores anew, or the next."""
+        for model in self._machine.models.values():
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing == device:
+                self._store_again(model)
+
+    def stored(self, message: ModelStored) -> None:
+        """Complete: requests may be dispatched."""
+        core = self._core
+        model = self._of(message.model, message.epoch)
+        if model is None or model.state.state is not ModelState.STORING:
+            return
+        assert model.manifest is not None
+        model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
+        core.edition += 1
+        self._admission.stored(model)
+        waiters = self.registrations[model.name].waiters
+        self.names.remember(model, accepts=tuple(waiters))
+        if self._is_new(model):
+            self.names.hand_over(model, "published")
+        core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
+        for token in waiters:
+            self._answer_registered(model, token)
+        waiters.clear()
+
+    def store_failed(self, message: StoreFailed) -> None:
+        model = self._of(message.model, message.epoch)
+        if model is not None and model.state.state is ModelState.STORING:
+            self._refuse(model, RegistrationRefused("weights", message.reason))
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon could not carry out an order for a reason of its own: no answer follows."""
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if one.build_epoch == epoch and model.state.state is ModelState.STORING:
+                self._refuse(model, RegistrationRefused("weights", reason))
+
+    def build_failed(self, message: BuildFailed) -> None:
+        model = self._of(message.model, message.epoch)
+        if model is not None and model.state.state is ModelState.BUILDING:
+            error = from_wire(message.error, message.message, message.hint, message.data)
+            self._refuse(model, error)
+
+    def builder_exited(self, event: BuilderExited) -> None:
+        """A builder that died without a word: its model's code brought it down."""
+        model = self._of(event.model, event.epoch)
+        self._builds.exited(event.epoch)
+        if model is not None and model.state.state is ModelState.BUILDING:
+            self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
+
+    def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
+        registration = self.registrations.get(name)
+        is_it = registration is not None and registration.build_epoch == epoch
+        return self._machine.models[name] if is_it else None
+
+    def _refuse(self, model: Model, error: PipeSwitchError) -> None:
+        """Nothing stays behind of a model that was refused; the name is free again."""
+        core = self._core
+        if model.manifest is not None:  # it may have been announced
+            core.emit(Retract(model=model.name))
+            self._admission.not_stored(model, error)
+        model.state.apply(ModelEvent.REFUSED, type(error).__name__)
+        registration = self.names.forget(model)
+        registration.error = error
+        for token in registration.waiters:
+            core.refuse(token, error)
+        core.publish("model.refused", model=model.name, error=to_wire(error))
+
+    def _answer_registered(self, model: Model, token: Token) -> None:
+        manifest = self._machine.devices[0].state.replicas[model.name].manifest
+        assert manifest is not None
+        self._core.answer(
+            token,
+            model=model.base,
+            version=model.version,
+            digest=manifest.digest,
+            mode=manifest.mode,
+            mode_reason=manifest.mode_reason,
+            notes=manifest.extra.get("notes", []),
+            bytes=manifest.total_bytes,
+            groups=len(manifest.groups),
+            batching=msgspec.to_builtins(manifest.batching),
+        )
+
+    def cancel(self, event: CancelAsked) -> None:
+        """The client that registers has gone or given up.
+
+        While its bytes are being stored it is too late: the model is registered in a moment, and
+        the answer says so.
+        """
+        core = self._core
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if event.token not in one.waiters or model.state.state is not ModelState.BUILDING:
+                continue
+            one.waiters.remove(event.token)
+            error = Cancelled(f'registration of "{model.name}" cancelled')
+            core.refuse(event.token, error)
+            if not one.waiters:
+                self.give_up(model, error)
+
+    def give_up(self, model: Model, error: PipeSwitchError) -> None:
+        self._builds.give_up(self.registrations[model.name])
+        self._refuse(model, error)
+
+    # -- unregister, load, unload -------------------------------------------------------------
+
+    def unregister(self, event: UnregisterAsked) -> None:
+        """No new request is admitted; the answer comes when the queued ones are through.
+
+        Of a name all versions go, of a version's own name that one alone. A registration whose
+        build waits or runs is cancelled: a build may take as long as it may.
+        """
+        core = self._core
+        one = self._machine.models.get(event.model) if AT in event.model else None
+        models = [one] if one is not None else self._versions.all_of(event.model)
+        if not models:
+            core.refuse(event.token, not_found(event.model))
+            return
+        if event.tenant not in (None, models[-1].tenant):
+            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
+            return
+        if any(model.state.state is ModelState.STORING for model in models):
+            error = AlreadyExists(
+                f'"{event.model}" is still being registered', hint="wait until it is ready"
+            )
+            core.refuse(event.token, error)
+            return
+        staying = [model for model in models if model.state.state is not ModelState.BUILDING]
+        for model in models:
+            if model not in staying:
+                self.give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+                core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+        staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
+        for model in staying:
+            self.names.leave(model, "asked by the user")
+        served = self._versions.served(event.model)
+        if one is not None and staying:
+            self.registrations[one.name].end_waiters.append(event.token)
+        elif one is None and served is not None:
+            served.end_waiters.append(event.token)
+        else:
+            core.answer(event.token, model=event.model)
+
+
+def _why_it_ended(status: int) -> str:
+    """Of a builder that said nothing itself."""
+    if status in OUT_OF_TIME:
+        return "building and verifying it took longer than [workers] build_timeout allows"
+    return f"the builder process ended with status {status} before it was done"

@@ -1,0 +1,218 @@
+"""Versions of models: which one a name stands for. Pure.
+
+A version is a model of its own, with a program, a place and states of its own; what its number adds
+is a name that many of them share, and that stands for one of them at any time. Requests are bound
+to a version when they come: each answer is of exactly one (docs/adr/0025-versions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from ...errors import InvalidInput
+from ...ipc.messages import Epoch, ModelName
+from ..core import Core
+from ..events import Announce, Journal
+from ..machine import Machine
+from ..records import Model, Served
+from ..states import ModelState, VersionEvent, VersionState
+
+AT: Final = "@"  # between a name and a number; no name that a client may choose has it
+SPREAD: Final = 0.6180339887498949  # from each request's place to the next's: never the same
+PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
+
+
+def version_name(name: ModelName, version: int) -> ModelName:
+    """What the scheduler, and ``ps``, call a version."""
+    return ModelName(f"{name}{AT}{version}") if version > 1 else name
+
+
+def split_name(name: str) -> tuple[ModelName, int]:
+    """Inverse of ``version_name``."""
+    base, _, number = name.partition(AT)
+    return ModelName(base), int(number or 1)
+
+
+class Versions:
+    """The book of names."""
+
+    def __init__(self, core: Core, machine: Machine) -> None:
+        self._core = core
+        self._machine = machine
+
+    def served(self, name: ModelName) -> Served | None:
+        return self._machine.served.get(name)
+
+    def current(self, name: ModelName) -> Model | None:
+        """The model that a name stands for."""
+        served = self.served(name)
+        return None if served is None else self.of(name, served.current)
+
+    def newest(self, name: ModelName) -> Model | None:
+        """The current one; of a name that is about to end, the last that leaves."""
+        return self.current(name) or next(reversed(self.all_of(name)), None)
+
+    def of(self, name: ModelName, version: int) -> Model | None:
+        return self._machine.models.get(version_name(name, version))
+
+    def resolve(self, name: ModelName, version: int = 0) -> ModelName:
+        """What the version is called; 0: the current one. Unknown names stay what they are."""
+        served = self.served(name)
+        if not version:
+            version = 1 if served is None else served.current
+        return version_name(name, version)
+
+    def all_of(self, name: ModelName) -> list[Model]:
+        """Its versions that are there, the newest last."""
+        found = [model for model in self._machine.models.values() if model.base == name]
+        return sorted(found, key=lambda model: model.version)
+
+    def is_current(self, model: Model) -> bool:
+        served = self.served(model.base)
+        return served is not None and served.current == model.version
+
+    def missing(self, name: ModelName, which: str) -> InvalidInput:
+        """What the asker for a version reads that is not there."""
+        present = ", ".join(str(model.version) for model in self.all_of(name))
+        return InvalidInput(
+            f'"{name}" has no version {which}: it has {present}',
+            hint="pipeswitch models --versions",
+            version=which,
+        )
+
+    # -- what happens to them ------------------------------------------------------------------
+
+    def restore(
+        self, name: ModelName, current: int, last: int, spec_digest: str,
+        there: Collection[int], shares: Iterable[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """What the journal says, before the versions ``there`` come back themselves.
+
+        The journal may lack the current one: its entry was refused by a full disk, or is damaged.
+        Then the newest of the others is.
+        """
+        if there:
+            self._open(name, current if current in there else max(there), last, spec_digest)
+            self._machine.served[name].shares.update(one for one in shares if one[0] in there)
+
+    def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
+        born = self._core.next_epoch()
+        self._machine.served[name] = Served(name, current, last, spec_digest, born)
+
+    def opened(self, model: Model, spec_digest: str) -> None:
+        """A version begins to exist; the first of a name is what the name stands for."""
+        served = self._machine.served.get(model.base)
+        if served is None:
+            self._open(model.base, model.version, model.version, spec_digest)
+        else:
+            served.last = max(served.last, model.version)
+        if self.is_current(model):
+            self._chosen(model, "registered")
+            served = self._machine.served[model.base]
+            model.split = served if served.shares else None
+
+    def choose(self, model: Model, cause: str) -> Model | None:
+        """Requests that come from now on are this version's; the one that was theirs before."""
+        served = self._machine.served[model.base]
+        before = self.current(model.base)
+        if before is not None:
+            before.serving.apply(VersionEvent.REPLACED, cause)
+            before.split = None
+        served.shares = {}
+        self._chosen(model, cause)
+        served.current = model.version
+        self._remember(served)
+        self.announce(model)
+        self._core.publish("model.version", model=model.base, version=model.version, cause=cause)
+        return before
+
+    def _chosen(self, model: Model, cause: str) -> None:
+        model.serving.apply(VersionEvent.CHOSEN, cause)
+        model.chosen_epoch = self._core.next_epoch()
+
+    def split(self, model: Model, percent: int) -> bool:
+        """So many of a hundred requests that name no version are this one's, until another becomes
+        the current one. False: it is that itself, or more than all would be given away."""
+        served, current = self._machine.served[model.base], self.current(model.base)
+        every = {**served.shares, model.version: percent}
+        shares = {version: share for version, share in every.items() if share}
+        if current is None or model is current or sum(shares.values()) > 100:
+            return False
+        served.shares, current.split = shares, served if shares else None
+        self._remember(served)
+        return True
+
+    def drawn(self, served: Served, current: Model) -> Model:
+        """The version whose share the next request is of."""
+        served.drawn += 1
+        place = served.drawn * SPREAD % 1.0 * 100
+        for version, percent in served.shares.items():
+            if place < percent:
+                model = self.of(served.name, version)
+                return model if model and model.state.state is ModelState.READY else current
+            place -= percent
+        return current
+
+    def share(self, model: Model) -> int:
+        """Percent of the requests that name no version."""
+        shares = self._machine.served[model.base].shares
+        given = 100 - sum(shares.values()) if self.is_current(model) else 0
+        return shares.get(model.version, given)
+
+    def announce(self, model: Model) -> None:
+        assert model.manifest is not None
+        self._core.emit(
+            Announce(
+                model=model.name,
+                manifest=model.manifest,
+                priority=model.priority,
+                tenant=self._core.tenant_of(model),
+                base=model.base,
+                version=model.version,
+                is_current=self.is_current(model),
+                lineage=self._machine.served[model.base].born,
+                stage=model.stage,
+            )
+        )
+
+    def outdated(self, name: ModelName) -> list[Model]:
+        """Versions that nothing keeps: those stay that were current last."""
+        present = [m for m in self.all_of(name) if m.state.state in PRESENT]
+        present.sort(key=_when_chosen)
+        return present[: max(0, len(present) - self._core.settings.keep_versions)]
+
+    def successor(self, name: ModelName) -> Model | None:
+        """What the name stands for when its current version goes: that which it stood for before.
+
+        One that is not in the host store yet does (its requests wait), a quarantined one if there
+        is no other; none if all leave.
+        """
+        staying = [m for m in self.all_of(name)
+                   if m.manifest and m.state.state is not ModelState.LEAVING]  # fmt: skip
+        bad = ModelState.QUARANTINED
+        return max(staying, key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
+                   default=None)  # fmt: skip
+
+    def gone(self, model: Model) -> None:
+        """It is no model any more. Its name ends with the last version."""
+        served, successor = self._machine.served[model.base], self.successor(model.base)
+        if model.serving.state is VersionState.COMING and model.version == served.last:
+            served.last -= 1  # it never was one
+        if not self.all_of(model.base):
+            del self._machine.served[model.base]
+            if served.last > 1:
+                self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
+        elif served.current == model.version and successor is not None:
+            self.choose(successor, f"version {model.version} is gone")
+
+    def _remember(self, served: Served) -> None:
+        entry = {"kind": "serving", "name": served.name, "version": served.current,
+                 "last": served.last, "spec_digest": served.spec_digest,
+                 "shares": list(served.shares.items())}  # fmt: skip
+        self._core.emit(Journal(entry=entry))
+
+
+def _when_chosen(model: Model) -> tuple[Epoch, int]:
+    """Sorts versions by when they were current last; an earlier server's by their number."""
+    return model.chosen_epoch, model.version

@@ -1,0 +1,1 @@
+"""Workers, stages and their health."""

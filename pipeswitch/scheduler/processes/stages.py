@@ -1,0 +1,312 @@
+"""Stages: which process makes which request's inputs of what its client sent (ADR 34).
+
+A stage computes on no device: requests are here before one of them is chosen, and another model's
+compute meanwhile. A process has one request at a time; it reads the raw inputs in the pool and
+returns into memory of its slot, from where ``TakeResult`` has them copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
+from ...ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
+from ...programs.stages import Stage
+from ..core import QUEUE, STAGES, Core
+from ..events import (
+    FromStage,
+    KillStage,
+    Prepared,
+    SpawnStage,
+    StageExited,
+    TakeResult,
+    Token,
+    ToStage,
+)
+from ..records import NO_EPOCH, Request
+from ..states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
+
+
+@dataclass
+class Process:
+    """A slot, and the process in it."""
+
+    slot: Slot
+    state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
+    generation: Epoch = NO_EPOCH  # of the process; what was registered later it has not imported
+    pid: int = 0
+    epoch: Epoch = NO_EPOCH  # of the call
+    token: Token | None = None  # whose inputs it makes, or whose result is being copied
+    function: str = ""  # that it calls
+    began_at_ms: float = 0.0  # the call
+    respawn_at_ms: float = 0.0
+    is_copied: bool = False  # from its memory, into the pool: nothing may write there meanwhile
+
+    def __post_init__(self) -> None:
+        name = f"stage {self.slot}"
+        self.state = StateMachine(name, WorkerState.DEAD, WORKER_TRANSITIONS)
+
+
+@dataclass
+class Raw:
+    """A request whose inputs are to be made."""
+
+    request: Request
+    stage: Stage
+    born: Epoch  # of its model's registration
+    tenant: str
+    error: PipeSwitchError | None = None  # it was taken back while its inputs were copied
+
+
+class Stages:
+    """All and only the requests that are PREPROCESSING, and the processes beside all devices.
+
+    Processes come with the first request that needs one.
+
+    Attributes:
+        waits: the requests, in order of arrival.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.waits: dict[Token, Raw] = {}
+        self.processes = [Process(Slot(slot)) for slot in range(core.settings.stages)]
+
+    def __len__(self) -> int:
+        return len(self.waits)
+
+    def count(self, name: ModelName) -> int:
+        """Requests of a model that are here."""
+        return sum(raw.request.model == name for raw in self.waits.values())
+
+    def held(self, caller: str, model: str = "") -> int:
+        """A caller's requests that are here, of a model or all."""
+        raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
+        return sum(not model or request.model == model for request in raws)
+
+    def tokens(self) -> list[Token]:
+        return list(self.waits)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def take(self, request: Request, stage: Stage, born: Epoch, tenant: str) -> None:
+        """It was admitted; ``prepared`` gives it back."""
+        self.waits[request.token] = Raw(request, stage, born, tenant)
+        if request.deadline_at_ms is not None:
+            self._core.look_again(request.deadline_at_ms, STAGES)
+        self.advance()
+
+    def prepared(self, event: Prepared) -> Request | None:
+        """The copy has ended: the request, if its inputs lie in the pool. It is here no more."""
+        request = self._prepared(event)
+        self.advance()
+        return request
+
+    def _prepared(self, event: Prepared) -> Request | None:
+        process = self.processes[event.slot]
+        process.is_copied, process.token = False, None
+        if process.state.state is WorkerState.CLEANING:
+            process.state.apply(WorkerEvent.CLEANED, "its result was copied")
+        raw = self.waits.get(event.token)
+        if raw is None:  # the server is leaving
+            return None
+        error = raw.error or event.error
+        if error is not None:
+            is_cancelled = isinstance(error, Cancelled)
+            self._refuse(raw, TaskEvent.CANCEL if is_cancelled else TaskEvent.ERROR, error)
+            return None
+        del self.waits[event.token]
+        request = raw.request
+        request.state.apply(TaskEvent.PREPARED, raw.stage.function)
+        request.preprocess_ms = self._core.now_ms - process.began_at_ms
+        request.inputs = event.inputs
+        request.reply_offset_bytes = event.reply_offset_bytes
+        request.reply_bytes = event.reply_bytes
+        return request
+
+    def cancel(self, token: Token) -> bool:
+        """Take one back; its function goes on for nothing. False: it is not here."""
+        raw = self.waits.get(token)
+        if raw is None:
+            return False
+        error = Cancelled("cancelled by the caller")
+        if self._is_copied(token):
+            raw.error = error
+        else:
+            self._refuse(raw, TaskEvent.CANCEL, error)
+        return True
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on. What is being copied the frontend answers, when that is over."""
+        for token, raw in list(self.waits.items()):
+            if not self._is_copied(token):
+                self._refuse(raw, TaskEvent.ERROR, error)
+
+    def _is_copied(self, token: Token) -> bool:
+        return any(process.is_copied and process.token == token for process in self.processes)
+
+    def _refuse(self, raw: Raw, event: TaskEvent, error: PipeSwitchError) -> None:
+        request = raw.request
+        request.state.apply(event, type(error).__name__)
+        self._core.touched |= QUEUE
+        del self.waits[request.token]
+        error.request_id = request.request_id
+        self._core.refuse(request.token, error)
+
+    # -- processes ----------------------------------------------------------------------------
+
+    def said(self, event: FromStage) -> None:
+        process = self.processes[event.slot]
+        if event.generation != process.generation:
+            self._core.counts["stale_messages"] += 1
+            return
+        match event.message:
+            case StageReady(pid=pid):
+                process.pid = pid
+                process.state.apply(WorkerEvent.READY, f"pid {pid}")
+            case StageDone(epoch=epoch, outputs=outputs) if epoch == process.epoch:
+                raw = self._ended(process)
+                if raw is not None and process.state.state is WorkerState.CLEANING:
+                    process.is_copied = True
+                    request, function = raw.request, raw.stage.function
+                    self._core.emit(
+                        TakeResult(token=request.token, slot=process.slot, model=request.model,
+                                   function=function, outputs=outputs)
+                    )  # fmt: skip
+                    return
+                self._cleaned(process)
+            case StageFailed(epoch=epoch, reason=reason) if epoch == process.epoch:
+                raw = self._ended(process)
+                if raw is not None:
+                    self._refuse(raw, TaskEvent.ERROR, failed(raw, reason))
+                self._cleaned(process)
+            case _:
+                self._core.counts["stale_messages"] += 1
+        self.advance()
+
+    def _ended(self, process: Process) -> Raw | None:
+        """The call is over; its request, if that still waits for it."""
+        process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.epoch}")
+        process.epoch = NO_EPOCH
+        return None if process.token is None else self.waits.get(process.token)
+
+    def _cleaned(self, process: Process) -> None:
+        process.token = None
+        if process.state.state is WorkerState.CLEANING:
+            process.state.apply(WorkerEvent.CLEANED)
+
+    def exited(self, event: StageExited) -> None:
+        """Its process is reaped: its request is tried again, or reads what killed it."""
+        core, process = self._core, self.processes[event.slot]
+        if event.generation != process.generation:
+            return
+        is_blamed, was_called = process.state.state is not WorkerState.DOOMED, process.epoch
+        process.state.apply(WorkerEvent.EXITED, f"status {event.status}")
+        process.epoch, process.pid = NO_EPOCH, 0
+        raw = self.waits.get(process.token) if process.token is not None else None
+        if was_called and raw is not None:
+            request = raw.request
+            request.state.apply(TaskEvent.WORKER_DIED, f"status {event.status}")
+            request.deaths += is_blamed
+            if request.deaths >= core.settings.max_deaths:
+                self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
+        elif is_blamed and not was_called:  # of itself, not of a function
+            process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
+            core.look_again(process.respawn_at_ms, STAGES)
+        if not process.is_copied:
+            process.token = None
+        core.counts["stage_restarts"] += 1
+        self.advance()
+
+    def advance(self) -> int:
+        """Give each free process the most urgent request that waits."""
+        self._expire()
+        held = {process.token for process in self.processes}
+        waiting = [raw for token, raw in self.waits.items() if token not in held]
+        waiting.sort(key=lambda raw: raw.request.priority)  # stable: then the first that came
+        for process in self.processes:
+            if process.state.state is WorkerState.STANDBY and waiting:
+                if process.generation > waiting[0].born:
+                    self._call(process, waiting.pop(0))
+                else:  # the function may be another one since it was imported there
+                    self._kill(process, "something was registered since")
+        for process in self.processes:
+            is_free = process.state.state is WorkerState.DEAD and not process.is_copied
+            if is_free and waiting and process.respawn_at_ms <= self._core.now_ms:
+                process.generation = self._core.next_epoch()
+                process.state.apply(WorkerEvent.RESPAWNED)
+                self._core.emit(SpawnStage(slot=process.slot, generation=process.generation))
+        return STAGES
+
+    def _call(self, process: Process, raw: Raw) -> None:
+        core = self._core
+        process.state.apply(WorkerEvent.ACTIVATED, raw.request.request_id)
+        process.epoch, process.token = core.next_epoch(), raw.request.token
+        process.function, process.began_at_ms = raw.stage.function, core.now_ms
+        call = RunStage(epoch=process.epoch, function=raw.stage.function, inputs=raw.request.inputs)
+        core.emit(ToStage(slot=process.slot, message=call, tenant=raw.tenant))
+        if core.settings.max_stage_ms:
+            core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
+
+    def _expire(self) -> None:
+        """1. A deadline has passed, of one whose inputs are not being copied; 2. a call hangs."""
+        now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
+        for token, raw in list(self.waits.items()):
+            if raw.request.due_ms <= now_ms and not self._is_copied(token):
+                self._refuse(raw, TaskEvent.EXPIRE, _late(raw, now_ms))
+        for process in self.processes:
+            if process.state.state is WorkerState.ACTIVE:
+                if now_ms < process.began_at_ms + limit_ms:
+                    continue
+                self._kill(process, "it hangs")
+                hung = self.waits.get(process.token) if process.token is not None else None
+                if hung is not None:
+                    self._refuse(hung, TaskEvent.EXPIRE, _hung(hung, limit_ms))
+
+    def _kill(self, process: Process, why: str) -> None:
+        process.state.apply(WorkerEvent.KILLED, why)
+        self._core.emit(KillStage(slot=process.slot))
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for process in self.processes:
+            assert bool(process.epoch) <= (process.token is not None), process.state.story
+            if process.is_copied:
+                assert process.token is not None
+        held = [process.token for process in self.processes if process.token is not None]
+        assert len(held) == len(set(held)), "two processes make one request's inputs"
+
+
+def failed(raw: Raw, reason: str) -> TaskFailed:
+    """What its client reads when the function returned nothing useful."""
+    return TaskFailed(
+        f'preprocess {raw.stage.function} of "{raw.request.model}": {reason}',
+        hint=f"pipeswitch show {raw.request.model} says what the model takes",
+    )
+
+
+def _lost(raw: Raw, status: int) -> WorkerLost:
+    return WorkerLost(
+        f'preprocess {raw.stage.function} of "{raw.request.model}": its process died '
+        f"{raw.request.deaths} times (last status {status})",
+        hint=f"pipeswitch show {raw.request.model}",
+        deaths=raw.request.deaths,
+    )
+
+
+def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
+    waited_ms = now_ms - raw.request.arrived_at_ms
+    return DeadlineExceeded(
+        f"{raw.stage.function} had not made its inputs after {waited_ms:.0f} ms",
+        hint="raise the deadline, or [preprocess] processes",
+        waited_ms=waited_ms,
+    )
+
+
+def _hung(raw: Raw, limit_ms: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f'preprocess {raw.stage.function} of "{raw.request.model}" was killed: it ran for '
+        f"{limit_ms / 1000.0:g} s",
+        hint="raise [preprocess] max_time",
+    )

@@ -1,0 +1,1 @@
+"""What a model takes, measured, and the groups planned from it."""

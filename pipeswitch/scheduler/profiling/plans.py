@@ -1,0 +1,186 @@
+"""The groups each model is sent in: planned from a profile, byte buckets without; drift."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ...ipc.messages import ModelName
+from ...planning.drift import Drift
+from ...planning.grouping import Plan
+from ...planning.planned import plan_of, predict
+from ...planning.profile import Found, Profile
+from ...programs.groups import layer_bytes
+from ..core import MEASURED
+from ..device_state import DeviceState
+from ..events import SaveProfile, Warn
+from ..memory.residency import Residents
+from ..records import ColdSwitch, Replica
+from ..states import Residency
+
+BUCKETS: Final = "buckets"
+PLANNED: Final = "planned"
+
+
+class Plans:
+    """A new plan is in force as soon as its model is off the device."""
+
+    def __init__(self, device: DeviceState, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
+        self._residents = residents
+        self._wanted: dict[ModelName, None] = {}  # models with a next plan
+
+    @property
+    def is_busy(self) -> bool:
+        """A plan waits to be cut, or a copy's times are awaited."""
+        return bool(self._wanted or self._device.cold_switches)
+
+    def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
+        """A program was built: use the first profile that is of it and of this device.
+
+        None that fits: buckets, with one warning if there was one that might have.
+        """
+        assert replica.model.manifest is not None
+        problems: list[str] = []
+        for one in profiles:
+            problem = one.problem
+            if one.profile is not None:
+                problem = one.profile.why_unusable(
+                    self._device.settings.identity,
+                    replica.model.manifest.digest,
+                    layer_bytes(replica.model.manifest),
+                )
+                if not problem and self.use(replica, one.profile):
+                    return
+            problems.append(f"profile {one.file_name} is not used: {problem}")
+        if problems:
+            self._warn(replica, problems[0])
+
+    def _warn(self, replica: Replica, why: str) -> None:
+        replica.plan_why = why
+        text = f'model "{replica.name}": {why}; its groups are byte buckets '
+        self._core.emit(Warn(text=text + f"(pipeswitch profile {replica.name})"))
+        self._device.publish("model.profile_unusable", model=replica.name, reason=why)
+
+    def use(self, replica: Replica, profile: Profile) -> bool:
+        """Plan from it, and let that plan be in force as soon as the model is off the device."""
+        try:
+            plan, prefix = self.plan_of(profile)
+        except ValueError as error:
+            self._warn(replica, f"no plan could be made from its profile: {error}")
+            return False
+        batch = profile.batches[0].batch
+        replica.profile, replica.profile_plan, replica.profile_prefix = profile, plan, prefix
+        replica.drift = Drift()
+        replica.predicted_ms = {
+            one.batch: predict(profile, plan, one.batch) for one in profile.batches
+        }
+        check = profile.check_of(plan, batch)
+        replica.bias = check.bias if check is not None else 1.0
+        why = f"measured {profile.measured_at} at batch {batch}"
+        self.want(replica, plan, PLANNED, why)
+        return True
+
+    def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
+        """In force as soon as it can be cut."""
+        replica.next_plan = (plan, source, why)
+        self._wanted[replica.name] = None
+        self._core.touched |= MEASURED
+
+    def plan_of(self, profile: Profile) -> tuple[Plan, int]:
+        """Its groups, and how many of them are worth keeping on the device."""
+        return plan_of(profile, self._device.settings.prefix_bytes)
+
+    def _fall_back(self, replica: Replica, why: str) -> None:
+        """Buckets again."""
+        replica.profile, replica.profile_plan = None, ()
+        replica.predicted_ms = {}
+        self.want(replica, (), BUCKETS, why)
+
+    def apply(self, measured: Replica | None) -> None:
+        """Cut anew what can be; not the model that is being measured."""
+        for name in list(self._wanted):
+            replica = self._device.replicas.get(name)
+            if replica is None or replica.next_plan is None:
+                del self._wanted[name]
+            elif replica is not measured:
+                plan, source, why = replica.next_plan
+                prefix = replica.profile_prefix if source == PLANNED else 0
+                if self._cut(replica, plan):
+                    replica.prefix_groups = prefix
+                    replica.plan_source, replica.plan_why, replica.next_plan = source, why, None
+                    groups = len(replica.manifest.groups) if replica.manifest else 0
+                    self._device.publish(
+                        "model.planned", model=replica.name, source=source, groups=groups, why=why
+                    )
+
+    def _cut(self, replica: Replica, plan: Plan) -> bool:
+        """Other groups for a model; False while it cannot be: it is read, sent, or waited for.
+
+        A model on the device is evicted first: the arrival words of the new groups have not
+        risen. Its next request is cold, once.
+        """
+        if plan == replica.plan:
+            return True
+        if not self._residents.is_idle(replica):
+            return False
+        if replica.residency.state is not Residency.HOST:
+            self._residents.evict(replica, "its groups are cut anew")
+        if not self._residents.cut_anew(replica, plan):
+            replica.plan_why = "no arrival words are left for its planned groups"
+            replica.next_plan = None
+            return False
+        return True
+
+    def watch_switches(self, measured: Replica | None) -> None:
+        """Compare cold switches that had the device at once with what was predicted."""
+        device = self._device
+        left: list[ColdSwitch] = []
+        for switch in device.cold_switches:
+            replica = device.replicas.get(switch.model)
+            if replica is None or replica.residency_epoch != switch.residency_epoch:
+                continue
+            sent = replica.transmission
+            if sent is not None and sent.epoch == switch.residency_epoch:
+                if replica is not measured:
+                    self._observe(replica, switch, sent.started_at_ms, sent.group_ends_at_ms)
+            elif replica.is_being_sent:
+                left.append(switch)
+        device.cold_switches[:] = left
+
+    def _observe(
+        self, replica: Replica, switch: ColdSwitch, started_at_ms: float, copied: tuple[float, ...]
+    ) -> None:
+        predicted_ms = replica.predicted_ms.get(switch.batch)
+        is_planned = replica.plan_source == PLANNED and replica.next_plan is None
+        had_turn = bool(copied) and switch.turn_at_ms <= copied[0]
+        if predicted_ms is None or not is_planned or not had_turn:
+            return
+        measured_ms = switch.ended_at_ms - started_at_ms
+        drift = replica.drift.add(predicted_ms * replica.bias, measured_ms)
+        if drift:
+            self._drifted(replica, drift)
+
+    def _drifted(self, replica: Replica, why: str) -> None:
+        """Stale: byte buckets until the operator has it measured again."""
+        core = self._core
+        assert replica.profile is not None
+        core.emit(SaveProfile(profile=msgspec.structs.replace(replica.profile, stale=why)))
+        self._fall_back(replica, f"its profile is stale: {why}")
+        self._warn(replica, f"its profile is stale: {why}")
+
+
+def plan_row(replica: Replica) -> dict[str, Any]:
+    """What ``show`` says of a model's groups."""
+    profile = replica.profile
+    return {
+        "grouping": replica.plan_source,
+        "grouping_why": replica.plan_why,
+        "plan": list(replica.plan),
+        "prefix_groups": replica.prefix_groups,
+        "profile": "" if profile is None else profile.measured_at,
+        "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
+        "measured_over_predicted": replica.drift.ratio,
+    }

@@ -1,0 +1,1 @@
+"""What clients asked: from arrival to answer."""

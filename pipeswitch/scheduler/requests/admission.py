@@ -1,0 +1,275 @@
+"""Requests at the door of the machine: admitted to a device's queue, refused, taken back."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
+from ...ipc.messages import ModelName
+from ...shares import left
+from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
+from ..device import Device
+from ..device_state import DeviceState
+from ..events import CancelAsked, InferArrived, Prepared
+from ..machine import Machine
+from ..models.versions import Versions, split_name
+from ..processes.stages import Stages
+from ..records import Model, Request
+from ..states import MODEL_AWAITED, ModelState, TaskEvent
+from .endings import batch_of, quarantined
+from .forecast import (
+    delays_another,
+    hopeless_at_ms,
+    is_hopeless,
+    is_worth_a_probe,
+    too_late,
+    waiting_ms,
+    will_be_measured,
+)
+
+
+class Admission:
+    """Which requests may wait."""
+
+    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+        self._core = core
+        self._versions = versions
+        self._machine = machine
+        self._states = [device.state for device in machine.devices]
+        self.stages = Stages(core)
+
+    def arrived(self, event: InferArrived) -> None:
+        """Admit a request or answer it at once."""
+        core = self._core
+        event = self._of_a_version_that_is_there(event)
+        refusal = self._refusal(event)
+        if refusal is not None:
+            core.refuse(event.token, refusal)
+            return
+        model = self._machine.models[event.model]
+        request = Request(
+            token=event.token,
+            request_id=event.request_id,
+            model=event.model,
+            priority=event.priority,
+            deadline_at_ms=event.deadline_at_ms,
+            inputs=event.inputs,
+            reply_offset_bytes=event.reply_offset_bytes,
+            reply_bytes=event.reply_bytes,
+            arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
+            caller=event.caller,
+            size_bytes=model.built.total_bytes,
+            is_raw=model.stage is not None,
+        )
+        if model.stage is None:
+            self._queue(request, model)
+        else:
+            born = self._machine.served[model.base].born
+            self.stages.take(request, model.stage, born, event.tenant)
+
+    def prepared(self, event: Prepared) -> None:
+        """The inputs of a request that came raw are there, or why they are not."""
+        request = self.stages.prepared(event)
+        if request is None:
+            return
+        model = self._machine.models.get(request.model)
+        error: PipeSwitchError | None = None
+        if model is None or model.built.digest != event.digest:
+            error = changed_on_the_way(request.model)
+        elif model.state.state is ModelState.QUARANTINED:
+            error = quarantined(model)
+        else:
+            error = self._lost(model)
+        if error is not None:
+            request.state.apply(TaskEvent.ERROR, type(error).__name__)
+            self._core.refuse(request.token, error)
+        elif model is not None:
+            self._queue(request, model)
+
+    def _queue(self, request: Request, model: Model) -> None:
+        """It waits for a device, unless it has one at once, or its answer would come too late."""
+        core = self._core
+        request.batch = batch_of(model.built, request.inputs)
+        is_early = model.state.state in MODEL_AWAITED
+        place, request.placed = self._machine.placing.request(model, request)
+        device = place.state
+        if device.settings.admission == "off":
+            if not is_early and place.dispatch.at_once(request):
+                return
+        elif not is_early:
+            if is_hopeless(device, request) or delays_another(device, request):
+                request.is_probe = is_worth_a_probe(device, request)
+                if not request.is_probe:
+                    core.refuse(request.token, too_late(device, request))
+                    return
+            will_be_measured(device, request)
+        request.hopeless_at_ms = hopeless_at_ms(device, request)
+        device.take(request, is_early=is_early)
+        for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
+            if at_ms is not None:
+                core.look_again(at_ms, DUE)
+                break
+
+    def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
+        """One that asked for no version goes to the current one if its own has left meanwhile, or
+        is of another one's share."""
+        model = self._machine.models.get(event.model)
+        if model is not None and model.state.state is not ModelState.LEAVING:
+            if model.split is None or event.lineage != model.split.born:
+                return event
+            drawn = self._versions.drawn(model.split, model)
+            return replace(event, model=drawn.name, digest=drawn.built.digest)
+        name = split_name(event.model)[0]
+        served, current = self._versions.served(name), self._versions.current(name)
+        if served is None or served.born != event.lineage or not (current and current.manifest):
+            return event
+        return replace(event, model=current.name, digest=current.manifest.digest)
+
+    def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
+        core = self._core
+        model = self._machine.models.get(event.model)
+        if core.drain_at_ms is not None or core.has_left:
+            return ServerUnavailable("the server is draining", hint="try again when it is back")
+        if model is None or model.state.state is ModelState.LEAVING:
+            return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+        if model.state.state is ModelState.QUARANTINED:
+            return quarantined(model)
+        is_same = model.manifest is not None and model.manifest.digest == event.digest
+        if not is_same or core.tenant_of(model) != event.tenant:
+            return changed_on_the_way(event.model)
+        lost = self._lost(model)
+        if lost is not None:
+            return lost
+        for state in self._states:
+            if state.queue.requests or state.early.requests:
+                break
+        else:
+            if not self.stages.waits:
+                return None  # whatever the limits are
+        return self._full(event, model)
+
+    def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
+        """Why it may not wait beside those that do."""
+        core, states = self._core, self._states
+        queues = [queue for state in states for queue in (state.queue, state.early)]
+        caller, name = event.caller, event.model
+        waiting = sum(map(len, queues)) + len(self.stages)
+        own = sum([queue.held(caller) for queue in queues]) + self.stages.held(caller)
+        if waiting and not left(core.settings.max_queue, waiting, own):
+            return _full("requests", waiting, own, "max_queue", core.settings.max_queue)
+        waiting = sum([queue.count(name) for queue in queues]) + self.stages.count(name)
+        own = sum([queue.held(caller, name) for queue in queues]) + self.stages.held(caller, name)
+        limit = core.settings.max_queue_per_model
+        if waiting and not left(limit, waiting, own):
+            return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
+        if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
+            places = [state for state in states if state.may_serve(model) and not state.is_given_up]
+            waiting, own = min(waiting_ms(state, name, caller) for state in places)
+            limit = round(core.settings.max_queue_time_ms)
+            if waiting and not left(limit, waiting, own):
+                return _full(f"ms of requests for {name}", waiting, own, "max_queue_time", limit)
+        return None
+
+    def _lost(self, model: Model) -> ServerUnavailable | None:
+        """Why it is served no more: each device that may is given up."""
+        for state in self._states:
+            if not state.is_given_up and state.may_serve(model):
+                return None
+        return ServerUnavailable(
+            f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
+            hint="restart the server, or register the model without devices",
+        )
+
+    def cancel(self, event: CancelAsked) -> bool:
+        """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
+        for state in (device.state for device in self._machine.devices):
+            request = state.queue.get(event.token) or state.early.get(event.token)
+            if request is not None:
+                state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
+                return True
+        return self.stages.cancel(event.token)
+
+    def stored(self, model: Model) -> None:
+        """Its bytes are in the host store: requests that came before are dispatched in order."""
+        for device in self._machine.devices:
+            for request in device.state.early.of(model.name):
+                self._place(device.state, request)
+
+    def not_stored(self, model: Model, error: PipeSwitchError) -> None:
+        """Its bytes cannot be had: requests that came before that read the reason."""
+        for device in self._machine.devices:
+            for request in device.state.early.of(model.name):
+                device.state.refuse(request, TaskEvent.ERROR, error)
+
+    def rehome(self) -> int:
+        """What waits where no memory daemon is goes to where one is.
+
+        Not before the workers there are reaped: one of them may still write a request's outputs.
+        What has no place any more beside the pinned models goes to where it has one.
+        """
+        states = [device.state for device in self._machine.devices]
+        for device in self._machine.devices if len(states) > 1 else ():
+            self._avoid_pinned(device)
+        ready = [state.is_daemon_ready for state in states]
+        wants = QUEUE | PLACES if len(states) > 1 else 0
+        if all(ready) or not any(ready):
+            return wants
+        for state in states:
+            if not state.is_daemon_ready and not state.has_processes:
+                for request in (*state.queue, *state.early):
+                    lost = self._lost(self._machine.models[request.model])
+                    if lost is not None:
+                        state.refuse(request, TaskEvent.ERROR, lost)
+                        continue
+                    self._place(state, request)
+        return wants
+
+    def _avoid_pinned(self, device: Device) -> None:
+        state = device.state
+        for name in list(state.queue.unchecked) if state.pinned else ():
+            requests = state.queue.of(name)
+            if device.arena.may_take(state.replicas[name], requests[0].size_bytes):
+                continue
+            for request in requests:
+                self._place(state, request)
+
+    def relieve(self) -> int:
+        """What came last and waits for a task's end goes to a device that has nothing to do, where
+        it would compute sooner: the others are then less far from their turn."""
+        states = [device.state for device in self._machine.devices]
+        if len(states) == 1:
+            return 0
+        wants = QUEUE | TURN | PLACES | WORKERS
+        if all(state.is_busy or not state.is_ready for state in states):
+            return wants
+        for state in states:
+            request = state.last_waiting if state.current is not None else None
+            if request is not None:
+                self._place(state, request)
+        return wants
+
+    def _place(self, state: DeviceState, request: Request) -> None:
+        """One that waited there already; where it is best off there, it keeps its place."""
+        model = self._machine.models[request.model]
+        place, placed = self._machine.placing.request(model, request)
+        is_early = model.state.state in MODEL_AWAITED
+        if place.state is state and is_early == (request.token in state.early):
+            return
+        request.placed = placed
+        state.queue.discard(request)
+        state.early.discard(request)
+        del state.requests[request.token]
+        place.state.take(request, is_early=is_early)
+
+
+def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:
+    return QueueFull(
+        f"{waiting} {what} are waiting, {own} of them this client's; the limit is {limit}, and a "
+        "client has three quarters of what others leave",
+        hint=f"try again later, or raise [scheduler] {setting}",
+        waiting=waiting,
+    )
+
+
+def changed_on_the_way(name: ModelName) -> ModelNotFound:
+    return ModelNotFound(f'model "{name}" changed while the request was on its way')

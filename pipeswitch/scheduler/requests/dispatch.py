@@ -1,0 +1,470 @@
+"""From the queue to a worker: the best request, a place for its model, the switch, the turn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Final
+
+from ...errors import DeadlineExceeded, OutOfDeviceMemory
+from ...ipc.messages import JobName, JoinedRequest, ModelName, RunInference, Turn
+from ..core import DUE, HUNG, PLACES, QUEUE, TURN
+from ..device_state import DeviceState
+from ..events import RaiseTurn, ToWorker
+from ..memory.ledgers import Arena
+from ..memory.residency import Residents
+from ..policies import Waiting
+from ..records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
+from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
+from ..training.training import Training
+from .accounts import Charge
+from .batching import Batch, batch_for, begins_at_ms
+from .endings import quarantined
+from .forecast import is_hopeless, note_end, too_late
+
+
+class Turns:
+    """The dispatched task becomes the current one when no other and no job computes."""
+
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
+
+    def give(self) -> None:
+        """If no task computes any more, the dispatched one does, if there is one.
+
+        A worker that was told to raise another turn may still write it, as long as it lives and
+        has not parked: 1. it was told to raise turn 7, 2. its script ends, 3. task 7 runs and
+        ends, 4. its termination thread sees the stop and writes 7 over turn 9. So 9 waits.
+        """
+        device = self._device
+        activation = device.upcoming
+        if activation is None or device.current is not None or device.training is not None:
+            return
+        turn = activation.turn
+        for worker in device.workers.values():
+            if worker.may_raise and worker.may_raise != turn:
+                return
+        self._starts(activation, "has the turn")
+        device.emit(RaiseTurn(turn=turn, slot=activation.slot))
+
+    def passed(self, turn: Turn) -> None:
+        """The parked worker has raised the turn itself."""
+        device = self._device
+        if device.upcoming is not None and device.upcoming.turn == turn and device.current is None:
+            self._starts(device.upcoming, "turn passed on")
+
+    def _starts(self, activation: Activation, cause: str) -> None:
+        core, device = self._core, self._device
+        device.current, device.upcoming = activation, None
+        activation.began_at_ms = core.now_ms
+        for token in activation.tokens:
+            device.requests[token].state.apply(TaskEvent.STARTED, cause)
+
+    def hung(self) -> Activation | None:
+        """The task that computes for too long, if there is one; its ``hung_why`` says what is.
+
+        1. It still computes long after its deadline; joined requests, after the last of theirs.
+        2. It has had the turn for ``max_compute_ms``: taken for an endless loop, which would hold
+           the device for ever. What its model took before counts not: who sends ever larger
+           requests would raise the limit for himself.
+        """
+        core, device = self._core, self._device
+        activation = device.current
+        if activation is None or activation.hung_why:
+            return activation
+        settings = core.settings
+        last_at_ms = max([device.requests[token].due_ms for token in activation.tokens])
+        late_at_ms = last_at_ms + settings.deadline_grace_ms
+        endless_at_ms = activation.began_at_ms + (settings.max_compute_ms or math.inf)
+        at_ms = min(late_at_ms, endless_at_ms)
+        if core.now_ms < at_ms:
+            # A look that comes before finds it again: many short tasks leave one, not one each.
+            if at_ms < core.wakeups.first_ms(HUNG):
+                core.look_again(at_ms, HUNG)
+            return None
+        activation.hung_why = (
+            "its task did not end after the deadline"
+            if late_at_ms <= endless_at_ms
+            else f"its task computed for {settings.max_compute_ms:.0f} ms"
+        )
+        return activation
+
+
+IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
+READY: Final = ModelState.READY
+MOST_AHEAD = 4  # requests among which the next cold one is looked for
+MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
+
+
+class Dispatch:
+    """At most one task waits for its turn while another computes."""
+
+    def __init__(
+        self, device: DeviceState, arena: Arena, residents: Residents, training: Training,
+        turns: Turns,
+    ) -> None:  # fmt: skip
+        self._core = device.core
+        self._device = device
+        self._arena = arena
+        self._residents = residents
+        self._training = training
+        self._turns = turns
+
+    def expire(self) -> None:
+        """Answer queued requests whose deadline has passed, or can no longer be met."""
+        core, device = self._core, self._device
+        if not device.queue.requests and not device.early.requests:
+            return
+        for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
+            assert request.deadline_at_ms is not None
+            if core.now_ms < request.deadline_at_ms:
+                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+                continue
+            waited = core.now_ms - request.arrived_at_ms
+            device.refuse(
+                request,
+                TaskEvent.EXPIRE,
+                DeadlineExceeded(
+                    f"the deadline passed after {waited:.0f} ms in the queue",
+                    hint="raise the deadline or the priority",
+                    waited_ms=waited,
+                ),
+            )
+
+    def pump(self) -> None:
+        """Dispatch what can be dispatched. Outcomes:
+
+        0. It was dispatched when it came (``at_once``).
+        1. A task waits for its turn already, or nothing is queued: nothing to do.
+        2. The best request's model is on the device, or the link and a place for it are free or can
+           be freed: transmit and activate in the same breath; training is told to stop.
+        3. Its place is taken by a training slice: that job is evicted; the request waits. So it
+           does for a range that is being zeroed, or a copy that was cancelled.
+        4. Its place is taken by models that must stay, or the link by another's copy: it waits.
+        5. While one waits for memory or the link, the next best is tried if the policy lets it
+           overtake: a lower priority never runs in front of a higher one, and no request is
+           overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
+        6. It waits for others to be joined with: meanwhile the next best ones run.
+        7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
+        """
+        device = self._device
+        if not device.is_daemon_ready:
+            return
+        if device.queue.unchecked:
+            self._refuse_the_impossible()
+        while device.queue.requests and device.upcoming is None:
+            if not self._dispatch_best():
+                return
+
+    def _refuse_the_impossible(self) -> None:
+        """Requests whose model does not fit beside what is pinned: waiting would not help."""
+        device = self._device
+        unchecked, device.queue.unchecked = device.queue.unchecked, {}
+        if not device.pinned:
+            return  # the store took none that is larger than the arena
+        for name in unchecked:
+            replica = device.replicas[name]
+            assert replica.manifest is not None
+            size = replica.manifest.total_bytes
+            if self._arena.may_take(replica, size):
+                continue
+            pinned, largest = list(device.pinned), self._arena.largest_for_all_bytes
+            for request in device.queue.of(name):
+                error = OutOfDeviceMemory(
+                    f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '
+                    f"{largest} in one piece",
+                    hint=f"pipeswitch unload {pinned[0]}",
+                    requested_bytes=size,
+                    largest_free_bytes=largest,
+                )
+                self._device.refuse(request, TaskEvent.ERROR, error)
+
+    def _dispatch_best(self) -> bool:
+        core, device = self._core, self._device
+        if not self._has_worker():
+            return False  # one will be clean, reaped, prepared or respawned: that pumps again
+        now, is_link_busy = device.view, False
+        blocked: list[Waiting] = []
+        for view, request in device.queue.heads(*device.seen):
+            if any(view.model == other.model for other in blocked):
+                continue
+            if len(blocked) == MOST_BLOCKED or not all(
+                core.judge.may_overtake(view, other, now) for other in blocked
+            ):
+                break  # 5.
+            model = device.replicas[request.model].model
+            if model.state.state is ModelState.QUARANTINED:  # for what it did on another device
+                device.refuse(request, TaskEvent.ERROR, quarantined(model))
+                return True
+            if is_hopeless(device, request):
+                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+                return True  # another one is first now
+            if self._is_held(request):
+                continue  # 6.
+            replica = device.replicas[request.model]
+            if replica.is_on_device:
+                self.activate(request, replica, is_sent=False)
+                return True
+            if not is_link_busy:
+                if self._send(request, replica):
+                    return True
+                is_link_busy = self._is_link_busy()
+            blocked.append(view)
+        # Time alone may change who goes first, and who may overtake.
+        again_at_ms = device.accounts.again_at_ms
+        self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
+        return False
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether it waits for others that could be joined with it."""
+        core, device = self._core, self._device
+        replica = device.replicas[request.model]
+        if replica.built.batching is None:
+            return False
+        at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
+        self._look_again(at_ms)
+        return core.now_ms < at_ms
+
+    def _look_again(self, at_ms: float) -> None:
+        """Unless a look that comes before finds it again."""
+        if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
+            self._core.look_again(at_ms, DUE)
+
+    def keep_order(self) -> int:
+        """Rank what has changed, also while nothing can be dispatched."""
+        if self._device.queue.requests:
+            self._device.queue.settle(*self._device.seen)
+        return QUEUE | TURN | PLACES
+
+    def look_ahead(self) -> int:
+        """The next request's model comes while others compute."""
+        if self._device.queue.requests:
+            self._look_ahead()
+        return QUEUE | TURN | PLACES
+
+    def _look_ahead(self) -> None:
+        """The link is idle, a task computes and another has its turn next: send the model of the
+        next request that has none on the device. Only where it fits beside what is used, pinned
+        or waited for; the request is dispatched later, in its own order."""
+        device = self._device
+        is_ahead = device.current is not None and device.upcoming is not None
+        if not is_ahead or device.sending or not device.settings.look_ahead:
+            return
+        if not device.is_daemon_ready:
+            return
+        for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
+            replica = device.replicas[ModelName(view.model)]
+            if replica.is_on_device:
+                continue
+            if self._core.now_ms < replica.retry_at_ms:
+                self._core.look_again(replica.retry_at_ms, PLACES)
+                continue
+            window = self._arena.find_place(replica, for_request=False)
+            if window is not None and not self._arena.obstacles(window):
+                self._residents.transmit(replica, window, "it is next")
+                replica.ahead_epoch = replica.residency_epoch
+            return
+
+    def _has_worker(self) -> bool:
+        """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
+        a task only where no task's end makes another one free before."""
+        free = [w for w in self._device.workers.values() if w.state.state in WORKER_FREE]
+        return any(worker.preparing is None for worker in free) or (
+            bool(free) and self._device.current is None
+        )
+
+    def _send(self, request: Request, replica: Replica) -> bool:
+        """Dispatch a request if its model can be sent now."""
+        arena = self._arena
+        if replica.residency.state is Residency.ABANDONED:
+            return False  # its region is in the way of itself until the copy has ended
+        self._residents.cancel_prefetches()
+        if self._is_link_busy():
+            return False  # 4. Behind another's copy a more urgent one could not overtake it.
+        window = arena.find_place(replica, for_request=True)
+        if window is None:
+            return False  # 4.
+        obstacles = arena.obstacles(window)
+        for region in obstacles:
+            if region.owner.kind == "slice":
+                self._training.evict(JobName(region.owner.name), f"memory for {replica.name}")  # 3.
+        if obstacles:
+            return False
+        self._residents.transmit(replica, window, f"request {request.request_id}")
+        self.activate(request, replica, is_sent=True)
+        return True
+
+    def _is_link_busy(self) -> bool:
+        """With a copy for a request; a trial's is in no way, nor one that is cancelled."""
+        device, current = self._device, self._device.current
+        tried = current.model if current is not None and current.is_trial else NO_NAME
+        return any(device.replicas[name].is_on_device for name in device.sending if name != tried)
+
+    def _pick_worker(self, replica: Replica) -> Worker:
+        """A free worker: one that knows the model, then one that is just learning it, then one
+        that must; last, one that is busy with another model's program, or is to be replaced."""
+        name, version, is_code = replica.name, replica.version, replica.is_code
+        tenant = self._core.tenant_of(replica.model)
+
+        def order(worker: Worker) -> tuple[int, bool, int]:
+            is_warm = worker.warm.get(name) == version
+            rank = 3
+            if self._device.fits(worker, is_code=is_code, tenant=tenant):
+                if worker.preparing is None:
+                    rank = 0 if is_warm else 2
+                elif worker.preparing == name and not is_warm:
+                    rank = 1
+            return rank, worker.state.state is WorkerState.CLEANING, worker.slot
+
+        return min(
+            [w for w in self._device.workers.values() if w.state.state in WORKER_FREE], key=order
+        )
+
+    def _charge(self, replica: Replica, batch: Batch) -> Charge:
+        rows = Counter[str]()
+        for one in batch.requests:
+            rows[one.caller] += one.batch
+        predicted = self._device.predictions.predict(replica.name, batch.size)
+        return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
+
+    def at_once(self, request: Request) -> bool:
+        """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
+
+        Nothing waits, computes or trains, its model lies on the device and is loaded in a worker
+        that is free, and it is not to be joined with others: it would be the next one whatever the
+        policy says. False: it waits like any other, if only for a moment.
+        """
+        core, device, replica = self._core, self._device, self._device.replicas[request.model]
+        if device.queue.requests or device.current is not None or device.upcoming is not None:
+            return False
+        if device.training is not None or not device.is_daemon_ready:
+            return False
+        if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
+            return False
+        if replica.built.batching is not None or request.due_ms <= core.now_ms:
+            return False
+        if replica.ahead_epoch != NO_EPOCH:
+            return False  # it was sent ahead: that is a switch, and billed as one
+        account = device.accounts.of(request.caller)
+        if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
+            return False
+        name, version, found = request.model, replica.version, None
+        for worker in device.workers.values():
+            if worker.may_raise:
+                return False  # see ``Turns.give``
+            is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
+            if found is None and is_ready and worker.warm.get(name) == version:
+                found = worker
+        # What runs code, and for whom, is the process' own since it was loaded there.
+        if found is None:
+            return False
+        device.requests[request.token] = request
+        median_ms = device.predictions.predict(name, request.batch).compute_ms
+        charge = device.accounts.charge_alone(
+            account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
+        )
+        # Nobody but the watch for hanging tasks, and what looks at other devices, waits for this.
+        core.touched |= HUNG | (TURN if device.label else 0)
+        self._begin([request], request.batch, replica, found, charge, is_switch=False)
+        return True
+
+    def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
+        """Give the request to a worker, with those that are joined with it.
+
+        ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
+        """
+        core, device = self._core, self._device
+        batch = batch_for(device, replica, request)
+        worker = self._pick_worker(replica)
+        is_switch = is_sent or (
+            replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
+        )
+        core.touched |= QUEUE | TURN
+        note_end(device, request)
+        charge = None if request.trial_batch else self._charge(replica, batch)
+        for one in batch.requests:
+            device.queue.discard(one)
+        return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
+
+    def _begin(
+        self, requests: list[Request], size: int, replica: Replica, worker: Worker,
+        charge: Charge | None, *, is_switch: bool,
+    ) -> Activation:  # fmt: skip
+        """They wait no more: the worker computes them, when it has the turn."""
+        core, device, manifest, request = self._core, self._device, replica.built, requests[0]
+        name, is_code = replica.name, manifest.mode == "module"
+        replica.ahead_epoch = NO_EPOCH
+        epoch = core.next_epoch()
+        for one in requests:
+            one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+        tenant = core.tenant_of(replica.model)
+        device.claim(worker, is_code=is_code, tenant=tenant)
+        worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
+        worker.task_epoch = epoch
+        replica.users += 1
+        replica.is_prefetch = False
+        activation = Activation(
+            epoch=epoch,
+            slot=worker.slot,
+            token=request.token,
+            joined=tuple([one.token for one in requests[1:]]),
+            batch=size,
+            model=name,
+            dispatched_at_ms=core.now_ms,
+            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
+            residency_epoch=replica.residency_epoch,
+            is_trial=request.trial_batch > 0,
+            kept_bytes=replica.kept_bytes if is_switch else 0,
+            charge=charge,
+        )
+        device.upcoming = activation
+        self._turns.give()  # before the order: the worker must not find an old turn
+        self._device.emit(
+            ToWorker(
+                slot=worker.slot,
+                message=RunInference(
+                    epoch=epoch,
+                    request_id=request.request_id,
+                    model=name,
+                    digest=manifest.digest,
+                    directory=core.settings.program_dir(manifest.digest),
+                    arena_offset_bytes=replica.home_bytes,
+                    first_word=replica.first_word,
+                    residency_epoch=replica.residency_epoch,
+                    inputs=request.inputs,
+                    reply_offset_bytes=request.reply_offset_bytes,
+                    reply_bytes=request.reply_bytes,
+                    plan=replica.plan,
+                    joined=tuple(map(_joined, requests[1:])),
+                    trial_batch=request.trial_batch,
+                    is_code=is_code,
+                ),
+            )
+        )
+        if device.training is not None:
+            activation.preempted = device.training
+            self._training.stop(device.training, activation.turn, activation.slot)
+        if not activation.is_trial:
+            kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+            core.counts[f"{kind}_dispatches"] += 1
+        if is_switch and not activation.is_trial:
+            core.counts["switches"] += 1
+            device.publish(
+                "switch.started",
+                model=replica.name,
+                request=request.request_id,
+                worker=worker.slot,
+                preempts=activation.preempted,
+            )
+        return activation
+
+
+def _joined(request: Request) -> JoinedRequest:
+    return JoinedRequest(
+        request_id=request.request_id,
+        inputs=request.inputs,
+        reply_offset_bytes=request.reply_offset_bytes,
+        reply_bytes=request.reply_bytes,
+    )

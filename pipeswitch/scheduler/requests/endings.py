@@ -1,0 +1,371 @@
+"""How a dispatched task ends: outputs and their bill, an error of its model, a death, the end of
+the server.
+"""
+
+from __future__ import annotations
+
+from ...errors import (
+    DeadlineExceeded,
+    ModelQuarantined,
+    PipeSwitchError,
+    TaskFailed,
+    WorkerLost,
+    from_wire,
+)
+from ...ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
+from ...programs.dims import BATCH
+from ...programs.layout import Manifest
+from ..core import DUE, MEASURED
+from ..device_state import DeviceState
+from ..events import Answer, Span, Spans
+from ..memory.residency import Residents
+from ..records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
+from ..states import ModelEvent, ModelState, TaskEvent, WorkerEvent
+from .batching import failed
+
+
+class Endings:
+    """Each dispatched task ends here, once."""
+
+    def __init__(self, device: DeviceState, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
+        self._residents = residents
+        self._ended: list[tuple[Activation, list[Request], InferenceDone]] = []  # not traced yet
+
+    def done(self, worker: Worker, message: InferenceDone) -> None:
+        """Outputs lie in the reply slab: answer with the bill."""
+        core, device = self._core, self._device
+        task = self._task(worker, message.epoch)
+        if task is not None and len(message.joined_outputs) != len(task.joined):
+            # Until it is reaped it may write to their slabs: not before are they tried again.
+            device.kill(worker, "it answered other requests than it was given")
+            return
+        ended = self._end(worker, message.epoch)
+        if ended is None:
+            return
+        activation, requests, replica = ended
+        replica.model.deaths = 0
+        worker.deaths = 0
+        worker.warm[replica.name] = replica.version  # it has just run it
+        self._ended.append((activation, requests, message))
+        device.spend("switch", message.stall_ms)
+        device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
+        if activation.is_trial:
+            requests[0].state.apply(TaskEvent.FINISHED, "measured")
+            device.requests.pop(activation.token)
+            device.ended_trial = EndedTrial(activation, message)
+            core.touched |= MEASURED
+            return
+        if activation.joined:
+            replica.model.failed_joins = 0
+        self._note_switch(activation, replica, message)
+        replica.use_count += len(requests)
+        core.counts["inferences"] += len(requests)
+        core.counts["runs"] += 1
+        device.served += len(requests)
+        returns = replica.model.built.returns
+        for request, outputs in zip(
+            requests, (message.outputs, *message.joined_outputs), strict=True
+        ):
+            request.state.apply(TaskEvent.FINISHED, "outputs written")
+            device.requests.pop(request.token)
+            if request.predicted_end_ms is not None:
+                late_ms = core.now_ms - request.predicted_end_ms
+                device.predictions.ended(late_ms, core.now_ms)
+            core.emit(
+                Answer(
+                    token=request.token,
+                    body={} if returns is None else {"returns": returns},
+                    outputs=outputs,
+                    timing=_bill(device, activation, request, replica, message, core.now_ms),
+                )
+            )
+
+    def _note_switch(
+        self, activation: Activation, replica: Replica, message: InferenceDone
+    ) -> None:
+        """Its batch is what a profile should be of; a cold one is compared with its prediction."""
+        replica.model.last_batch = activation.batch
+        # By our clock, from the turn to its answer: that is how long the next one waits for it.
+        now_ms = self._core.now_ms
+        took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
+        self._device.predictions.computed(replica.name, activation.batch, took_ms, now_ms)
+        self._device.queue.changed(replica.name)
+        if not activation.was_resident and not replica.kept_bytes:
+            self._core.touched |= MEASURED
+            self._device.cold_switches.append(
+                ColdSwitch(
+                    model=replica.name,
+                    residency_epoch=activation.residency_epoch,
+                    batch=replica.model.last_batch,
+                    turn_at_ms=message.turn_at_ms,
+                    ended_at_ms=message.ended_at_ms,
+                )
+            )
+
+    def trace_ended(self) -> None:
+        """The timeline of what was answered: after its answer, which must not wait for it."""
+        for activation, requests, message in self._ended:
+            self._core.emit(_trace(self._device, activation, requests, message))
+        self._ended.clear()
+
+    def failed(self, worker: Worker, message: InferenceFailed) -> None:
+        """The model's own code raised, or its output does not fit: the worker is fine."""
+        ended = self._end(worker, message.epoch)
+        if ended is None:
+            return
+        worker.deaths = 0
+        error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
+        if type(error) is PipeSwitchError:
+            error = from_wire(TaskFailed.__name__, message.message, "", message.data)
+        self._run_failed(*ended, error)
+
+    def _run_failed(
+        self, activation: Activation, requests: list[Request], replica: Replica,
+        error: PipeSwitchError,
+    ) -> None:  # fmt: skip
+        """One request reads why; joined ones are run again alone, for it may be another's error."""
+        if not activation.joined:
+            self._give_up(activation, requests[0], error)
+            return
+        failed(self._device, replica, requests)
+        for request in requests:
+            request.state.apply(TaskEvent.SEPARATED, type(error).__name__)
+            self._device.queue.add(request)
+
+    def _end(
+        self, worker: Worker, epoch: Epoch
+    ) -> tuple[Activation, list[Request], Replica] | None:
+        """Take the activation of that epoch off the device; None for a late message."""
+        device, activation = self._device, self._task(worker, epoch)
+        if activation is None:
+            return None
+        self._settle(activation)
+        # Its turn was raised by the parked worker, whose own message is still on its way; or it
+        # failed before it had the turn. Either way it computes no more.
+        if activation is device.current:
+            device.current = None
+        else:
+            device.upcoming = None
+        worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
+        replica = device.replicas[activation.model]
+        self._residents.unused(replica)
+        return activation, self._requests(activation), replica
+
+    def _settle(self, activation: Activation) -> None:
+        """Its callers pay for it, by our clock: what a worker says of times is not believed."""
+        core, charge = self._core, activation.charge
+        if charge is not None:
+            took_ms = core.now_ms - activation.began_at_ms if activation.began_at_ms else 0.0
+            rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
+            if rests_until_ms > core.now_ms:
+                core.look_again(rests_until_ms, DUE)
+
+    def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
+        """The activation of that epoch, if it is this worker's."""
+        for task in (self._device.current, self._device.upcoming):
+            if task is not None and (task.epoch, task.slot) == (epoch, worker.slot):
+                return task
+        return None
+
+    def _requests(self, activation: Activation) -> list[Request]:
+        """Those that it computes, in the order of their rows."""
+        return [self._device.requests[token] for token in activation.tokens]
+
+    def _give_up(
+        self, activation: Activation, request: Request, error: PipeSwitchError | None
+    ) -> None:
+        """No outputs will come of it; of a trial no client expects any."""
+        device = self._device
+        if not activation.is_trial:
+            assert error is not None
+            self._device.refuse(request, TaskEvent.ERROR, error)
+            return
+        request.state.apply(TaskEvent.ERROR, type(error).__name__)
+        device.requests.pop(request.token)
+        device.ended_trial = EndedTrial(activation, error=error)
+        self._core.touched |= MEASURED
+
+    def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
+        """Its process is reaped: dispatch the request again, or give up on it.
+
+        A death counts against request and model only when the task had begun: a worker that
+        waits, or was dead already when the task was sent to it, has run no model code. Of joined
+        requests none is blamed: each is run again alone.
+        """
+        device = self._device
+        if device.current is not None and device.current.slot == worker.slot:
+            activation, had_turn = device.current, worker.is_blamed
+            device.current = None
+        elif device.upcoming is not None and device.upcoming.slot == worker.slot:
+            activation, had_turn = device.upcoming, False
+            device.upcoming = None
+        else:
+            return
+        replica, requests = device.replicas[activation.model], self._requests(activation)
+        request = requests[0]
+        self._residents.unused(replica)
+        self._settle(activation)
+        is_blamed = had_turn and begun_epoch in (None, activation.epoch)
+        replica.model.deaths += is_blamed
+        if is_blamed and activation.charge is not None and not activation.joined:
+            barred_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
+            if barred_until_ms > self._core.now_ms:
+                self._core.look_again(barred_until_ms, DUE)
+        if not activation.joined:
+            request.deaths += is_blamed
+        elif is_blamed:
+            failed(device, replica, requests)
+        if activation.is_trial:
+            error = _worker_lost(replica, 1, status) if is_blamed else None
+            self._give_up(activation, request, error)
+        else:
+            self._queue_again(requests, f"status {status}")
+        is_single = not activation.joined and not activation.is_trial
+        if activation.hung_why and is_single:  # it is not tried once more
+            self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
+        self._judge(requests, replica, status)
+
+    def _queue_again(self, requests: list[Request], cause: str) -> None:
+        for request in requests:
+            request.state.apply(TaskEvent.WORKER_DIED, cause)
+            self._device.queue.add(request)
+
+    def _judge(self, requests: list[Request], replica: Replica, status: int) -> None:
+        device, limit = self._device, self._core.settings.max_deaths
+        if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
+            replica.model.state.apply(
+                ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
+            )
+            replica.model.reason = (
+                f"{replica.model.deaths} workers died in a row while computing it"
+            )
+            device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
+            own = {request.token for request in requests}
+            for other in device.queue.of(replica.name):
+                if other.token not in own:
+                    self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))
+        for request in requests:
+            if request.token not in device.requests or request.trial_batch:
+                continue
+            if (
+                limit <= max(request.deaths, replica.model.deaths)
+                or replica.model.state.state is ModelState.QUARANTINED
+            ):
+                # Of joined requests none is blamed: then the deaths are the model's.
+                deaths = max(request.deaths, replica.model.deaths)
+                error = _worker_lost(replica, deaths, status)
+                self._device.refuse(request, TaskEvent.ERROR, error)
+
+    def daemon_died(self) -> None:
+        """Everything in flight goes back to the queue: not the requests' fault."""
+        device = self._device
+        for activation in (device.current, device.upcoming):
+            if activation is None:
+                continue
+            self._settle(activation)
+            if activation.is_trial:
+                self._give_up(activation, device.requests[activation.token], None)
+                continue
+            self._queue_again(self._requests(activation), "memory daemon exited")
+        device.current = device.upcoming = None
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        for activation in (self._device.current, self._device.upcoming):
+            if activation is not None and activation.is_trial:
+                self._give_up(activation, self._device.requests[activation.token], error)
+        for request in list(self._device.requests.values()):
+            self._device.refuse(request, TaskEvent.ERROR, error)
+        self._device.current = self._device.upcoming = None
+
+
+def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
+    """A request's batch; 1 when the program has no dynamic one."""
+    for value, tensor in zip(manifest.inputs, inputs, strict=False):
+        if BATCH in value.shape:
+            return tensor.shape[value.shape.index(BATCH)]
+    return 1
+
+
+def _bill(
+    device: DeviceState,
+    activation: Activation,
+    request: Request,
+    replica: Replica,
+    message: InferenceDone,
+    now_ms: float,
+) -> dict[str, object]:
+    """Where the time went; all in milliseconds. Of a joined run each request is told all of it."""
+    copy_ms = 0.0
+    if not activation.was_resident:
+        ended = replica.transmit_ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
+    compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    made_ms = request.preprocess_ms
+    return {
+        "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms - (made_ms or 0.0),
+        "switch_ms": max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
+        "copy_ms": copy_ms,
+        "stall_ms": message.stall_ms,
+        "compute_ms": max(0.0, compute_ms),
+        "total_ms": now_ms - request.arrived_at_ms,
+        "resident": activation.was_resident,
+        "preempted": activation.preempted,
+        "worker": activation.slot,
+        "epoch": activation.epoch,
+        "version": replica.model.version,
+        "batch": activation.batch,
+        "joined": len(activation.tokens),
+        **({"device": device.label, "placed": request.placed} if device.label else {}),
+        **({} if made_ms is None else {"preprocess_ms": made_ms}),
+        **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
+    }
+
+
+def _trace(
+    device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
+) -> Spans:
+    """Its intervals on the timeline; what is joined waits for itself."""
+    scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
+    began_ms, flow = activation.dispatched_at_ms, activation.epoch
+    more = f" and {len(activation.joined)} more" if activation.joined else ""
+    name = f"{requests[0].request_id}{more} {activation.model}"
+    pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
+    return Spans(spans=[
+        *[Span(track=scheduler, name=f"queue {one.request_id} {activation.model}",
+               begin_ms=one.arrived_at_ms, end_ms=max(one.arrived_at_ms, began_ms))
+          for one in requests],
+        Span(track=scheduler, name=f"switch {name}", begin_ms=began_ms, flow=flow,
+             end_ms=max(began_ms, message.first_group_at_ms),
+             args={"preempted": activation.preempted, "resident": activation.was_resident}),
+        Span(track=track, name=name, begin_ms=message.turn_at_ms, flow=flow,
+             end_ms=max(message.turn_at_ms, message.ended_at_ms),
+             args={"stall_ms": message.stall_ms}),
+        *[Span(track=track, name=f"group {index}", begin_ms=begin, end_ms=max(begin, end))
+          for index, (begin, end) in enumerate(pairs)],
+    ])  # fmt: skip
+
+
+def _worker_lost(replica: Replica, deaths: int, status: int) -> WorkerLost:
+    return WorkerLost(
+        f'the worker died {deaths} times while computing "{replica.name}" (last status {status})',
+        hint=f"pipeswitch show {replica.name}",
+        deaths=deaths,
+    )
+
+
+def _hung(replica: Replica, activation: Activation) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f'"{replica.name}" was killed: {activation.hung_why}',
+        hint="set a deadline, or raise [scheduler] max_compute",
+    )
+
+
+def quarantined(model: Model) -> ModelQuarantined:
+    """What a caller of a quarantined model reads."""
+    return ModelQuarantined(
+        f'"{model.name}" is quarantined: {model.reason}',
+        hint=f"pipeswitch load {model.name} gives it another chance",
+    )

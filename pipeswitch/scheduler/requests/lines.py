@@ -1,0 +1,436 @@
+"""Which request a policy puts first, known without a look at all that wait.
+
+The policy's answers come through a judge: those of ``priority`` from the moment a policy fails.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from operator import index
+from typing import Any, TypeVar
+
+from ...ipc.messages import ModelName
+from ..policies import Policy, Resident, View, Waiting, make_policy
+from ..policies.policy import SortsBy
+from ..records import Request
+from .accounts import Account, Accounts
+
+PLAIN = (float, int)
+FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
+Failed = Callable[[str, str], None]  # told the policy's name and what happened
+
+
+class Judge:
+    """Asks a policy that may be a user's; what it answers is checked before it is believed, and
+    made plain numbers: no code of the user's is called where they are compared.
+
+    Attributes:
+        generation: how many policies failed; what an earlier one ranked is void.
+    """
+
+    def __init__(self, policy: Policy, max_wait_ms: float) -> None:
+        self.max_wait_ms = max_wait_ms
+        self._failed: Failed = lambda name, why: None
+        self.generation = 0
+        self._use(policy)
+
+    def _use(self, policy: Policy) -> None:
+        self.patience_ms, self.window = settings_of(policy)
+        self.sorts_by: SortsBy = policy.order.sorts_by
+        self.policy = policy
+
+    def when_failed(self, failed: Failed) -> None:
+        """Whom to tell."""
+        self._failed = failed
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.key(request))
+        except FAILURES as error:
+            self._replace("key", error)
+            return self.key(request)
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.rank(head, view))
+        except FAILURES as error:
+            self._replace("rank", error)
+            return self.rank(head, view)
+
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
+        try:
+            return _numbers((self.policy.order.stays_until_ms(head, view),))[0]
+        except FAILURES as error:
+            self._replace("stays_until_ms", error)
+            return self.stays_until_ms(head, view)
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        try:
+            return bool(self.policy.order.may_overtake(request, blocked, view))
+        except FAILURES as error:
+            self._replace("may_overtake", error)
+            return self.may_overtake(request, blocked, view)
+
+    def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
+        try:
+            places = self.policy.order.arrange(heads, counts, view)
+            order = [int(index(one)) for one in islice(places, len(heads) + 1)]
+            if sorted(order) != list(range(len(heads))):
+                raise ValueError(f"{order} are not the {len(heads)} heads, each once")
+            return order
+        except FAILURES as error:
+            self._replace("arrange", error)
+            return list(range(len(heads)))
+
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        try:
+            cost = self.policy.eviction.cost(resident, view)
+            if type(cost) is tuple and len(cost) == 1 and type(cost[0]) is float and cost[0] >= 0.0:
+                return cost  # as ours are: one for each region, in each search
+            cost = _numbers(cost)
+            if min(cost, default=0.0) < 0.0:
+                raise ValueError(f"{cost} is below 0")
+            return cost
+        except FAILURES as error:
+            self._replace("cost", error)
+            return self.cost(resident, view)
+
+    def _replace(self, where: str, error: BaseException) -> None:
+        """Once for each policy; ``priority`` itself must not fail."""
+        if self.generation:
+            raise error
+        self.generation += 1
+        name = self.policy.name
+        self._use(make_policy("priority", max_wait_ms=self.max_wait_ms))
+        self._failed(name, f"{where} raised {described(error)}")
+
+
+def described(error: BaseException) -> str:
+    """Its type and its text, which may be a user's code too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except FAILURES:
+        return f"{type.__repr__(type(error))}, which has no text"
+
+
+def settings_of(policy: Policy) -> tuple[float, int]:
+    """The ``patience_ms`` and ``window`` of its order, if they can be used.
+
+    Raises:
+        ValueError: one of them is no number that it may be, or its name is no text.
+    """
+    name, patience_ms, window = policy.name, policy.order.patience_ms, policy.order.window
+    if type(name) is not str:
+        raise ValueError(f"its name is {name!r}, no text")
+    if type(window) is not int or window < 0:
+        raise ValueError(f"window is {window!r}, no whole number of lines")
+    if isinstance(patience_ms, bool) or not isinstance(patience_ms, PLAIN):
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
+    if not 0 <= (patience_ms := float(patience_ms)) <= math.inf:
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
+    return patience_ms, window
+
+
+def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
+    """As plain numbers, which can be compared.
+
+    Raises:
+        TypeError: they are no tuple of numbers.
+        ValueError, OverflowError: one of them is not a number to compare, or to add.
+    """
+    if type(values) is not tuple:
+        raise TypeError(f"{values!r} is no tuple")
+    for value in values:
+        kind = type(value)
+        if kind is int:
+            float(value)  # else it could not be added to one
+        elif kind is not float:
+            return _numbers(tuple(map(_plain, values)))
+        elif value != value:
+            raise ValueError("a number is nan")
+    return values
+
+
+def _plain(value: object) -> float | int:
+    """A float or an int itself, whatever class of its own it had."""
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"{value!r} is no number")
+    return int(value) if isinstance(value, int) else float(value)
+
+
+# A rank is asked for anew a little before it changes: a sum of floating-point numbers may say
+# that it is not yet time when their difference says that it is.
+MARGIN_MS = 1e-3
+
+Rank = tuple[float, ...]
+Place = tuple[Rank, int, "Line", Waiting]  # of a line among all: its head's rank and number
+Until = tuple[float, int, "Line"]  # when its place must be looked at again
+T = TypeVar("T", Place, Until)
+S = TypeVar("S", Place, Request)
+IsResident = Callable[[ModelName], bool]
+
+
+def _view(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
+    return Waiting(
+        request.token, request.model, request.priority, request.deadline_at_ms,
+        request.arrived_at_ms, request.batch, request.size_bytes, is_resident, is_current,
+    )  # fmt: skip
+
+
+class Line:
+    """The waiting requests of one caller, model and priority, sorted by key and by age."""
+
+    __slots__ = (
+        "account", "by_age", "by_key", "entries", "model", "place", "smallest_batch", "until",
+    )  # fmt: skip
+
+    def __init__(self, account: Account, model: ModelName, smallest_batch: int) -> None:
+        self.account = account
+        self.model = model
+        self.smallest_batch = smallest_batch  # since it was empty
+        self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
+        self.by_key: list[tuple[Rank, int]] = []
+        self.by_age: list[tuple[float, int]] = []
+        self.place: Place | None = None
+        self.until: Until | None = None
+
+    def requests(self) -> Iterator[Request]:
+        """By key."""
+        return (self.entries[number][3] for _, number in self.by_key)
+
+    def head(self, now_ms: float, patience_ms: float) -> int:
+        """The number of the request that goes first."""
+        arrived_at_ms, number = self.by_age[0]
+        return number if now_ms - arrived_at_ms >= patience_ms else self.by_key[0][1]
+
+
+class Lines:
+    """All requests that wait, in lines; each caller's lines in the order of their heads.
+
+    Callers take turns (``Accounts``); which of its own requests goes next is the policy's to say,
+    age and windows included. A line is ranked again when a request comes or leaves, when its model
+    comes to the device or leaves it, when its model starts or ends computing, and when time alone
+    changes its rank.
+    """
+
+    def __init__(self, judge: Judge, accounts: Accounts) -> None:
+        self._judge = judge
+        self._accounts = accounts
+        self._generation = judge.generation
+        self._lines: dict[ModelName, dict[tuple[Account, int], Line]] = {}
+        self._ranked: dict[Account, list[Place]] = {}  # of those that wait
+        self._until: list[Until] = []
+        self._stale: dict[Line, None] = {}
+        self._current: ModelName | None = None
+        # Of each caller its window: lines, with the last number that belongs to it.
+        self._windows: dict[Account, list[tuple[Line, int]]] = {}
+        self._last_number = 0
+
+    def add(self, request: Request, number: int) -> None:
+        """``number``: the order of requests that are equal otherwise."""
+        waiting = _view(request)
+        key = self._judge.key(waiting)
+        self._renew()
+        self._last_number = number
+        account = self._accounts.of(request.caller)
+        account.seen_at_ms = max(account.seen_at_ms, request.arrived_at_ms)
+        self._accounts.count(account, request.priority, 1)
+        lines = self._lines.setdefault(request.model, {})
+        line = lines.get((account, request.priority))
+        if line is None:
+            self._ranked.setdefault(account, [])
+            line = Line(account, request.model, request.batch)
+            lines[account, request.priority] = line
+        line.entries[number] = (key, number, waiting, request)
+        line.smallest_batch = min(line.smallest_batch, request.batch)
+        bisect.insort(line.by_key, (key, number))
+        bisect.insort(line.by_age, (request.arrived_at_ms, number))
+        self._stale[line] = None
+
+    def discard(self, request: Request, number: int) -> None:
+        """It is in its line."""
+        account = self._accounts.of(request.caller)
+        self._accounts.count(account, request.priority, -1)
+        line = self._lines[request.model][account, request.priority]
+        key, *_ = line.entries.pop(number)
+        del line.by_key[bisect.bisect_left(line.by_key, (key, number))]
+        del line.by_age[bisect.bisect_left(line.by_age, (request.arrived_at_ms, number))]
+        self._stale[line] = None
+        if not line.entries:
+            self._take_out(line)
+            del self._stale[line]
+            del self._lines[request.model][account, request.priority]
+            if not self._lines[request.model]:
+                del self._lines[request.model]
+            if not account.waiting:
+                del self._ranked[account]
+                self._windows.pop(account, None)
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """Those of its line that go before one that comes now, and a batch none is smaller than."""
+        account = self._accounts.of(request.caller)
+        line = self._lines.get(request.model, {}).get((account, request.priority))
+        if line is None:
+            return 0, 1
+        key = self._judge.key(_view(request))
+        return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
+
+    def of_line(self, request: Request) -> Iterator[Request]:
+        """All of its model and priority, itself too: one of each caller's in turn, by key."""
+        lines = [
+            line
+            for (_, priority), line in self._lines[request.model].items()
+            if priority == request.priority
+        ]
+        lines.sort(key=lambda line: line.account.tags[request.priority])
+        return _in_rounds(map(Line.requests, lines))
+
+    def changed(self, model: ModelName | None) -> None:
+        """It came to the device or left it, or computes, or does no more."""
+        if model is not None:
+            self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
+
+    def heads(
+        self, is_resident: IsResident, current: ModelName | None, view: View
+    ) -> Iterator[tuple[Waiting, Request]]:
+        """The first of each line, best first; until a request comes or leaves.
+
+        Callers of one urgency have one line each in turn, as if each run were as long.
+        """
+        self.settle(is_resident, current, view)
+
+        def switch_ms(account: Account) -> float:
+            head = self._ranked[account][0][3]
+            return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
+
+        for same in self._accounts.in_turns(switch_ms, view.now_ms):
+            for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
+                yield waiting, line.entries[number][3]
+
+    def _places(self, account: Account, view: View) -> Iterator[Place]:
+        """One caller's, as the policy puts them in order; a window is not made before it is due."""
+        yield from self._in_window(account, view) if self._judge.window else self._ranked[account]
+
+    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
+        """Rank what has changed: after each event, so that no decision has to do it for many."""
+        self._renew()
+        if current != self._current:
+            self.changed(self._current)
+            self.changed(current)
+            self._current = current
+        while self._until and self._until[0][0] <= view.now_ms + MARGIN_MS:
+            _, _, line = self._until.pop(0)
+            line.until = None
+            self._stale[line] = None
+        while self._stale:
+            stale, self._stale = self._stale, {}
+            for line in stale:
+                self._rank(line, is_resident(line.model), view)
+            self._renew()
+
+    @property
+    def until_ms(self) -> float:
+        """When time alone changes a rank next."""
+        return self._until[0][0] if self._until else math.inf
+
+    def _renew(self) -> None:
+        """The policy has failed: all that it said is void."""
+        if self._generation == self._judge.generation:
+            return
+        self._generation = self._judge.generation
+        lines = [line for same in self._lines.values() for line in same.values()]
+        self._ranked, self._until = {line.account: [] for line in lines}, []
+        self._windows = {}
+        for line in lines:
+            line.place = line.until = None
+            line.entries = {
+                number: (self._judge.key(waiting), number, waiting, request)
+                for number, (_, _, waiting, request) in line.entries.items()
+            }
+            line.by_key = sorted((entry[0], number) for number, entry in line.entries.items())
+            self._stale[line] = None
+
+    def _in_window(self, account: Account, view: View) -> list[Place]:
+        """The lines of its window that is under way, or of the next one."""
+        window = [
+            (line, last)
+            for line, last in self._windows.get(account, [])
+            if line.entries and next(iter(line.entries)) <= last
+        ]
+        if not window:
+            chosen = self._ranked[account][: self._judge.window]
+            counts = [len(line.entries) for _, _, line, _ in chosen]
+            order = self._judge.arrange([place[3] for place in chosen], counts, view)
+            window = [(chosen[index][2], self._last_number) for index in order]
+        self._windows[account] = window
+        return [line.place for line, _ in window if line.place is not None]
+
+    def check(
+        self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
+        view: View,
+    ) -> None:  # fmt: skip
+        """A look at all requests finds each caller's heads in the same order, and who waits."""
+
+        def rank(request: Request) -> Rank:
+            shown = _view(request, is_resident(request.model), request.model == current)
+            return self._judge.rank(shown, view)
+
+        self.settle(is_resident, current, view)
+        found: dict[tuple[str, ModelName, int], Request] = {}
+        for request in sorted(requests, key=rank):
+            found.setdefault((request.caller, request.model, request.priority), request)
+        if self._judge.generation != self._generation:
+            return  # it failed at these questions
+        for account in self._accounts:
+            own = [one for (caller, *_), one in found.items() if caller == account.caller]
+            places = self._ranked.get(account, [])
+            heads = [line.entries[number][3] for _, number, line, _ in places]
+            assert heads == own, "another request is first"
+            waiting = Counter(one.priority for one in requests if one.caller == account.caller)
+            assert account.waiting == waiting, f"{account.caller!r} does not wait with {waiting}"
+
+    def _rank(self, line: Line, is_resident: bool, view: View) -> None:
+        judge, now_ms = self._judge, view.now_ms
+        number = line.head(now_ms, judge.patience_ms)
+        shown = line.entries[number][2]
+        head = Waiting(*shown[:-2], is_resident=is_resident, is_current=line.model == self._current)
+        place = (judge.rank(head, view), number, line, head)
+        line.place = _moved(self._ranked[line.account], line.place, place)
+        until_ms = judge.stays_until_ms(head, view)
+        overdue_at_ms = line.by_age[0][0] + judge.patience_ms
+        if overdue_at_ms > now_ms:
+            until_ms = min(until_ms, overdue_at_ms)
+        line.until = _moved(self._until, line.until, (until_ms, number, line))
+
+    def _take_out(self, line: Line) -> None:
+        line.place = _moved(self._ranked[line.account], line.place, None)
+        line.until = _moved(self._until, line.until, None)
+
+
+def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
+    """``new``, which the list has instead of ``old`` now; most ranks stay as they are."""
+    if old != new:
+        if old is not None:
+            del sorted_list[bisect.bisect_left(sorted_list, old)]
+        if new is not None:
+            bisect.insort(sorted_list, new)
+    return new
+
+
+def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
+    """The first of each, then the second of each, and so on."""
+    left = deque(streams)
+    while left:
+        for one in left[0]:
+            yield one
+            left.append(left[0])
+            break
+        left.popleft()

@@ -1,0 +1,163 @@
+"""How long a request will take, from what its model took before. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from typing import Final, NamedTuple
+
+from ..policies import Prediction
+
+KEPT: Final = 64  # measurements of each kind: an old one says little of today
+KEPT_BATCHES: Final = 64  # of each model: clients choose them, the server remembers them
+OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as long
+
+
+class Rolling:
+    """The last measurements of one thing, in milliseconds."""
+
+    __slots__ = ("_ordered", "_values", "fresh_at_ms", "high", "p50", "p95")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+        self.high = self.p50 = self.p95 = self.fresh_at_ms = 0.0
+
+    def add(self, value: float, now_ms: float) -> None:
+        """One more; the oldest may go."""
+        self.fresh_at_ms = now_ms
+        ordered = self._ordered
+        if len(ordered) == KEPT:
+            del ordered[bisect.bisect_left(ordered, self._values.popleft())]
+        self._values.append(value)
+        bisect.insort(ordered, value)
+        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # one slow one of few is not believed
+        self.p50 = ordered[(len(ordered) - 1) // 2]
+        self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+    def mean(self) -> float:
+        """A few slow ones are not believed here either."""
+        return min(self.high, sum(self._ordered) / len(self._ordered))
+
+    def is_old(self, now_ms: float) -> bool:
+        """Whether it is time to measure again: a single slow one may have been a bad moment, and
+        the more say the same the longer that holds."""
+        return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
+
+
+class ByBatch:
+    """One model's computations; of many batches the one measured longest ago is forgotten."""
+
+    __slots__ = ("_batches", "_of")
+
+    def __init__(self) -> None:
+        self._of: dict[int, Rolling] = {}  # the last measured last
+        self._batches: list[int] = []  # in order
+
+    def add(self, batch: int, value: float, now_ms: float) -> None:
+        """One more measurement of that batch."""
+        found = self._of.pop(batch, None)
+        if found is None:
+            if len(self._of) == KEPT_BATCHES:
+                oldest = next(iter(self._of))
+                del self._of[oldest]
+                self._batches.remove(oldest)
+            found = Rolling()
+            bisect.insort(self._batches, batch)
+        self._of[batch] = found
+        found.add(value, now_ms)
+
+    def nearest(self, batch: int) -> Rolling | None:
+        """Of that batch, else of the nearest smaller one."""
+        index = bisect.bisect_right(self._batches, batch)
+        return self._of[self._batches[index - 1]] if index else None
+
+    def at_most_ms(self, batch: int) -> float:
+        """As the nearest smaller one's, as many rows more as it has; else as the nearest larger."""
+        index = bisect.bisect_right(self._batches, batch)
+        known = self._batches[max(0, index - 1)]
+        return self._of[known].p95 * max(1.0, batch / known)
+
+
+class Safe(NamedTuple):
+    """What some 95 of 100 did not exceed, in milliseconds; 0: nothing was measured yet."""
+
+    load_ms: float
+    compute_ms: float
+    mean_ms: float  # of many computations each
+
+
+class Predictions:
+    """Of each model: its copies, and its computations by batch."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Rolling] = {}
+        self._computations: dict[str, ByBatch] = {}
+        self._errors = Rolling()  # of predicted ends; later is positive
+
+    @property
+    def margin_ms(self) -> float:
+        """What ends came later than was predicted, 5 of 100 apart."""
+        return max(0.0, self._errors.high)
+
+    def ended(self, late_ms: float, now_ms: float) -> None:
+        """A request that was accepted has been answered, so much later than was predicted."""
+        self._errors.add(late_ms, now_ms)
+
+    def sent(self, model: str, took_ms: float, now_ms: float) -> None:
+        """All groups of it were copied to the device."""
+        self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
+
+    def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
+        """A request of it has computed, waits for its groups apart."""
+        self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
+
+    def forget(self, model: str) -> None:
+        """It is unregistered: another may get its name."""
+        self._loads.pop(model, None)
+        self._computations.pop(model, None)
+
+    def predict(self, model: str, batch: int) -> Prediction:
+        """Of a request of that batch: as measured, else as of the nearest smaller batch, which it
+        is not faster than, else zero."""
+        loads, known = self._known(model, batch)
+        return Prediction(
+            loads.p50 if loads is not None else 0.0,
+            known.p50 if known is not None else 0.0,
+            known.p95 if known is not None else 0.0,
+        )
+
+    def safe(self, model: str, batch: int) -> Safe:
+        """The same measurements' high ends: what it will hardly be slower than."""
+        loads, known = self._known(model, batch)
+        return Safe(
+            loads.high if loads is not None else 0.0,
+            known.high if known is not None else 0.0,
+            known.mean() if known is not None else 0.0,
+        )
+
+    def at_most_ms(self, model: str, batch: int) -> float:
+        """What 95 of 100 runs of that batch should not exceed: rows cost no more together than
+        apart. 0: nothing was measured."""
+        known = self._computations.get(model)
+        return known.at_most_ms(batch) if known is not None else 0.0
+
+    def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
+        """Whether what speaks against a request of that batch is old, and none was taken since that
+        will be measured. ``is_sent``: its model has to be copied."""
+        return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
+
+    def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
+        """A request that will be measured: what is old is believed for as long again."""
+        for one in self._counted(model, batch, is_sent=is_sent):
+            if one.is_old(now_ms):
+                one.fresh_at_ms = now_ms
+
+    def _counted(self, model: str, batch: int, *, is_sent: bool) -> list[Rolling]:
+        loads, known = self._known(model, batch)
+        return [one for one in (known, loads if is_sent else None) if one is not None]
+
+    def _known(self, model: str, batch: int) -> tuple[Rolling | None, Rolling | None]:
+        batches = self._computations.get(model)
+        return self._loads.get(model), batches.nearest(batch) if batches is not None else None

@@ -1,0 +1,184 @@
+"""Requests that wait, found by token, by model and by deadline; none of it looks at all of them."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from ...ipc.messages import ModelName
+from ..events import Token
+from ..policies import View, Waiting
+from ..policies.policy import SortsBy
+from ..records import Request
+from .accounts import Accounts
+from .lines import IsResident, Judge, Lines
+
+SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
+
+
+class Queue:
+    """Requests in the order in which they were added, and in that of a policy.
+
+    Attributes:
+        unchecked: models whose requests may be impossible: none of theirs waited before, or what
+            is pinned has changed.
+    """
+
+    def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
+        self.unchecked: dict[ModelName, None] = {}
+        self._lines = Lines(judge, accounts) if judge and accounts else None
+        self.requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
+        self._of: dict[ModelName, dict[Token, Request]] = {}
+        self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
+        self._due: list[tuple[float, int, Request]] = []  # by deadline, those that have one
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self.requests.values())
+
+    def __contains__(self, token: Token) -> bool:
+        return token in self.requests
+
+    def get(self, token: Token) -> Request | None:
+        """The request of that token, if it waits here."""
+        return self.requests[token][1] if token in self.requests else None
+
+    def add(self, request: Request) -> None:
+        """To the end."""
+        self._added += 1
+        self.requests[request.token] = (self._added, request)
+        if request.model not in self._of:
+            self._of[request.model] = {}
+            self.unchecked[request.model] = None
+        self._of[request.model][request.token] = request
+        self._held[request.caller, ""] += 1
+        self._held[request.caller, request.model] += 1
+        if self._lines is not None:
+            self._lines.add(request, self._added)
+        if request.deadline_at_ms is not None:
+            bisect.insort(self._due, (request.deadline_at_ms, self._added, request))
+        due_at_ms = request.hopeless_at_ms
+        if due_at_ms is None:
+            due_at_ms = request.deadline_at_ms
+        if due_at_ms is not None:
+            if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
+                self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
+
+    def discard(self, request: Request) -> None:
+        """Take it out; one that is not here stays where it is."""
+        entry = self.requests.pop(request.token, None)
+        if entry is None:
+            return
+        for key in ((request.caller, ""), (request.caller, request.model)):
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+        if request.deadline_at_ms is not None:
+            at = (request.deadline_at_ms, entry[0])
+            del self._due[bisect.bisect_left(self._due, at)]
+        same = self._of[request.model]
+        del same[request.token]
+        if not same:
+            del self._of[request.model]
+            self.unchecked.pop(request.model, None)
+        if self._lines is not None:
+            self._lines.discard(request, entry[0])
+
+    def heads(
+        self, is_resident: IsResident, current: ModelName | None, view: View
+    ) -> Iterator[tuple[Waiting, Request]]:
+        """In turns, and in the order of the policy: of each caller, model and priority the first.
+
+        Only until a request is added or discarded.
+        """
+        assert self._lines is not None
+        return self._lines.heads(is_resident, current, view)
+
+    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
+        """Rank what has changed."""
+        assert self._lines is not None
+        self._lines.settle(is_resident, current, view)
+
+    @property
+    def until_ms(self) -> float:
+        """When time alone changes a rank next."""
+        assert self._lines is not None
+        return self._lines.until_ms
+
+    def held(self, caller: str, model: str = "") -> int:
+        """How many of a caller's wait here, of a model or in all."""
+        return self._held[caller, model]
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """How many of its caller's go before it whatever comes, and the smallest batch of them."""
+        assert self._lines is not None
+        return self._lines.ahead(request)
+
+    def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
+        """Its caller's that go before one that comes now, and those with deadlines behind it."""
+        if sorts_by == "arrival":
+            return [one for one in self if one.caller == request.caller], []
+        at = (request.due_ms, self._added + 1)
+        own = [due for due in self._due if due[2].caller == request.caller]
+        return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
+
+    def of_line(self, request: Request) -> Iterator[Request]:
+        """Those of its model and priority, itself too: of each caller one in turn."""
+        assert self._lines is not None
+        return self._lines.of_line(request)
+
+    def changed(self, model: ModelName) -> None:
+        """It came to the device or left it, or its prediction is another one."""
+        if model in self._of:
+            self.unchecked[model] = None
+        if self._lines is not None:
+            self._lines.changed(model)
+
+    def pins_changed(self) -> None:
+        """What fits beside them may be another now."""
+        self.unchecked = dict.fromkeys(self._of)
+
+    def models(self) -> list[ModelName]:
+        """Those that requests here want."""
+        return list(self._of)
+
+    def count(self, model: ModelName) -> int:
+        return len(self._of[model]) if model in self._of else 0
+
+    def of(self, model: ModelName) -> list[Request]:
+        """The requests for one model, in order."""
+        return list(self._of.get(model, {}).values())
+
+    def expired(self, now_ms: float) -> list[Request]:
+        """Those whose deadline has passed, or can no longer be met, in order; each is told of once
+        for each ``add``."""
+        if not self._deadlines:
+            return []
+        due = []
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            entry = heapq.heappop(self._deadlines)
+            if self._holds(entry):
+                due.append(entry)
+        return [request for _, _, request in sorted(due, key=lambda entry: entry[1])]
+
+    def check(self) -> None:
+        """The requests of all models are those that wait."""
+        found = {token for same in self._of.values() for token in same}
+        assert found == self.requests.keys(), "a request is counted but does not wait"
+
+    def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
+        """A look at all that wait finds the same order of models."""
+        assert self._lines is not None
+        self._lines.check([r for _, r in self.requests.values()], is_resident, current, view)
+
+    def _holds(self, entry: tuple[float, int, Request]) -> bool:
+        _, number, request = entry
+        return self.requests.get(request.token, (0, None))[0] == number

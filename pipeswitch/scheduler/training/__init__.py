@@ -1,0 +1,1 @@
+"""Jobs: their time, their memory, their commits."""

@@ -1,0 +1,238 @@
+"""A job's commits: images of its slice in the host store, copied by the daemon, kept on disk."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from ...errors import HostStoreFull, ServerUnavailable
+from ...ipc.messages import (
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    CommitStep,
+    Epoch,
+    OpenCommits,
+    PersistCommit,
+    StepCommitted,
+)
+from ..core import JOBS
+from ..device_state import DeviceState
+from ..events import CreateCommits, DropCommits, ToWorker
+from ..memory.ledgers import Arena, Store
+from ..records import NO_EPOCH, Job, Worker
+from ..states import TASK_FINAL, MoveState
+
+HEADER_BYTES: Final = 4096  # before the two slots of a commit area
+NO_COPY: Final = (NO_EPOCH, 0)
+DISK_SHARE: Final = 20  # a job may keep the disk busy for 1/20 of the time: large states come later
+
+
+class Commits:
+    """The commit areas of all jobs, and the one commit of each that is on its way."""
+
+    def __init__(self, device: DeviceState, arena: Arena, store: Store) -> None:
+        self._core = device.core
+        self._device = device
+        self._arena = arena
+        self._store = store
+
+    def restore(self, job: Job, slot_bytes: int, step: int) -> None:
+        """An area that was loaded from disk; without room for it the job starts from the top."""
+        if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
+            job.commit_slot_bytes = slot_bytes
+            job.step = job.committed_step = job.persisted_step = step
+
+    def open(self, job: Job, state_bytes: int) -> None:
+        """A commit area that holds two images; kept over restarts of worker and daemon.
+
+        Raises:
+            HostStoreFull: no room for two images.
+        """
+        core = self._core
+        if job.commit_slot_bytes >= state_bytes:
+            return
+        store, owner = self._store.regions, job.commits
+        old = store.release(owner) if store.get(owner) is not None else None
+        if store.reserve(owner, HEADER_BYTES + 2 * state_bytes) is None:
+            if old is not None:
+                store.reserve(owner, old.size_bytes, at_bytes=old.offset_bytes)
+            raise HostStoreFull(
+                f'the commits of job "{job.name}" need {2 * state_bytes} bytes, the host store '
+                f"has {store.largest_free_bytes}",
+                hint="unregister a model or start with a larger --host-store",
+                requested_bytes=2 * state_bytes,
+                largest_free_bytes=store.largest_free_bytes,
+            )
+        job.commit_slot_bytes = state_bytes
+        core.emit(CreateCommits(job=job.name, slot_bytes=state_bytes))
+        self._tell_daemon(job)
+
+    def leaves(self, job: Job) -> None:
+        """Another device's daemon copies what it commits from now on."""
+        if job.commit_slot_bytes:
+            self._device.tell_daemon(CloseCommits(job=job.name))
+
+    def enters(self, job: Job) -> None:
+        """It was another device's."""
+        if job.commit_slot_bytes:
+            self._tell_daemon(job)
+
+    def _tell_daemon(self, job: Job) -> None:
+        self._device.tell_daemon(
+            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
+        )
+
+    def commit(self, worker: Worker, message: CommitStep) -> None:
+        """Let the daemon copy the pieces of the slice; it flips and acknowledges.
+
+        Each number once: when a commit is acknowledged its owner writes the slice again, so a
+        message that comes late or again would have a torn image copied.
+        """
+        job = self._device.job_of(worker, message.epoch)
+        if job is None or message.number <= job.commit_number:
+            self._core.counts["stale_messages"] += 1
+            return
+        region = self._arena.regions.get(job.slice)
+        if region is None or not self._device.is_daemon_ready:
+            return  # nothing is copied, so nothing is acknowledged and the number is not used up
+        job.commit_number = message.number
+        job.copying_epoch, job.copying_number = job.epoch, message.number
+        self._device.tell_daemon(
+            CommitCopy(
+                job=job.name,
+                epoch=job.epoch,
+                number=message.number,
+                step=message.step,
+                slice_offset_bytes=region.offset_bytes,
+                slice_bytes=region.size_bytes,
+                ranges=message.ranges,
+            )
+        )
+
+    def committed(self, message: StepCommitted) -> None:
+        """Flipped: tell the worker; what was committed goes to disk as soon as that may be."""
+        core, device = self._core, self._device
+        job = device.jobs.get(message.job)
+        told = (message.epoch, message.number)
+        if job is None or told != (job.copying_epoch, job.copying_number):
+            core.counts["stale_messages"] += 1  # of an older job of this name, or told again
+            return
+        job.copying_epoch, job.copying_number = NO_COPY
+        if not message.error:
+            if core.is_draining:  # there is no later
+                job.persist_due_at_ms = core.now_ms
+            job.committed_step = max(job.committed_step, message.step)
+            job.deaths_without_progress = 0
+            core.counts["commits"] += 1
+            copy_ms = message.copy_ms
+            device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
+        if job.slot is not None and message.epoch == job.epoch:
+            self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
+
+    def persist_due(self) -> None:
+        """Write each commit to disk, as far as its writes keep to their share of the time; the one
+        of a job that was put aside at once."""
+        core, device = self._core, self._device
+        for job in device.jobs.values():
+            if job.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
+                continue
+            if job.move.state is MoveState.COPYING:
+                continue  # another device's daemon will
+            if core.now_ms < job.persist_due_at_ms:
+                core.look_again(job.persist_due_at_ms, JOBS)
+                continue
+            job.is_persisting = True
+            job.persist_epoch = job.epoch
+            job.persist_began_at_ms, job.persist_due_at_ms = core.now_ms, math.inf
+            directory = f"{core.settings.commits_dir}/{job.name}"
+            device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
+
+    @staticmethod
+    def is_unsaved(job: Job) -> bool:
+        """Its newest commit is in the host store, and not on disk."""
+        return job.commit_slot_bytes > 0 and job.committed_step > job.persisted_step
+
+    def persisted(self, message: CommitPersisted) -> None:
+        """On disk, or why not; the older file is intact either way and training goes on."""
+        job = self._device.jobs.get(message.job)
+        if job is None or message.epoch <= job.born_epoch:
+            return
+        self._has_written(job, is_well=not message.error)
+        if message.error:
+            self._device.publish("job.persist_failed", job=job.name, error=message.error)
+            self._not_saved(job, message.error)
+        else:
+            job.persisted_step = max(job.persisted_step, message.step)
+
+    def _has_written(self, job: Job, *, is_well: bool) -> None:
+        """When the next write may begin, unless somebody wants it at once."""
+        now_ms = self._core.now_ms
+        job.is_persisting = False
+        if job.persist_due_at_ms == math.inf:
+            took_ms = now_ms - job.persist_began_at_ms
+            pause_ms = DISK_SHARE * took_ms if is_well else self._core.settings.commit_every_ms
+            job.persist_due_at_ms = now_ms + pause_ms
+
+    def _not_saved(self, job: Job, reason: str) -> None:
+        job.why = f"commit not on disk: {reason}"
+        for token in job.exporters:
+            self._core.refuse(token, ServerUnavailable(f"job {job.name}: {job.why}"))
+        job.exporters.clear()
+
+    def save_last(self, job: Job) -> None:
+        """Of a job that is over the newest commit goes to disk, and then leaves the host store.
+
+        A disk that does not take it is asked again: there is no other copy.
+        """
+        if job.state.state in TASK_FINAL and not job.is_persisting and not self.is_unsaved(job):
+            self.forget(job)
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon refused an order: no answer to it will come."""
+        for job in self._device.jobs.values():
+            if job.persist_epoch == epoch and job.is_persisting:
+                self._has_written(job, is_well=False)
+                self._not_saved(job, reason)
+            if job.copying_epoch == epoch:
+                job.copying_epoch, job.copying_number = NO_COPY
+                self._restart(job, epoch, f"its commit was refused: {reason}")
+
+    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
+        """From the last commit: its script waits for an acknowledgement that will not come."""
+        if job.slot is not None and job.epoch == epoch:
+            self._device.kill(self._device.workers[job.slot], reason)
+
+    def forget(self, job: Job) -> None:
+        """Its area is given back; its file on disk stays."""
+        if job.commit_slot_bytes:
+            self._store.regions.release(job.commits)
+            self.leaves(job)
+            job.commit_slot_bytes = 0
+            self._core.emit(DropCommits(job=job.name))
+
+    def daemon_died(self) -> None:
+        """Slices are gone with the device; commits are not."""
+        for job in self._device.jobs.values():
+            job.lease_bytes = job.lease_asked_bytes = 0
+            if job.is_persisting:
+                self._has_written(job, is_well=False)
+            job.copying_epoch, job.copying_number = NO_COPY
+
+    def daemon_ready(self) -> None:
+        for job in self._device.jobs.values():
+            if job.commit_slot_bytes:
+                self._tell_daemon(job)
+            if job.exporters or job.state.state in TASK_FINAL:  # the daemon before was asked
+                job.persist_due_at_ms = self._core.now_ms
+
+    @property
+    def is_quiet(self) -> bool:
+        """No commit is on its way to host or disk, or due to be."""
+        now_ms = self._core.now_ms
+        return not any(
+            job.copying_epoch
+            or job.is_persisting
+            or (self.is_unsaved(job) and job.persist_due_at_ms <= now_ms)
+            for job in self._device.jobs.values()
+        )

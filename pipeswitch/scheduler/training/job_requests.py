@@ -1,0 +1,224 @@
+"""What clients ask of jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import (
+    AlreadyExists,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from .. import limits
+from ..core import Core
+from ..events import JobAsked, Journal, Token, TrainAsked
+from ..records import Job
+from ..states import TASK_FINAL, TaskEvent, TaskState
+from .commits import Commits
+from .jobs import Jobs
+
+
+class JobRequests:
+    """Each is answered at once, or when what it waits for has come."""
+
+    def __init__(self, core: Core, jobs: Jobs) -> None:
+        self._core = core
+        self._jobs = jobs
+        self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
+
+    def pump(self) -> int:
+        """Accept what waited for another one's end; answer what has come."""
+        waiting, self._after_others = self._after_others, []
+        for event in waiting:
+            self.train(event)
+        if next(iter(self._jobs), None) is None:
+            return 0
+        for job in self._jobs:
+            self._jobs.home(job).commits.save_last(job)
+            if job.exporters and not Commits.is_unsaved(job):
+                for token in job.exporters:
+                    self._core.answer(token, job=self._jobs.row(job))
+                job.exporters.clear()
+            if job.movers:
+                self._answer_movers(job)
+        self._jobs.tidy()
+        return 0  # a turn more or less of a job changes nothing here
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        self._jobs.refuse_all(error)
+        for event in self._after_others:
+            self._core.refuse(event.token, error)
+        self._after_others.clear()
+
+    def train(self, event: TrainAsked) -> None:
+        """Accept a job; it is answered as soon as it is on the books."""
+        core = self._core
+        if core.is_draining:
+            core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        if error := self._refusal(event.devices):
+            core.refuse(event.token, error)
+            return
+        old = self._jobs.get(event.job)
+        if old is not None and old.state.state not in TASK_FINAL:
+            error = AlreadyExists(
+                f'a job "{event.job}" is {old.state.state.value}',
+                hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
+            )
+            core.refuse(event.token, error)
+            return
+        if old is not None and old.is_persisting:  # into the folder that this one will have
+            self._after_others.append(event)
+            return
+        if old is not None:
+            self._jobs.remove(old)
+        # The process of an old job of that name may still be leaving: this one waits for it
+        # in the queue (see Training).
+        job = self._jobs.adopt(
+            event.job, event.entry, event.args, event.priority, event.tenant, event.share,
+            event.devices,
+        )  # fmt: skip
+        core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
+                                 "args": list(job.args), "priority": job.priority,
+                                 "tenant": job.tenant, "share": job.share,
+                                 "devices": list(event.devices)},
+                          accepts=(event.token,)))  # fmt: skip
+        self._jobs.publish(job, "job.submitted", entry=job.entry)
+        core.answer(event.token, job=self._jobs.row(job))
+
+    def _refusal(self, devices: Sequence[str]) -> PipeSwitchError | None:
+        """Of the devices that a job asks for."""
+        kinds = limits.kinds_of(limits.limit(devices, self._jobs.names))
+        if len(kinds) < 2:
+            return limits.refusal(devices, self._jobs.names)
+        return InvalidInput(
+            f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
+            "differ in the last bits",
+            hint=" or ".join(f"--devices {kind}" for kind in kinds),
+        )
+
+    def asked(self, event: JobAsked) -> None:
+        """show, pause, resume, cancel, wait, export, rm, move."""
+        core, job = self._core, self._jobs.get(event.job)
+        if job is None:
+            core.refuse(
+                event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
+            )
+            return
+        if event.action == "show":
+            core.answer(event.token, job=self._jobs.row(job))
+        elif event.action == "wait":
+            job.waiters.append(event.token)
+            self._jobs.answer_final(job)
+        elif event.action == "resume":
+            self._resume_asked(job, event.token)
+        elif event.action == "export":
+            self._export_asked(job, event.token)
+        elif event.action == "move":
+            self._move_asked(job, event)
+        elif event.action == "rm":
+            self._remove_asked(job, event.token)
+        else:
+            self._hold_asked(job, event.token, event.action)
+
+    def _resume_asked(self, job: Job, token: Token) -> None:
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(token, _is_over(job))
+            return
+        if job.state.allows(TaskEvent.RESUME):
+            job.state.apply(TaskEvent.RESUME, "asked by the user")
+            self._jobs.count_anew(self._jobs.home(job))
+            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
+            self._jobs.publish(job, "job.resumed")
+        if job.wanted == "pause":
+            job.wanted = "run"
+        self._core.answer(token, job=self._jobs.row(job))
+
+    def _export_asked(self, job: Job, token: Token) -> None:
+        """Its newest commit shall be on disk, where clients read it."""
+        if job.committed_step < 0:
+            why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
+            error = InvalidInput(
+                f'job "{job.name}" {why}: it has no state',
+                hint=f"pipeswitch jobs show {job.name}",
+            )
+            self._core.refuse(token, error)
+            return
+        job.exporters.append(token)
+        job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
+
+    def _move_asked(self, job: Job, event: JobAsked) -> None:
+        """It trains on that device only from now on (``Moves``, or ``rehome`` if it waits)."""
+        states = [home.state for home in self._jobs.homes if not home.state.is_given_up]
+        names = [state.settings.device for state in states]
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(event.token, _is_over(job))
+            return
+        if event.to not in names:
+            error = InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
+            self._core.refuse(event.token, error)
+            return
+        if job.devices and event.to not in job.devices:
+            error = InvalidInput(
+                f'job "{job.name}" is limited to {", ".join(job.devices)}',
+                hint="train --devices names those that it may be moved to, of one kind",
+            )
+            self._core.refuse(event.token, error)
+            return
+        job.sent_to = event.to
+        job.movers.append(event.token)
+
+    def _answer_movers(self, job: Job) -> None:
+        """It is where it was sent, or never will be."""
+        state = self._jobs.home(job).state
+        there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
+        if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
+            error = ServerUnavailable(
+                f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
+                hint="its memory daemon died too often; restart the server",
+            )
+            for token in job.movers:
+                self._core.refuse(token, error)
+            job.sent_to = ""
+        elif there is state or job.state.state in TASK_FINAL:
+            for token in job.movers:
+                self._core.answer(token, job=self._jobs.row(job))
+        else:
+            return
+        job.movers.clear()
+
+    def _remove_asked(self, job: Job, token: Token) -> None:
+        if job.state.state not in TASK_FINAL or job.is_persisting:
+            is_over = job.state.state in TASK_FINAL
+            what = "is being written to disk" if is_over else f"is {job.state.state.value}"
+            hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
+            self._core.refuse(token, InvalidInput(f'job "{job.name}" {what}', hint=hint))
+            return
+        row = self._jobs.row(job)
+        self._jobs.remove(job)
+        self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
+        self._core.answer(token, job=row)
+
+    def _hold_asked(self, job: Job, token: Token, action: str) -> None:
+        """Pause or cancel: answered when the job holds no worker any more."""
+        event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(token, _is_over(job))
+            return
+        job.answer_on_change.append(token)
+        if job.state.allows(event):
+            job.state.apply(event, "asked by the user")
+            self._jobs.changed(job)
+        elif job.state.state is TaskState.PAUSED:
+            self._jobs.changed(job)
+        else:
+            job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
+
+
+def _is_over(job: Job) -> InvalidInput:
+    return InvalidInput(
+        f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
+    )

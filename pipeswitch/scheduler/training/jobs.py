@@ -1,0 +1,352 @@
+"""The machine's book of jobs: what clients ask of them, what their scripts report, how they end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ...errors import (
+    PipeSwitchError,
+    TaskFailed,
+)
+from ...ipc.messages import Epoch, JobName, JobReport
+from .. import limits
+from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
+from ..device_state import DeviceState
+from ..events import CountSharers, Journal, RemoveJob
+from ..records import Job
+from ..states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
+from .commits import Commits
+
+Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
+WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
+RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
+
+
+class Home(NamedTuple):
+    """What the book knows of a device."""
+
+    state: DeviceState
+    commits: Commits
+
+
+class Jobs:
+    """A job's identity and what it is wanted to do; ``Training`` gives it the device.
+
+    Each job is placed on one device, which may be another one whenever it has left the one before:
+    its commits are the machine's.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.homes: list[Home] = []  # of the machine's devices, in order
+        self.place: Place = lambda job, home, counts: home or 0
+        self._sharers: Counter[str] = Counter()  # jobs that are not over, by group; as was told
+
+    def __iter__(self) -> Iterator[Job]:
+        return (job for home in self.homes for job in home.state.jobs.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The devices'."""
+        return [home.state.settings.device for home in self.homes]
+
+    def get(self, name: JobName) -> Job | None:
+        """The job of that name, wherever it is."""
+        return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
+
+    def home(self, job: Job) -> Home:
+        """Of a job on the books."""
+        return next(home for home in self.homes if home.state.jobs.get(job.name) is job)
+
+    def tidy(self) -> None:
+        """Count who shares what; let go of what is kept no longer."""
+        self._count_sharers()
+        self._forget_old()
+
+    def _count_sharers(self) -> None:
+        before = self._sharers
+        self._sharers = Counter(
+            job.group for job in self if job.share and job.state.state not in TASK_FINAL
+        )
+        for group in before.keys() | self._sharers.keys():
+            if before[group] != self._sharers[group]:
+                self._core.emit(CountSharers(group=group, jobs=self._sharers[group]))
+
+    def rehome(self) -> int:
+        """A job that waits for its device may wait for another one; what it committed goes with it.
+
+        Not while anything of its last dispatch is under way: a process that is not reaped, a commit
+        that is copied or written. One that is over leaves a lost device only.
+        """
+        if len(self.homes) == 1:
+            return 0
+        counts = self._counts()
+        for home in self.homes:
+            for job in list(home.state.jobs.values()):
+                is_waiting = job.state.state in WAITING or home.state.is_given_up
+                if not is_waiting or job.copying_epoch or job.is_persisting:
+                    continue
+                if self.has_process_of(job.name):
+                    continue
+                target = self.place(job, home.state.index, counts)
+                if target != home.state.index:
+                    self.goes(job, target)
+                    if job.state.state not in TASK_FINAL:
+                        counts[home.state.index] -= 1
+                        counts[target] += 1
+        return QUEUE | TURN | WORKERS | JOBS
+
+    def _counts(self) -> list[int]:
+        """Of each device, the jobs there that are not over."""
+        return [
+            sum(job.state.state not in TASK_FINAL for job in home.state.jobs.values())
+            for home in self.homes
+        ]
+
+    def goes(self, job: Job, index: int) -> None:
+        """It is another device's from now on, and what it committed; also for the next server."""
+        home, target = self.home(job), self.homes[index]
+        home.commits.leaves(job)
+        self._core.touched = ALL
+        del home.state.jobs[job.name]
+        self._enters(job, target)
+        target.commits.enters(job)
+        self.publish(job, "job.placed")
+        is_sent = job.sent_to == target.state.settings.device
+        if job.state.state not in TASK_FINAL:
+            self._core.emit(Journal(entry={"kind": "placed", "name": job.name, "is_sent": is_sent,
+                                           "device": target.state.settings.device}))  # fmt: skip
+
+    def has_process_of(self, name: JobName) -> bool:
+        """Whether a process of a job lives, on any device, be it one that is about to leave.
+
+        A job never has two: the old one's slice is released by name when it is reaped, and it
+        may still hold the job's log and commits.
+        """
+        workers = (worker for home in self.homes for worker in home.state.workers.values())
+        return any(worker.job == name for worker in workers)
+
+    def adopt(
+        self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
+        share: str = "", devices: tuple[str, ...] = (), sent_to: str = "", on: str = "",
+    ) -> Job:  # fmt: skip
+        """Put a job on the books (a new one, or one the journal remembers, which was ``on``)."""
+        core = self._core
+        devices = limits.limit(devices, self.names)
+        job = Job(name, entry, args, priority, tenant, share, devices, sent_to)
+        job.born_epoch = Epoch(core.last_epoch)
+        job.place = core.next_epoch()
+        job.cycle_left_ms = core.settings.training_cycle_ms
+        index = self.names.index(on) if on in self.names else self.place(job, None, self._counts())
+        self._enters(job, self.homes[index])
+        return job
+
+    def _enters(self, job: Job, home: Home) -> None:
+        home.state.jobs[job.name] = job
+        self.count_anew(home)
+
+    def count_anew(self, home: Home) -> None:
+        """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
+        the newcomer would have the device until it has had as much as the oldest."""
+        state = home.state
+        for job in state.jobs.values():
+            now_ms = self._core.now_ms if state.training == job.name else 0.0
+            job.counted_from_ms += job.view(now_ms).share_ms
+
+    def restore(
+        self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
+        slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
+        devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
+        restarts: int = 0, steps_recomputed: int = 0,
+    ) -> None:  # fmt: skip
+        """A job the journal remembers, with its commit area loaded from disk (0: none).
+
+        Args:
+            restarts, steps_recomputed: with those that the server's end has cost it.
+            placed: where it was, if it has ever moved. A device that is gone is no limit.
+        """
+        on = placed["device"] if placed is not None and placed["device"] in self.names else ""
+        sent_to = on if placed is not None and placed["is_sent"] else ""
+        job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
+        job.restarts, job.steps_recomputed = restarts, steps_recomputed
+        if slot_bytes:
+            self.home(job).commits.restore(job, slot_bytes, step)
+        if is_paused:
+            job.state.apply(TaskEvent.PAUSE, "as before the restart")
+
+    def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
+        """A job that was over before the restart, and the step of its state on disk (-1: none).
+
+        Raises:
+            ValueError, TypeError, KeyError: no record of ours.
+        """
+        state = TaskState(record["state"])
+        if state not in TASK_FINAL:
+            raise ValueError(f"{state.value} is no end")
+        job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
+                         int(record["priority"]), str(record["tenant"]))  # fmt: skip
+        job.state.state = state  # without a story: that was another server's
+        job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
+        job.epoch_index = int(record["epoch"])
+        job.ended_at_ms = float(record["ended_at_ms"])
+        job.last_log = dict(record["log"])
+        job.committed_step = job.persisted_step = persisted_step
+
+    def remove(self, job: Job) -> None:
+        """Nothing of a job that is over stays."""
+        home = self.home(job)
+        home.commits.forget(job)
+        self._core.touched = ALL
+        self._core.emit(RemoveJob(job=job.name))
+        del home.state.jobs[job.name]
+
+    def _forget_old(self) -> None:
+        """As many ended jobs as are kept, the newest; none for longer than they are kept."""
+        core, settings = self._core, self._core.settings
+        over = [job for job in self if job.state.state in TASK_FINAL]
+        if not over:
+            return
+        over.sort(key=lambda job: job.ended_at_ms)
+        gone = over[: max(0, len(over) - settings.keep_jobs)]
+        if settings.keep_jobs_ms:
+            now_ms = core.now_ms + settings.unix_offset_ms
+            gone = [job for job in over if now_ms >= job.ended_at_ms + settings.keep_jobs_ms]
+            for job in over[len(gone) : len(gone) + 1]:
+                left_ms = job.ended_at_ms + settings.keep_jobs_ms - now_ms
+                core.look_again(core.now_ms + left_ms)
+        for job in gone:
+            if not job.is_persisting and not job.exporters:
+                self.remove(job)
+                core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
+
+    def publish(self, job: Job, topic: str, /, **body: Any) -> None:
+        self.home(job).state.publish(topic, **(body | {"job": job.name}))
+
+    def row(self, job: Job) -> dict[str, Any]:
+        """One line of ``jobs``."""
+        return {
+            "name": job.name,
+            "state": job.state.state.value,
+            "entry": job.entry,
+            "args": list(job.args),
+            "step": max(job.step, job.committed_step),  # the script tells of steps now and then
+            "epoch": job.epoch_index,
+            "committed_step": job.committed_step,
+            "persisted_step": job.persisted_step,
+            "steps_per_s": round(job.steps_per_s, 3),
+            "steps_left": job.steps_left if job.steps_left >= 0 else None,
+            "trained_s": round(job.trained_ms / 1000.0, 3),
+            "suspensions": job.suspensions,
+            "preempted_s": round(job.preempted_ms / 1000.0, 3),
+            "evictions": job.evictions,
+            "moves": job.moves,
+            "restarts": job.restarts,
+            "steps_recomputed": job.steps_recomputed,
+            "lease_bytes": job.lease_bytes,
+            "worker": job.slot,
+            "error": job.error,
+            "why": job.why,
+            "tenant": job.tenant,
+            "share": job.share,
+            "log": job.last_log,
+            **({"on": on} if (on := self.home(job).state.label) else {}),
+        }
+
+    def report(self, job: Job, message: JobReport) -> None:
+        """What the script says of itself."""
+        values = {str(key): value for key, value in message.values.items()}
+        if message.kind == "progress":
+            self._progress(job, values)
+            if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
+                self._core.touched |= JOBS
+        elif message.kind == "nan_loss":
+            job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
+        elif message.kind in ("warning", "commit_failed"):
+            job.why = str(values.get("text") or values.get("what", message.kind))
+        self.publish(job, f"job.{message.kind}", **values)
+
+    def _progress(self, job: Job, values: dict[str, Any]) -> None:
+        """Steps done, and how fast since the last report that was not interrupted."""
+        core, before = self._core, job.step
+        job.step = _number(values.get("step"), job.step)
+        job.epoch_index = _number(values.get("epoch"), job.epoch_index)
+        job.steps_left = _number(values.get("left"), -1)
+        elapsed_ms = core.now_ms - job.reported_at_ms
+        if job.step > before and job.reported_at_ms and elapsed_ms > 0:
+            rate = (job.step - before) * 1000.0 / elapsed_ms
+            job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
+        job.reported_at_ms = core.now_ms
+        if isinstance(values.get("log"), dict):
+            job.last_log = values["log"] or job.last_log
+
+    def unwound(self, job: Job) -> None:
+        if job.state.state is TaskState.QUEUED:
+            if job.wanted == "pause":
+                job.state.apply(TaskEvent.PAUSE, "asked by the user")
+            elif job.wanted == "cancel":
+                job.state.apply(TaskEvent.CANCEL, "asked by the user")
+            if job.wanted in ("pause", "drain"):
+                job.persist_due_at_ms = self._core.now_ms  # at once
+        self.changed(job)
+
+    def changed(self, job: Job) -> None:
+        core = self._core
+        self.publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
+        if job.state.state is TaskState.PAUSED:  # also for the next server
+            core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
+        for token in job.answer_on_change:
+            core.answer(token, job=self.row(job))
+        job.answer_on_change.clear()
+        job.wanted = "run" if job.wanted != "drain" else job.wanted
+        if job.state.state in TASK_FINAL:
+            job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
+            job.persist_due_at_ms = core.now_ms
+            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms}
+            core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
+            self.answer_final(job)
+
+    def answer_final(self, job: Job) -> None:
+        if job.state.state not in TASK_FINAL:
+            return
+        for token in job.waiters:
+            if job.state.state is TaskState.FAILED:
+                kind, _, text = job.error.partition(": ")
+                error = TaskFailed(
+                    f'job "{job.name}" failed: {job.error}',
+                    hint=f"pipeswitch jobs logs {job.name}",
+                    type=kind,
+                    text=text,
+                    job=self.row(job),
+                )
+                self._core.refuse(token, error)
+            else:
+                self._core.answer(token, job=self.row(job))
+        job.waiters.clear()
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        for job in self:
+            for token in (*job.waiters, *job.answer_on_change, *job.exporters, *job.movers):
+                self._core.refuse(token, error)
+            job.waiters.clear()
+            job.answer_on_change.clear()
+            job.exporters.clear()
+            job.movers.clear()
+
+    def drain(self) -> None:
+        """Commit and unwind every job, write all to disk; the journal brings them back."""
+        for job in self:
+            job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
+            if job.state.state in TASK_ON_WORKER and job.wanted == "run":
+                job.wanted = "drain"  # Training evicts it
+
+    @property
+    def is_quiet(self) -> bool:
+        """No job is on a worker."""
+        return not any(job.state.state in TASK_ON_WORKER for job in self)
+
+
+def _number(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default

@@ -1,0 +1,424 @@
+"""Training on the device: round robin over idle time, stop, suspend, evict, the ends of scripts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...errors import WorkerLost
+from ...ipc.messages import (
+    EvictTask,
+    GrantTurn,
+    JobEnded,
+    JobName,
+    Parked,
+    RunJob,
+    Slot,
+    StopTask,
+    Turn,
+)
+from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
+from ..device_state import DeviceState
+from ..events import ToWorker
+from ..memory.leases import Leases, Slices
+from ..memory.regions import Owner
+from ..policies.job_orders import JOB_ORDERS
+from ..records import NO_TURN, Job, Worker
+from ..states import (
+    TASK_ON_WORKER,
+    WORKER_FREE,
+    MoveState,
+    TaskEvent,
+    TaskState,
+    WorkerEvent,
+    WorkerState,
+)
+from .commits import Commits
+from .jobs import Jobs
+
+JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
+MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
+WHY_EVICTED: Final = {
+    "pause": "pause asked by the user",
+    "cancel": "cancel asked by the user",
+    "drain": "the server is draining",
+}
+
+
+class Training:
+    """Which job has the device. Inside a priority the one that its order puts first goes next."""
+
+    def __init__(
+        self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
+    ) -> None:
+        self._core = device.core
+        self._device = device
+        self._slices = slices
+        self._jobs = jobs
+        self._leases = leases
+        self._commits = commits
+        self._order = JOB_ORDERS[device.settings.training]
+
+    def pump(self) -> int:
+        """Give the idle device to the next job, and keep the rules about suspended ones."""
+        core, device = self._core, self._device
+        if not device.jobs:
+            return 0
+        for job in device.jobs.values():
+            if job.wanted != "run":
+                self.evict(job.name, WHY_EVICTED[job.wanted])
+        for job, why in self._leases.grant():
+            self.evict(job.name, why)
+        if device.training is not None:
+            self._watch_running(device.jobs[device.training])
+        elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
+            self._run_next()
+        self._make_place()
+        self._kill_who_stays()
+        self._commits.persist_due()
+        return QUEUE | TURN | WORKERS | PLACES | JOBS
+
+    def _is_device_idle(self) -> bool:
+        """Nothing computes, and nobody has a turn: all that wait rest, if any do."""
+        device = self._device
+        if device.current is not None or device.upcoming is not None:
+            return False
+        return next(device.queue.heads(*device.seen), None) is None
+
+    def _runnable(self) -> list[Job]:
+        """Jobs that could have the device, in the order they would get it."""
+        able = [
+            job
+            for job in self._device.jobs.values()
+            if (
+                job.state.state is TaskState.SUSPENDED
+                and not job.lease_asked_bytes
+                and job.move.state is not MoveState.COPYING
+            )
+            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
+        ]
+        return sorted(able, key=self.rank)
+
+    def rank(self, job: Job) -> tuple[float, ...]:
+        """Of one that has not the device; the smallest goes next."""
+        return (job.priority, *self._order.rank(job.view(0.0)))
+
+    def _is_leaving(self, job: Job) -> bool:
+        """Whether something of its last dispatch is not over yet.
+
+        A commit that is still being copied is the one to resume from: a script that began before
+        the flip would start from the one before it, and could commit an older step over it.
+        """
+        return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
+
+    def _waiting_behind(self, running: Job) -> bool:
+        """Whether another job wants the device, or memory the running one may have."""
+        waiting = self._runnable() + [
+            job for job in self._device.jobs.values() if job.lease_asked_bytes
+        ]
+        own = running.view(self._core.now_ms)
+        return any(
+            job is not running
+            and (
+                job.priority < running.priority
+                or (job.priority == running.priority and self._order.yields(own, job.view(0.0)))
+            )
+            for job in waiting
+        )
+
+    def _run_next(self) -> None:
+        for job in self._runnable():
+            if job.state.state is TaskState.SUSPENDED:
+                self._resume(job)
+                return
+            worker = self._pick_worker() if len(self._in_place()) < MAX_IN_PLACE else None
+            if worker is not None:
+                self._dispatch(job, worker)
+                return
+
+    def _pick_worker(self) -> Worker | None:
+        """A standby; the least warm one, so that warm ones stay for inference."""
+        free = [
+            worker
+            for worker in self._device.workers.values()
+            if worker.state.state in WORKER_FREE
+            and worker.state.state is WorkerState.STANDBY
+            and worker.preparing is None
+        ]
+
+        def order(worker: Worker) -> tuple[bool, int, int]:
+            fits = self._device.fits(worker, is_code=True, tenant=JOBS_TENANT)
+            return not fits, len(worker.warm), -worker.slot
+
+        return min(free, key=order, default=None)
+
+    def _dispatch(self, job: Job, worker: Worker) -> None:
+        core = self._core
+        job.epoch = core.next_epoch()
+        job.dispatched_at_ms = core.now_ms
+        job.turn = Turn(core.next_epoch())
+        job.commit_number = 0
+        job.slot = worker.slot
+        job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+        self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
+        worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
+        worker.job = job.name
+        worker.task_epoch = job.epoch
+        self._holds_device(job)
+        self._device.emit(
+            ToWorker(
+                slot=worker.slot,
+                message=RunJob(
+                    epoch=job.epoch,
+                    turn=job.turn,
+                    job=job.name,
+                    entry=job.entry,
+                    args=job.args,
+                    log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
+                    log_bytes=core.settings.job_log_bytes,
+                    slot_bytes=job.commit_slot_bytes,
+                    commit_every_ms=core.settings.commit_every_ms,
+                    restarts=job.restarts,
+                    steps_recomputed=job.steps_recomputed,
+                    share=job.group,
+                ),
+                commits_of=job.name if job.commit_slot_bytes else None,
+            )
+        )
+        self._device.publish(
+            "job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step
+        )
+
+    def _resume(self, job: Job) -> None:
+        core, device = self._core, self._device
+        assert job.slot is not None
+        job.turn = Turn(core.next_epoch())
+        job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
+        job.preempted_ms += core.now_ms - job.parked_at_ms
+        device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
+        self._holds_device(job)
+        self._device.emit(
+            ToWorker(
+                slot=job.slot, message=GrantTurn(epoch=job.epoch, turn=job.turn), channel="signal"
+            )
+        )
+        device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
+
+    def _holds_device(self, job: Job) -> None:
+        self._device.training = job.name
+        job.cycle_began_at_ms = self._core.now_ms
+        job.last_ran_at_ms = self._core.now_ms
+        self._core.touched |= TURN | JOBS | WORKERS
+        self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms, JOBS)
+
+    def _watch_running(self, job: Job) -> None:
+        """End its cycle when another job waits; kill it when it does not stop or unwind."""
+        core, settings = self._core, self._core.settings
+        state = job.state.state
+        if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
+            is_wanted = self._waiting_behind(job)
+            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms
+            if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
+                self.stop(job.name, Turn(0), Slot(0))
+            elif is_wanted:
+                core.look_again(ends_at_ms, JOBS)
+        elif state is TaskState.STOPPING:
+            self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
+
+    def reported(self, job: Job) -> None:
+        """It computes: a cycle that is over, and that no other job waits for, is followed by its
+        next one."""
+        now_ms = self._core.now_ms
+        if now_ms >= job.cycle_began_at_ms + job.cycle_left_ms and (
+            self._device.training == job.name
+            and job.state.state is TaskState.RUNNING
+            and not self._waiting_behind(job)
+        ):
+            self._account(job)
+            job.cycle_began_at_ms = now_ms
+            job.cycle_left_ms = self._core.settings.training_cycle_ms
+
+    def _kill_after(self, job: Job, at_ms: float, reason: str) -> None:
+        core, device = self._core, self._device
+        if core.now_ms < at_ms or job.slot is None:
+            core.look_again(at_ms, JOBS)
+            return
+        device.kill(device.workers[job.slot], reason)
+
+    def _in_place(self) -> list[Job]:
+        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
+
+    def _make_place(self) -> None:
+        """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        if len(self._device.jobs) <= MAX_IN_PLACE:
+            return
+        in_place, queued = self._in_place(), self._device.jobs.values()
+        waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
+        is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
+        if len(in_place) < MAX_IN_PLACE or is_leaving or not waiting:
+            return
+        first = min(waiting, key=self.rank)
+        leaves = self._leases.who_leaves_for(first)
+        if leaves is not None:
+            self.evict(leaves.name, f"job {first.name} is next")
+
+    def _kill_who_stays(self) -> None:
+        """A script that swallows the eviction, or a process that does not leave after it."""
+        core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
+        for job in device.jobs.values():
+            if job.state.state is TaskState.EVICTING:
+                self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
+        for worker in device.workers.values():
+            if worker.state.state is WorkerState.RETIRING:
+                if core.now_ms >= worker.retired_at_ms + grace_ms:
+                    device.kill(worker, "its script is over, its process did not leave")
+                else:
+                    core.look_again(worker.retired_at_ms + grace_ms, JOBS)
+
+    def stop(self, name: JobName, next_turn: Turn, next_slot: Slot) -> None:
+        """Ask the job that holds the device to step aside and to hand the turn on by itself.
+
+        Once for each of its turns: a later request is served when it has parked. One that is
+        being evicted is asked too; it answers before it commits and unwinds.
+        """
+        core, device, job = self._core, self._device, self._device.jobs[name]
+        if job.slot is None or job.stopped_turn == job.turn:
+            return
+        job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
+        job.stopped_turn = job.turn
+        job.stop_asked_at_ms = core.now_ms
+        device.workers[job.slot].may_raise = next_turn
+        core.touched |= JOBS
+        core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
+        self._device.emit(
+            ToWorker(
+                slot=job.slot,
+                message=StopTask(
+                    epoch=job.epoch, turn=job.turn, next_turn=next_turn, next_slot=next_slot
+                ),
+                channel="signal",
+            )
+        )
+
+    def parked(self, worker: Worker, message: Parked) -> bool:
+        """It computes no more; the caller passes the turn on. False for a late message.
+
+        It may be late behind its own JobEnded: the two come over different channels.
+        """
+        core = self._core
+        if worker.task_epoch == message.epoch and worker.may_raise == message.next_turn:
+            worker.may_raise = NO_TURN
+        job = self._device.job_of(worker, message.epoch)
+        if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
+            return False
+        if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
+            worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
+            job.suspensions += 1
+            job.parked_at_ms = core.now_ms
+            core.counts["preemptions"] += 1
+        self._device.span(
+            f"worker {worker.slot}",
+            f"stop {job.name} ({message.where})",
+            message.asked_at_ms,
+            message.parked_at_ms,
+            flow=message.next_turn,
+        )
+        self._device.publish(
+            "job.suspended",
+            job=job.name,
+            where=message.where,
+            stop_ms=message.parked_at_ms - message.asked_at_ms,
+        )
+        self._device_left(job)
+        return True
+
+    def _device_left(self, job: Job) -> None:
+        """Account the cycle; rotate when it is used up."""
+        core, device = self._core, self._device
+        if device.training != job.name:
+            return
+        device.training = None
+        self._account(job)
+        if job.cycle_left_ms <= 0:
+            job.cycle_left_ms = core.settings.training_cycle_ms
+            job.place = core.next_epoch()
+
+    def _account(self, job: Job) -> None:
+        core = self._core
+        self._device.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
+        trained_ms = core.now_ms - job.cycle_began_at_ms
+        self._device.spend("train", trained_ms)
+        job.cycle_left_ms -= trained_ms
+        job.trained_ms += trained_ms
+        if job.lease_bytes:
+            job.turn_left_ms -= trained_ms
+
+    def evict(self, name: JobName, cause: str) -> None:
+        """Ask a job on a worker to commit its last step and unwind; not while its process copies
+        its state to another device, which it then does there if it is still wanted."""
+        core, job = self._core, self._device.jobs.get(name)
+        if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
+            return  # its process is about to leave
+        if job.move.state is MoveState.COPYING:
+            return
+        job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
+        job.evictions += 1
+        job.evict_asked_at_ms = core.now_ms
+        job.lease_asked_bytes = 0  # it unwinds out of the wait
+        job.why = cause
+        core.counts["job_evictions"] += 1
+        core.touched |= JOBS
+        core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
+        self._device.emit(
+            ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal")
+        )
+        self._device.publish("job.evicting", job=name, cause=cause)
+
+    def ended(self, worker: Worker, message: JobEnded) -> None:
+        """The script is over; its process retires and only then its memory is free."""
+        job = self._device.job_of(worker, message.epoch)
+        if job is None:
+            return
+        worker.state.apply(WorkerEvent.RETIRED, f"job {job.name} {message.outcome}")
+        worker.deaths = 0
+        worker.retired_at_ms = self._core.now_ms
+        self._device_left(job)
+        job.slot = None
+        job.lease_asked_bytes = 0
+        job.lease_bytes = 0
+        job.step = max(job.step, message.step)
+        if message.outcome == "done":
+            job.state.apply(TaskEvent.FINISHED, "script ended")
+        elif message.outcome == "failed":
+            job.error = f"{message.error_type}: {message.error_text}"
+            job.state.apply(TaskEvent.ERROR, message.error_type)
+        elif job.state.state is TaskState.EVICTING:
+            job.state.apply(TaskEvent.UNWOUND, "preempted")
+        else:  # its own code raised TaskPreempted without being asked
+            job.error = "the script raised TaskPreempted by itself"
+            job.state.apply(TaskEvent.ERROR, "TaskPreempted")
+        self._jobs.unwound(job)
+
+    def worker_died(self, worker: Worker, status: int) -> None:
+        """Reaped. After a crash the job starts again from its last commit."""
+        core, device = self._core, self._device
+        name = worker.job
+        if name is None:
+            return
+        worker.job = None
+        job = device.jobs.get(name)
+        if job is not None and job.slot == worker.slot:
+            self._device_left(job)
+            job.slot = None
+            job.lease_bytes = job.lease_asked_bytes = 0
+            job.restarts += 1
+            job.deaths_without_progress += worker.is_blamed
+            job.steps_recomputed += max(0, job.step - max(job.committed_step, 0))
+            was_evicting = job.state.state is TaskState.EVICTING
+            job.why = worker.kill_reason or f"worker exited with status {status}"
+            job.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
+            if job.deaths_without_progress >= core.settings.max_job_deaths and not was_evicting:
+                job.error = f"{WorkerLost.__name__}: its worker died {job.deaths_without_progress} "
+                job.error += f"times without a commit in between (last status {status})"
+                job.state.apply(TaskEvent.ERROR, "no progress")
+            self._jobs.unwound(job)
+        self._slices.release(Owner("slice", name))
