@@ -31,19 +31,19 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(), help="pipeswitch.toml of this folder if any.")
+@click.option("--config", "path", type=click.Path(), help="Default: pipeswitch.toml, if here.")
 @click.option("--device", multiple=True,
               help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.")  # fmt: skip
 @click.option("--listen", help="tcp://127.0.0.1:5555")
-@click.option("--name", help="Of the owner's ipc socket (default: the port).")
+@click.option("--name", help="Name of the owner's socket (default: the port).")
 @click.option("--arena", help="Device memory: auto, 20GiB or a fraction.")
 @click.option("--host-store", help="Host memory for models: auto, 32GiB or a fraction.")
 @click.option("--pool", help="Shared memory for waiting requests: 512MiB.")
 @click.option("--state-dir", type=click.Path(), help="Bundles, commits, journal, logs.")
 @click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
-@click.option("--keys-dir", type=click.Path(), help="Made by pipeswitch keys.")
+@click.option("--keys-dir", type=click.Path(), help="Folder of keys, made by pipeswitch keys.")
 @click.option("--tcp-roles", metavar="ROLE,ROLE",
-              help="Of every TCP client: infer (default), urgent, register, operate, code.",
+              help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
 )  # fmt: skip
 @click.option("--standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
@@ -53,17 +53,17 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
     type=click.Choice(["off", "deadline"]),
     help="deadline: refuse at once what cannot be answered in time (default: off).",
 )
-@click.option("--default-deadline", help="Of requests that name none: 2s; 0 (default): none.")
+@click.option("--default-deadline", help="Deadline of requests without one: 2s; 0 (default): none.")
 @click.option("--link-gbps", type=float, help="cpu device: model a link of this many GB/s.")
 @click.option("--commit-every", help="How often a job's state is kept: 5s.")
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
 @click.option("--allow-code", multiple=True, metavar="PATTERN",
               help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
-@click.option("--http", metavar="HOST:PORT", help="For Triton's and KServe's clients, and metrics.")
-@click.option("--grpc", metavar="HOST:PORT", help="The same by gRPC, if grpcio is installed.")
-@click.option("--no-http", is_flag=True, help="Neither of the two.")
-@click.option("--gateway-roles", metavar="ROLE,ROLE", help="What every caller of the two may do.")
-@click.option("--gateway-tokens", type=click.Path(), help="Lines of NAME TOKEN ROLE,ROLE.")
+@click.option("--http", metavar="HOST:PORT", help="For KServe's clients, metrics and the page.")
+@click.option("--grpc", metavar="HOST:PORT", help="For gRPC's clients, if grpcio is installed.")
+@click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
+@click.option("--gateway-roles", metavar="ROLE,ROLE", help="Roles of every HTTP and gRPC caller.")
+@click.option("--gateway-tokens", type=click.Path(), help="File with lines NAME TOKEN ROLE,ROLE.")
 def serve(path: str | None, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..config import load
@@ -183,11 +183,11 @@ def ui(no_open: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--deep", is_flag=True, help="Through scheduler, memory daemon and workers.")
-@click.option("--wait", default="0", metavar="1m", help="Ask for so long, until it would.")
+@click.option("--deep", is_flag=True, help="Ask scheduler, memory daemon and workers too.")
+@click.option("--wait", default="0", metavar="1m", help="Keep asking for this long.")
 @json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:
-    """Whether the server would serve a request now: exit 0, else 1; 3 when no server answers."""
+    """Check whether the server would serve a request now: exit 0, else 1; 3 if none answers."""
     answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
     print_done(answer, views.ping_line(answer), as_json)
     sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)

@@ -210,7 +210,7 @@ def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
         (Places(), {"x": {1: (1, 20)}}, "it takes length from 1 to 12"),
         (OneOdd(), {"x": {1: (1, 20)}}, "at length=8 it does not compute the same bits"),
         (nn.Linear(10, 3), {"x": {1: (1, 20)}}, "the model fixes length at 10"),
-        (Branches(), {"y": {1: (1, 20)}}, "no input is called so"),
+        (Branches(), {"y": {1: (1, 20)}}, "no input has that name"),
         (Branches(), {"x": {2: (1, 20)}}, "it has dimensions 0 to 1"),
         (Branches(), {"x": {1: (20, 1)}}, "a range is"),
         (Branches(), {"x": {1: (1, 9)}}, "the example's extent 10 is not within 1..9"),

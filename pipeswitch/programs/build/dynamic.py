@@ -41,7 +41,7 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
     for name, wanted in dynamic.items():
         if name not in names:
             raise RegistrationRefused(
-                f"dynamic {name!r}", f"no input is called so{nearest(name, names)}",
+                f"dynamic {name!r}", f"no input has that name{nearest(name, names)}",
                 hint=f"the inputs are {', '.join(names)}",
             )  # fmt: skip
         number = names.index(name)
@@ -74,7 +74,7 @@ def _range(part: str, given: Any) -> tuple[str, int, int]:
     is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
     if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
         raise RegistrationRefused(
-            part, f"a range is (smallest, largest), from 1 to {MAX_EXTENT}, or has a name before"
+            part, f"a range is (smallest, largest) or (name, smallest, largest), up to {MAX_EXTENT}"
         )
     return called, bounds[0], bounds[1]
 

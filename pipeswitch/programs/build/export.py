@@ -116,8 +116,8 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
         return RegistrationRefused("export", f"{why}; {ADVICE}")
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
     return RegistrationRefused(
-        f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: it is "
-        "then what it is in the example"
+        f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: "
+        "then it is fixed as in the example"
     )  # fmt: skip
 
 

@@ -298,7 +298,7 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
     return DeadlineExceeded(
-        f"{raw.stage.function} had not made its inputs after {waited_ms:.0f} ms",
+        f"{raw.stage.function} had not made the inputs after {waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,
     )
