@@ -16,15 +16,14 @@ from typing import Any, Final
 import click
 
 import pipeswitch as ps
-from pipeswitch import config, job, testing
+from pipeswitch import config, job
 from pipeswitch.cli.main import main
-from pipeswitch.client.tensors import Signature
 
 GUIDE: Final = Path(__file__).parent / "guide"
 MARK: Final = "<!-- written by python docs/reference.py, do not edit -->"
 COMMANDS: Final = """\
-`--help` explains each option. Commands that print a table or a row take `--json`; listings take
-`--watch`. They ask the server at `PIPESWITCH_HOST`, else your own on this machine."""
+Type them after `pipeswitch`. `--help` explains each option. Commands that print a table or a row
+take `--json`, listings `--watch`. They ask the server at `PIPESWITCH_HOST`, else your own."""
 SETTINGS: Final = """\
 They stand in `pipeswitch.toml`, or in the environment as `PIPESWITCH_SECTION__KEY`.
 `pipeswitch config init` writes the file with these defaults; `pipeswitch config schema` prints its
@@ -36,7 +35,7 @@ API: Final = """\
 def commands() -> str:
     """One row for each command."""
     rows = ["| command | what it does |", "|---|---|"]
-    for path, command in _commands(main, "pipeswitch"):
+    for path, command in _commands(main, ""):
         arguments = [p.make_metavar(click.Context(command)) for p in command.params
                      if isinstance(p, click.Argument)]  # fmt: skip
         text = (command.help or "").split("\n\n")[0].replace("\n", " ")
@@ -49,12 +48,12 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
     if not isinstance(command, click.Group):
         yield path, command
         return
-    if command.invoke_without_command and path != "pipeswitch":
+    if command.invoke_without_command and path:
         yield path, command
     for name in command.list_commands(click.Context(command)):
         found = command.get_command(click.Context(command), name)
         assert found is not None
-        yield from _commands(found, f"{path} {name}")
+        yield from _commands(found, f"{path} {name}".strip())
 
 
 def settings() -> str:
@@ -89,12 +88,9 @@ def api() -> str:
         *_class("ps.Task", ps.Task),
         *_class("ps.Result", ps.Result),
         f"## ps.Timing\n\n{_text(ps.Timing)} [python.md](python.md#the-bill) lists the fields.",
-        *_class("client.signature(name)", Signature),
         "## job\n\n`from pipeswitch import job`; [jobs.md](jobs.md).",
         *(_function(f"job.{name}", getattr(job, name))
           for name in ("epochs", "steps", "shared", "log", "publish")),
-        "## pipeswitch.testing",
-        _function("server", testing.server),
     ]  # fmt: skip
     return _page("Every method", API, *parts)
 
@@ -110,7 +106,7 @@ def _class(name: str, found: type) -> list[str]:
             continue
         if inspect.isfunction(member):
             parts.append(_function(key, member))
-        elif isinstance(member, property) and member.__doc__ and key not in ("batch_min",):
+        elif isinstance(member, property) and member.__doc__:
             parts.append(f"### {key}\n\n{_text(member)}")
     return parts
 

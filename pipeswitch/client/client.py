@@ -56,8 +56,8 @@ class Client:
         timeout_s: how long a server may take to answer the first hello.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
-        shared_memory: hand tensors of 64 KiB or more to a server of this user's in memory that
-            both map; False: through the socket, as to any other server.
+        shared_memory: pass tensors of 64 KiB or more to your own server in memory that both map;
+            False: through the socket.
 
     Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.
@@ -201,9 +201,9 @@ class Client:
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
 
-        What was decided on the way (why a batch or a length is fixed) is in the row's ``notes``.
-        A module is exported in this process, one at a time whatever thread asks. Threads that
-        compute meanwhile do so without mkldnn and cudnn: slower, and other in the last bits.
+        The row's ``notes`` say what was decided on the way, such as why a length is fixed.
+        Modules are exported in this process, one at a time. Threads that compute meanwhile do
+        without mkldnn and cudnn: slower, and with other last bits.
 
         Args:
             name: what requests will call it.
@@ -214,24 +214,22 @@ class Client:
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
             example_inputs: for a module: what its ``forward`` takes, nested as it is.
-            dynamic: for a module: the extents beside the batch that requests choose, by input and
-                dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
-                one range and one extent in the example are the same; ``("source", 1, 512)`` calls
-                one apart.
+            dynamic: for a module: the dimensions beside the batch that requests choose, and their
+                ranges: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
+                ranges with equal extents in the example are one dimension; a name sets one apart:
+                ``("source", 1, 512)``.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            batch: requests that wait together are computed as one batch of up to so many rows;
-                0: never. Each sees its own answer alone; ``show`` says whether its last bits
-                depend on the batch (``batching``).
-            batch_delay_ms: for so long a request waits for others though the device is free.
-            devices: of several of the server, those that may serve it, by name or by kind
-                (``cuda:1``, ``cpu``); none: all, of two kinds those of the first one's.
+            batch: join waiting requests into one run of up to this many rows; 0: never. ``show``
+                says whether the last bits of an answer then depend on the batch (``batching``).
+            batch_delay_ms: how long a request waits for others though the device is free.
+            devices: the server's devices that may serve it, by name or kind (``cuda:1``, ``cpu``);
+                none: all of the first one's kind.
             preprocess: ``package.module:function`` of the server's, which makes the model's inputs
-                of what requests send: it is called with numpy arrays by the names of ``raw``, in a
-                process beside the devices, and returns a dict of arrays by the model's inputs, or
-                the only one.
-            raw: shapes and dtypes of what requests send then, as in ``inputs``, not nested:
+                from what requests send. It gets numpy arrays by the names of ``raw``, in a process
+                beside the devices, and returns an array, or a dict of arrays by input name.
+            raw: shapes and dtypes of what requests then send, as in ``inputs``, not nested:
                 ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
@@ -372,10 +370,10 @@ class Client:
         """Make a job's newest commit the next version of a model; returns when it is current.
 
         Args:
-            name: of a registered model: its program stays, parameters are matched by name.
-            job: whose; it may be over.
-            step: that the commit must be of; -1: whatever it is of.
-            part: of ``job.steps(model={"net": net, "ema": ema})``; not needed where only one fits.
+            name: a registered model; its program stays, parameters are matched by name.
+            job: it may be over.
+            step: the commit must be of this step; -1: any.
+            part: one of ``job.steps(model={"net": net, "ema": ema})``, if several fit.
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ, and which.
@@ -391,8 +389,8 @@ class Client:
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
-        """Give a version so many of a hundred requests that name none, until another one becomes
-        current; 0 takes them back. Each answer is of one: ``timing.version``."""
+        """Give a version this share of the requests that name none, until another becomes current;
+        0 ends it. ``timing.version`` says which one answered."""
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 
@@ -427,8 +425,7 @@ class Client:
 
         Args:
             name: of a model that is ready.
-            batches: sizes to time, the groups are made for the first; default: the one its
-                requests come with.
+            batches: sizes to time; groups are made for the first. Default: that of its requests.
             progress: called as the work proceeds.
         """
         future = self._connection.request(
@@ -470,8 +467,8 @@ class Client:
             args: its command line.
             priority: among jobs.
             share: jobs of one group find each other's ``job.shared`` batches.
-            devices: of several of the server, those that may train it, of one kind, by name or by
-                kind; none: all, of two kinds those of the first one's.
+            devices: the server's devices that may train it, of one kind, by name or kind; none:
+                all of the first one's kind.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
@@ -518,11 +515,11 @@ class Client:
         return trace
 
     def about(self) -> dict[str, Any]:
-        """What the server says of itself: pid, device, addresses."""
+        """The server's pid, device, addresses and limits."""
         return self._ask("ping")
 
     def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
-        """Whether the server would serve a request now: ``{"ready": …, "why": …, "total_ms": …}``.
+        """Ask whether a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
 
         Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
         ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``
@@ -571,7 +568,7 @@ class Client:
         return records
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
-        """What is behind ``events``; the caller closes it. ``on_news``: as of ``Subscription``."""
+        """The subscription behind ``events``; you close it. ``on_news``: as of ``Subscription``."""
         made = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(made)
         return made
@@ -671,9 +668,8 @@ class Task:
     def export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Write its newest commit's parameters and buffers to a safetensors file; its row.
 
-        They have the names of the model's ``state_dict()``; where a job trains several models,
-        behind the key that ``job.steps(model={…})`` was given. ``persisted_step`` in the row is
-        the step they are of.
+        They have the names of the model's ``state_dict()``; if a job trains several models, behind
+        their key in ``job.steps(model={…})``. ``persisted_step`` in the row is their step.
 
         Raises:
             InvalidInput: it has committed nothing.
