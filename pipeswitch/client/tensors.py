@@ -82,7 +82,7 @@ class Result:
 
     @property
     def value(self) -> Any:
-        """What the module returned: a lone tensor, or dicts, lists, tuples and None as it had them.
+        """The module's answer: a lone tensor, or dicts, lists, tuples and None as it had them.
 
         Dataclasses, and what transformers returns, are dicts.
         """
