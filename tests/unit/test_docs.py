@@ -11,6 +11,7 @@ from types import ModuleType
 import click
 import pytest
 
+from pipeswitch.client.tensors import Timing
 from pipeswitch.ipc import messages
 from pipeswitch.scheduler import states
 
@@ -99,6 +100,13 @@ def test_the_manual_names_every_page_of_its_own() -> None:
         text = (ROOT / index).read_text("utf-8")
         for page in (ROOT / "docs/guide").glob("*.md"):
             assert f"guide/{page.name})" in text, f"{index}: {page.name}"
+
+
+def test_the_manual_explains_every_field_of_the_bill() -> None:
+    bill = (ROOT / "docs/guide/python.md").read_text("utf-8").partition("## The bill")[2]
+    told = {name for row in re.findall(r"^\| (`.+?) \|", bill, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert told == set(Timing.__dataclass_fields__)
 
 
 def test_the_readme_shows_the_picture_of_the_newest_result() -> None:
