@@ -18,7 +18,7 @@ LINTED := $(CODE) tests docs benchmarks
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu clean
+.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -85,6 +85,10 @@ reliability: $(STAMP)  ## The long tests of reliability one after the other, the
 
 gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+wheel: $(STAMP)  ## What pip installs, in dist/.
+	rm -rf build dist  # what was deleted would be in it
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that was made here, the environment included.
 	rm -rf $(VENV) $(OUT) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

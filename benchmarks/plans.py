@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.machine import cpu_count
-from pipeswitch.planning import LayerCosts, LinkCost, best_groupings, bound, makespan, robust_plan
+from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.planning.exact import best_groupings
 from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import Plan, bucket
+from pipeswitch.planning.planned import robust_plan
 
 from .models import BenchModel
 from .rig import Rig, Switch

@@ -20,6 +20,7 @@ import zmq
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import server
+from pipeswitch.wire.bill import PARTS, Bill
 from pipeswitch.wire.frames import ReplyHeader, WireTensor, encode_header
 
 from .trials import Arm, Numbers, Run, now_ms
@@ -140,10 +141,7 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 def _reply_bytes() -> int:
     """The size of a reply header of ours, a full bill in it."""
-    bill: dict[str, Any] = dict.fromkeys(
-        ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms"), 1.5
-    )
-    bill |= {"resident": True, "preempted": "", "worker": 0, "epoch": 1000}
+    bill = Bill(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, epoch=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(
         v=1, id="00000000-1", status="ok", session="0" * 32, timing=bill, outputs=(output,)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.ipc.messages import Epoch
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
@@ -106,7 +107,7 @@ class Runner:
         def before(index: int) -> None:
             if begins_ms:
                 ends_ms.append(now_ms())
-            pool.wait_group(first_word if not begins_ms else index, epoch)
+            pool.wait_group(first_word if not begins_ms else index, Epoch(epoch))
             for number in groups[index].tensors[-1:]:
                 pool.show(tensors[number].offset_bytes + tensors[number].size_bytes)
             begins_ms.append(now_ms())

@@ -121,7 +121,7 @@ def window(
                     asked_s = time.monotonic()
                     timing = client.infer(name, inputs).timing
                     took_ms = (time.monotonic() - asked_s) * 1000.0
-                    told.append((name, timing.extra.get("device", "cpu"), took_ms))
+                    told.append((name, timing.device or "cpu", took_ms))
         except Exception as error:
             failures.append(error)
 

@@ -101,10 +101,9 @@ def _page(title: str, head: str, *parts: str) -> str:
 
 def _class(name: str, found: type) -> list[str]:
     parts = [f"## {name}\n\n{_text(found)}"]
-    for key, member in vars(found).items():
-        if key.startswith("_") or isinstance(member, classmethod):
-            continue
-        if inspect.isfunction(member):
+    members = {key: one for base in found.__mro__[:-1] for key, one in vars(base).items()}
+    for key, member in members.items():
+        if inspect.isfunction(member) and not key.startswith("_"):
             parts.append(_function(key, member))
         elif isinstance(member, property) and member.__doc__:
             parts.append(f"### {key}\n\n{_text(member)}")

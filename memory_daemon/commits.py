@@ -9,9 +9,9 @@ from typing import Final
 
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import ImageChanged, write_commit
-from pipeswitch.devices import DeviceMemory
+from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_pieces, check_range
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.messages import (

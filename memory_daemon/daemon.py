@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeswitch.devices import DeviceMemory
+from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
@@ -89,12 +89,10 @@ class Daemon:
         control: Channel,
         *,
         words: int,
-        device_name: str,
     ) -> None:
         self._device = device
         self._control = control
         control.point = "daemon.send"
-        self._device_name = device_name
         self._guard = TransmitGuard(
             arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, words=words
         )
@@ -110,13 +108,7 @@ class Daemon:
         what waits for it could not be told. The controller starts the next daemon instead.
         """
         reach("daemon.start")
-        ready = DaemonReady(
-            pid=os.getpid(),
-            arena_bytes=self._device.arena_bytes,
-            store_bytes=self._device.store_bytes,
-            device=self._device_name,
-            handle=self._device.export_handle(),
-        )
+        ready = DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
         self._send(ready, self._device.export_descriptors())
         while True:
             try:

@@ -47,7 +47,7 @@ def run(
     threading.excepthook = _leave
     store, *bells = descriptors
     device = kind_of(settings.device).open_memory(settings, store, bells)
-    daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
+    daemon = Daemon(device, control, words=settings.words)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: no process is left to wait for them.
         os._exit(1)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from . import job
     from .client.aio import AsyncClient
     from .client.client import Client, Task
-    from .client.tensors import Result, Timing
+    from .client.tensors import Result
+    from .wire.bill import Bill as Timing
 
 __all__ = [
     "AlreadyExists",
@@ -78,7 +79,7 @@ _LAZY = {
     "Task": ("client.client", "Task"),
     "AsyncClient": ("client.aio", "AsyncClient"),
     "Result": ("client.tensors", "Result"),
-    "Timing": ("client.tensors", "Timing"),
+    "Timing": ("wire.bill", "Bill"),
     "job": ("job", None),
 }
 

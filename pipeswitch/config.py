@@ -388,12 +388,14 @@ class GatewayConfig(_Checked):
     """``[gateway]``: HTTP and gRPC for other people's clients."""
 
     http: str = _setting(
-        "auto", "where HTTP clients connect; auto: 127.0.0.1:8000 if it is free; off: nowhere",
+        "auto", "where HTTP clients connect; auto: 127.0.0.1:8000, another port if that is taken, "
+        "and nowhere if grpc alone is named; off: nowhere",
         pattern=GATEWAY_PATTERN, example="127.0.0.1:8000",
     )  # fmt: skip
     grpc: str = _setting(
-        "auto", "where gRPC clients connect; auto: 127.0.0.1:8001 if it is free and grpcio is "
-        "installed; off: nowhere", pattern=GATEWAY_PATTERN, example="127.0.0.1:8001",
+        "auto", "where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another "
+        "port if that is taken, and nowhere if http alone is named; off: nowhere",
+        pattern=GATEWAY_PATTERN, example="127.0.0.1:8001",
     )  # fmt: skip
     roles: tuple[str, ...] = _setting(
         (Role.INFER.value,), "what every caller may do: infer, urgent (priority high), register, "

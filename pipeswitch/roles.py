@@ -1,4 +1,4 @@
-"""What a client may do: five roles, and the one that each verb of the wire needs.
+"""What a client may do: five roles. Which one a verb needs: ``frontend/verbs.py``.
 
 Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
 key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
@@ -7,7 +7,7 @@ key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,35 +30,6 @@ ALL_ROLES: Final = frozenset(Role)
 LEAST: Final = frozenset({Role.INFER})
 
 URGENT_PRIORITY: Final = "high"  # what ``urgent`` is for
-
-VERB_ROLES: Final[Mapping[str, Role]] = {
-    "hello": Role.INFER,
-    "ping": Role.INFER,
-    "infer": Role.INFER,
-    "prefetch": Role.INFER,
-    "cancel": Role.INFER,  # a session's own requests
-    "models": Role.INFER,  # in full of one's own models, and with `operate`
-    "show": Role.INFER,  # as models
-    "stats": Role.INFER,  # the session's own without `operate`
-    "put": Role.REGISTER,
-    "register": Role.REGISTER,  # to pin needs `operate`, a factory `code`
-    "unregister": Role.REGISTER,  # another's model: `operate`
-    "rollback": Role.REGISTER,  # as unregister
-    "publish": Role.OPERATE,  # what a job has trained, over whosever model
-    "load": Role.OPERATE,
-    "unload": Role.OPERATE,
-    "profile": Role.OPERATE,
-    "plan": Role.OPERATE,
-    "ps": Role.OPERATE,
-    "jobs": Role.OPERATE,
-    "job": Role.OPERATE,
-    "trace": Role.OPERATE,
-    "events": Role.OPERATE,  # they tell what all clients do
-    "stop": Role.OPERATE,
-    "caller": Role.CODE,  # and only at the owner's socket
-    "train": Role.CODE,
-}
-"""Of every verb."""
 
 MODEL_FACTS: Final = frozenset(
     {

@@ -17,9 +17,8 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
-from pipeswitch.devices import PoolView
 from pipeswitch.devices.kinds import kind_of
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.gate import Gate, Where

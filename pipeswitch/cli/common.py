@@ -95,6 +95,7 @@ def _job_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[
 
 
 name_argument = click.argument("name", shell_complete=_model_names)
+names_argument = click.argument("names", nargs=-1, shell_complete=_model_names)
 job_argument = click.argument("name", shell_complete=_job_names)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError
+from ..wire.bill import PARTS, SELDOM
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
@@ -88,7 +89,7 @@ def infer(
     if len(outcomes) < count:
         raise KeyboardInterrupt
     errors = [outcome.error for outcome in outcomes if outcome.error]
-    if errors and as_json:  # which has told them
+    if errors and (as_json or count > 1):  # which has told them
         sys.exit(errors[0].exit_code)
     if errors:
         raise errors[0]
@@ -97,19 +98,22 @@ def infer(
 def _bill_printer(count: int) -> Callable[[Any], None]:
     width = len(str(count))
     titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.BILL_COLUMNS)
-    views.echo(f"{'n':>{width}}{titles}    client   (ms)")
 
     def show_bill(outcome: Any) -> None:
         number = f"{outcome.number + 1:>{width}}"
+        if count == 1 and outcome.error is not None:  # it is all there is to say, once
+            return
+        if outcome.number == 0:
+            views.echo(f"{'n':>{width}}{titles}    client   (ms)")
         if outcome.error is not None:
             views.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
             return
         bill = outcome.result.timing
         numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
-        notes = f"preprocess {bill.preprocess_ms:.2f} " if bill.preprocess_ms else ""
-        notes += ("resident " if bill.resident else "") + (
-            f"preempted {bill.preempted}" if bill.preempted else ""
-        )
+        said = {name.removesuffix("_ms"): getattr(bill, name) for name in PARTS if name in SELDOM}
+        notes = "".join(f"{name} {ms:.2f} " for name, ms in said.items() if ms)
+        notes += "resident " * bill.resident
+        notes += f"preempted {bill.preempted}" if bill.preempted else ""
         if outcome.is_late:
             notes += f" late: {outcome.deadline_ms:g} ms were given"
         views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
@@ -141,7 +145,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     ]
     late = f", {summary['late']} late" if "late" in summary else ""
     views.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
-    views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
+    if rows:
+        views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
 
 
 def _check_output(path: str) -> None:

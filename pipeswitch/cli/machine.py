@@ -59,7 +59,7 @@ def config_init(path: str | None) -> None:
     """Write a commented file with every setting's default (to PATH, or to the screen)."""
     from ..config import example
 
-    if path is None:
+    if path in (None, "-"):
         click.echo(example(), nl=False)
         return
     try:

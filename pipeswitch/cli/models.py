@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from ..errors import InvalidInput, RegistrationRefused
+from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from ..units import format_bytes, printed
 from . import views
 from .common import (
@@ -22,6 +22,7 @@ from .common import (
     listing,
     milliseconds,
     name_argument,
+    names_argument,
     print_done,
     watch_option,
 )
@@ -217,26 +218,51 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 @json_option
 @watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
-    """Show one model in full, its signature included."""
-    listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
+    """Show one model in full, its signature included; what it does now stands last."""
+
+    def view(row: dict[str, Any]) -> Any:
+        return views.details(dict(reversed(row.items())))
+
+    listing(lambda c: c.show(name, version or 0), view, as_json, watch)
 
 
 @click.command()
-@name_argument
+@names_argument
+@click.option("--all", "is_all", is_flag=True, help="Each model that is ready, in turn.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
 @json_option
-def profile(name: str, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure a model layer by layer, when no request waits, and group its layers by that."""
+def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
+    """Measure models layer by layer, when no request waits, and group their layers by that."""
+    if bool(names) == is_all:
+        raise click.UsageError("give NAMES, or --all")
+    failed: list[PipeSwitchError] = []
+    rows = []
+    with connected() as client:
+        if is_all:
+            names = tuple(row["name"] for row in client.models() if row["state"] == "ready")
+        for name in names:
+            try:
+                rows.append(_profiled(client, name, batches, as_json))
+            except PipeSwitchError as error:
+                if len(names) == 1:
+                    raise
+                failed.append(error)
+                views.echo(f"{name}: {error.message}", err=True)
+    if as_json:
+        views.print_json(rows if is_all or len(names) > 1 else rows[0])
+    if failed:
+        sys.exit(failed[0].exit_code)
+
+
+def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -> dict[str, Any]:
     from . import profile as cli_profile
 
-    is_shown = not as_json and sys.stderr.isatty()
-    with views.progress_bar(is_shown, name) as report, connected() as client:
-        row = client.profile(name, batches, progress=report)
-    if as_json:
-        views.print_json(row)
-    else:
+    with views.progress_bar(not as_json and sys.stderr.isatty(), name) as report:
+        row: dict[str, Any] = client.profile(name, batches, progress=report)
+    if not as_json:
         views.console().print(cli_profile.profile_view(printed(row)))
+    return row
 
 
 @click.command()

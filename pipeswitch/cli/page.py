@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,8 @@ def page_url(about: Mapping[str, Any]) -> str:
         token = Path(about["token_file"]).read_text("ascii").strip()
     except OSError as error:
         raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
-    return f"{about['http']}/ui#token={token}"
+    here = re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"])  # it listens on all
+    return f"{here}/ui#token={token}"
 
 
 def open_page(url: str, folder: Path) -> bool:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..errors import InvalidInput, ModelNotFound
-from ..planning import CapacityReport, ModelDemand, ModelReport, capacity_report
+from ..planning.capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
 from ..planning.fit import MIB
 from ..planning.planned import costs_of
 from ..planning.profile import Profile

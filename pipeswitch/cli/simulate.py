@@ -32,6 +32,7 @@ from ..simulator import arrivals
 from ..simulator.costs import Costs, Link
 from ..simulator.replay import (
     Outcome,
+    PaperJob,
     PaperModel,
     Setting,
     link_of,
@@ -40,7 +41,6 @@ from ..simulator.replay import (
     replay,
     serial,
 )
-from ..simulator.training import PaperJob
 from ..units import format_bytes, nearest, parse_ms, parse_size
 from ..watchdog import PolicyWatchdog
 from . import views
@@ -383,9 +383,7 @@ def _served() -> list[PaperModel]:
         if row["profile"] is not None
     ]
     if not found:
-        raise InvalidInput(
-            "no model of the server has a profile", hint="pipeswitch profile NAME, for each"
-        )
+        raise InvalidInput("no model of the server has a profile", hint="pipeswitch profile --all")
     return found
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..units import format_bytes, printable, printed
+from ..wire.bill import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen
@@ -48,7 +49,7 @@ VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "resid
                           "requests", "source")  # fmt: skip
 JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "persisted_step",
                       "steps_per_s", "suspensions", "evictions", "restarts", "why")  # fmt: skip
-BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms")
+BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:

@@ -27,6 +27,7 @@ from ..errors import (
     from_wire,
     no_server,
 )
+from ..wire.bill import Bill
 from ..wire.frames import (
     BODY_TENSOR,
     MAGIC,
@@ -55,7 +56,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     body: dict[str, Any]
-    timing: dict[str, Any]
+    timing: Bill | None = None  # of an inference
     outputs: tuple[WireTensor, ...]
     frames: Sequence[Any]  # buffers that keep the received message alive
 
@@ -375,7 +376,7 @@ def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
     return Reply(
         request_id=header.id,
         body=body,
-        timing=header.timing or {},
+        timing=header.timing,
         outputs=outputs,
         frames=frames,
     )

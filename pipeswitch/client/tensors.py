@@ -10,13 +10,14 @@ import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
 from ..programs.nesting import Tree, check_tree, flatten, unflatten
+from ..wire.bill import Bill
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
 if TYPE_CHECKING:
@@ -32,49 +33,13 @@ class Bits:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """A reply's bill: where the time went, in milliseconds."""
-
-    queue_ms: float = 0.0
-    preprocess_ms: float = 0.0  # of a model with a stage
-    switch_ms: float = 0.0
-    copy_ms: float = 0.0
-    stall_ms: float = 0.0
-    compute_ms: float = 0.0
-    total_ms: float = 0.0
-    resident: bool = False
-    preempted: str | bool = ""
-    worker: int = -1
-    epoch: int = 0
-    version: int = 1  # of the model
-    batch: int = 1  # of the run, all joined requests together; the times are the run's
-    joined: int = 1  # requests that it computed
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what a newer server adds
-
-    @classmethod
-    def from_wire(cls, values: Mapping[str, Any]) -> Timing:
-        if values.keys() <= _BILL_FIELDS:
-            return cls(**values)
-        own = {key: value for key, value in values.items() if key in _BILL_FIELDS}
-        return cls(**own, extra={k: v for k, v in values.items() if k not in _BILL_FIELDS})
-
-    def as_dict(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
-        return {**own, **self.extra}
-
-
-_BILL_FIELDS: Final = frozenset(Timing.__dataclass_fields__) - {"extra"}
-
-
-@dataclass(frozen=True)
 class Result:
     """The answer to one request: ``r["y"]``, ``r.value``, ``r.timing.switch_ms``."""
 
     model: str
     request_id: str
     outputs: dict[str, Any]  # flat, by name
-    timing: Timing
+    timing: Bill
     returns: Tree = None  # how they nest; None: they do not
 
     def __getitem__(self, name: str) -> Any:
@@ -273,7 +238,7 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
             check_tree(returns, "output", outputs)
         except RegistrationRefused as error:
             raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
-    return Result(model, reply.request_id, outputs, Timing.from_wire(reply.timing), returns)
+    return Result(model, reply.request_id, outputs, reply.timing or Bill(), returns)
 
 
 def _numpy_array(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:

@@ -110,11 +110,10 @@ def read_record(directory: Path) -> CommitRecord | None:
     return record
 
 
-def load_commit(directory: Path, slot_bytes: int = 0) -> tuple[int, int, CommitRecord] | None:
+def load_commit(directory: Path) -> tuple[int, int, CommitRecord] | None:
     """A new commit area that holds the commit on disk: (descriptor, slot_bytes, record).
 
-    ``slot_bytes`` 0 takes the image's own size. The caller owns the descriptor. None when
-    nothing has been persisted there.
+    The caller owns the descriptor. None when nothing has been persisted there.
 
     Raises:
         RemoteProtocolError: the files are damaged: wrong size or digest.
@@ -123,7 +122,7 @@ def load_commit(directory: Path, slot_bytes: int = 0) -> tuple[int, int, CommitR
     record = read_record(directory)
     if record is None:
         return None
-    slot_bytes = slot_bytes or record.size_bytes
+    slot_bytes = record.size_bytes
     path = directory / record.image
     head_bytes = _head_bytes(path, record)
     descriptor = create_area(slot_bytes)

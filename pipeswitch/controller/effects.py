@@ -39,25 +39,19 @@ from ..scheduler.events import (
     Journal,
     KillBuild,
     KillStage,
-    KillWorker,
     Leave,
+    OfDevice,
     Publish,
-    RaiseTurn,
     RemoveJob,
     Retract,
     SaveProfile,
     Spans,
-    SpawnDaemon,
     SpawnStage,
-    SpawnWorker,
     StartBuild,
-    StopTrial,
     SweepPrograms,
     TakeResult,
-    ToDaemon,
     Token,
     ToStage,
-    ToWorker,
     UnregisterAsked,
     Warn,
 )
@@ -99,16 +93,8 @@ class Effects:
 
     def perform(self, command: Command) -> None:
         match command:
-            case (
-                ToWorker(device=device)
-                | ToDaemon(device=device)
-                | RaiseTurn(device=device)
-                | StopTrial(device=device)
-                | SpawnWorker(device=device)
-                | SpawnDaemon(device=device)
-                | KillWorker(device=device)
-            ):
-                self._devices[device].perform(command)
+            case _ if isinstance(command, OfDevice):
+                self._devices[command.device].perform(command)
             case HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
                 other = self._devices[command.to_device]
                 self._devices[command.device].hand_over(slot, other, (to_slot, generation))

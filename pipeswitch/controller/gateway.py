@@ -8,6 +8,7 @@ callers (503); the next server of the state directory ends it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import logging
@@ -80,6 +81,7 @@ class Gateway:
         self._root = root
         self._log_path = log_path
         self._sockets: dict[str, socket.socket] = {}  # by protocol
+        self._unnamed: list[str] = []  # protocols that are off since the other one alone was named
         self._keyed: Keyed | None = None  # where clients come in with keys
         self._lock = -1
         self._server_address = ""
@@ -101,6 +103,9 @@ class Gateway:
             ConfigError: one cannot be had, or would be open to other machines without tokens.
         """
         wanted = {name: getattr(self._config, name) for name in DEFAULTS}
+        if any(address not in ("auto", "off") for address in wanted.values()):
+            self._unnamed = [name for name, address in wanted.items() if address == "auto"]
+            wanted |= dict.fromkeys(self._unnamed, "off")  # who names one gets no other port
         is_off = all(address == "off" for address in wanted.values())
         if not is_off:
             named = [address for address in wanted.values() if address not in ("auto", "off")]
@@ -156,7 +161,7 @@ class Gateway:
                 raise ConfigError(f"[gateway] {config.tls_cert}: {error}") from None
 
     def _bind(self, name: str, given: str) -> None:
-        """The address as a socket; what was not asked for in words may be missing."""
+        """The address as a socket; what was not asked for in words may be missing, or elsewhere."""
         is_default = given == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else given)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]
@@ -167,8 +172,14 @@ class Gateway:
             )
         if lacks:
             return
+        opened = _listening if name == "http" else _held
         try:
-            self._sockets[name] = _listening(host, port) if name == "http" else _held(host, port)
+            try:
+                self._sockets[name] = opened(host, port)
+            except OSError as error:
+                if not is_default or error.errno != errno.EADDRINUSE:
+                    raise
+                self._sockets[name] = opened(host, 0)  # another server's; the ready line tells ours
         except OSError as error:
             why = os.strerror(error.errno or 0)  # its own words repeat the address
             problem = f"{name}: cannot listen on {host}:{port}: {why}"
@@ -182,7 +193,8 @@ class Gateway:
         """As the ready line names them."""
         scheme = "https" if self._config.tls_cert else "http"
         schemes = {"http": scheme, "grpc": "grpc"}
-        return [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
+        told = [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
+        return [*told, *(f"(--{name} HOST:PORT: none)" for name in self._unnamed)]
 
     # ---- its life ------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import select
 import selectors
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
 from typing import Final
 
 from ..failpoints import reach
@@ -31,10 +31,9 @@ EXACT_BELOW_S: Final = 0.01  # epoll counts whole milliseconds, upwards: too coa
 class Loop:
     """Its thread alone owns the scheduler's state."""
 
-    def __init__(self, server: Server, ready_line: str, announce: Callable[[str], None]) -> None:
-        """``announce``: told ``ready_line``, once."""
-        self._server = server
-        self._ready_line, self._announce = ready_line, announce
+    def __init__(self, server: Server, ready_line: str) -> None:
+        """``ready_line``: printed when all is there."""
+        self._server, self._ready_line = server, ready_line
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
         self._notifier = Notifier(os.environ)
@@ -117,7 +116,8 @@ class Loop:
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request
             self._notifier.tell(READY=1, STATUS=self._ready_line)
-            self._announce(self._ready_line)
+            sys.stdout.write(self._ready_line + "\n")
+            sys.stdout.flush()
 
     # -- signals -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -39,12 +39,11 @@ SWITCH_INTERVAL_S: Final = (
 )
 
 
-def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> int:
+def serve(config: Config) -> int:
     """Run a server until it is told to leave; the exit status.
 
     Args:
         config: with absolute directories.
-        announce: told one line when the server is ready; prints it by default.
 
     Raises:
         ConfigError, PipeSwitchError: it cannot start: a port or the state directory is in use,
@@ -71,16 +70,16 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
             log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.reasons))
         server = Server(config, devices, places)
         try:
-            return _run(server, announce or _print_line)
+            return _run(server)
         finally:
             server.close()
 
 
-def _run(server: Server, announce: Callable[[str], None]) -> int:
+def _run(server: Server) -> int:
     """From the first socket to the last child's end; the exit status."""
     addresses = _open_doors(server)
     with contextlib.ExitStack() as cleanup:
-        loop = Loop(server, server.ready_line(addresses), announce)
+        loop = Loop(server, server.ready_line(addresses))
         cleanup.callback(loop.close)
         log_path = server.places.logs / LOG_NAME
         dump = cleanup.enter_context(open(log_path, "a"))
@@ -127,11 +126,6 @@ def _open_doors(server: Server) -> list[str]:
     return [listeners.tcp.address, listeners.ipc.address, *server.gateway.addresses]
 
 
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """Two servers must not share a state directory; the lock dies with the process."""
@@ -146,7 +140,7 @@ def _locked(root: Path) -> Iterator[None]:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise PipeSwitchError(
                 f"a server (pid {owner or 'unknown'}) already owns {root} and its device",
-                hint="pipeswitch stop, or choose another --state-dir",
+                hint="pipeswitch stop, or a second one: --state-dir DIR --listen tcp://127.0.0.1:6555",
             ) from None
         try:
             os.ftruncate(descriptor, 0)

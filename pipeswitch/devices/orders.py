@@ -1,8 +1,6 @@
-"""What every device checks of a transmission before it touches a byte."""
+"""What the memory daemon checks of an order before a device touches a byte."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from ..errors import RemoteProtocolError
 from ..ipc.messages import ByteRange, TransmitModel
@@ -49,22 +47,6 @@ def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int)
         raise RemoteProtocolError(
             f"{what} {offset_bytes}…{offset_bytes + size_bytes} is not within 0…{limit_bytes}"
         )
-
-
-def check_slice_reads(
-    offset_bytes: int, ranges: Sequence[ByteRange], into_bytes: int, arena_bytes: int
-) -> None:
-    """Refuse to read pieces that do not fill ``into``, or lie outside of the arena.
-
-    Raises:
-        RemoteProtocolError: says which numbers are wrong.
-    """
-    total_bytes = sum(piece.size_bytes for piece in ranges)
-    if total_bytes != into_bytes:
-        raise RemoteProtocolError(f"{total_bytes} bytes to read into {into_bytes}")
-    check_range("slice", offset_bytes, 0, arena_bytes)
-    for piece in ranges:
-        check_range("piece", offset_bytes + piece.offset_bytes, piece.size_bytes, arena_bytes)
 
 
 def check_pieces(offset_bytes: int, size_bytes: int, ranges: tuple[ByteRange, ...]) -> int:

@@ -22,6 +22,7 @@ from ..scheduler.events import Announce
 from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
 
+MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
 MAX_INPUT_NAME: Final = 128
@@ -154,7 +155,8 @@ def _reply_bytes(model: str, manifest: Manifest, values: Values) -> int:
         sizes = [spec.size_bytes(values) for spec in manifest.outputs]
     except NoExtent as error:
         raise InvalidInput(f"{model} has no answer at {values_text(values)}: {error}") from None
-    return sum(aligned(size, TENSOR_ALIGN_BYTES) for size in sizes)
+    least = MODULE_OUTPUT_BYTES if manifest.mode == "module" else 0
+    return sum(aligned(max(size, least), TENSOR_ALIGN_BYTES) for size in sizes)
 
 
 def _by_call_order(
@@ -239,6 +241,10 @@ class Body:
     def __init__(self, op: str, fields: Mapping[str, Any]) -> None:
         self._op = op
         self._left = dict(fields)
+
+    def has(self, key: str) -> bool:
+        """It is given, and was not read yet."""
+        return key in self._left
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; required when there is no default."""

@@ -39,7 +39,7 @@ from ..errors import (
 from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..lane import Lane
-from ..roles import URGENT_PRIORITY, VERB_ROLES, Role, Standing, in_order, parse_roles
+from ..roles import URGENT_PRIORITY, Role, Standing, in_order, parse_roles
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -54,6 +54,7 @@ from ..scheduler.events import (
     TakeResult,
 )
 from ..scheduler.models.versions import split_name
+from ..units import nearest
 from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request
 from . import admission
 from .admission import Admitted, Body
@@ -69,7 +70,7 @@ from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_pool import RequestPool, Room
 from .requests import Pending, Requests
 from .uploads import CREDIT_CHUNKS, Uploads
-from .verbs import LogPiece, Verbs
+from .verbs import VERBS, LogPiece, Rules, ask
 
 _logger = logging.getLogger(__name__)
 
@@ -83,9 +84,6 @@ STOP_LOOK_MS: Final = 2.0
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
-LISTINGS: Final = ("models", "show", "stats")  # with ``infer``; less is told then
-MODEL_VERBS: Final = ("show", "load", "unload", "unregister", "rollback")
-OWNERS_VERBS: Final = ("unregister", "rollback")  # another's model needs ``operate``
 Posted = Answer | Publish | Announce | Retract
 """The scheduler's commands that are performed here."""
 
@@ -133,7 +131,7 @@ class Frontend:
         self._default_deadline_ms = config.scheduler.default_deadline_ms or None
         self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes, self.disk)
         self._copier = Lane("pipeswitch-copy")
-        self._verbs = Verbs(
+        self._rules = Rules(
             allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
         )
         self._models: dict[str, Announce] = {}  # the current versions
@@ -316,6 +314,9 @@ class Frontend:
                 request_id = envelope_id(parts)
                 raise wrong_version(parts) or error from None
             request_id = header.id
+            if header.op not in VERBS:
+                op = header.op[:40]
+                raise RemoteProtocolError(f"no verb {op!r}{nearest(op, VERBS)}")
             if header.op == "hello":
                 self._hello(peer, header)
             elif header.op == "ping" and not header.body:
@@ -385,16 +386,13 @@ class Frontend:
         peer.close()
 
     def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        role = VERB_ROLES.get(header.op)
-        if role is None:
-            raise InvalidInput(f"{header.op} is not served by this release")
         perform = self._ops.get(header.op, self._ask)
         if header.id in client.requests or header.id in client.readings:
             raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
         if len(client.requests) >= MAX_CLIENT_REQUESTS:
             raise QueueFull(f"{len(client.requests)} requests of this client wait already")
         try:
-            client.standing.require(role, header.op)
+            client.standing.require(VERBS[header.op].role, header.op)
             perform(client, header, tensors)
         except PipeSwitchError as error:
             self.requests.reject(client, header.op, error)
@@ -654,17 +652,17 @@ class Frontend:
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """A verb that is one question to the scheduler."""
-        asked = self._verbs.parse(header, client.standing)
+        token = self.requests.next_token
+        asked = ask(header, token, client.standing, self._rules)
         if isinstance(asked, LogPiece):  # the only one that is answered here
             piece = read_piece(self._state_directory, asked.job, asked.kind, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            event = asked(pending.token)
-            if isinstance(event, RegisterAsked):
-                pending.uploads = self._uploads.pin(event.spec)
-                event = msgspec.structs.replace(event, client=event.tenant or client.session)
-            self._take(event)
+            if isinstance(asked, RegisterAsked):
+                pending.uploads = self._uploads.pin(asked.spec)
+                asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
+            self._take(asked)
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -673,16 +671,16 @@ class Frontend:
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
-        client = pending.client
-        if pending.op in LISTINGS and not client.is_gone:
+        client, verb = pending.client, VERBS[pending.op]
+        if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())
             answer = msgspec.structs.replace(answer, body=body)
-        if pending.op in OWNERS_VERBS and isinstance(answer.error, PermissionDenied):
+        if verb.of_owner and isinstance(answer.error, PermissionDenied):
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)
             answer = Answer(token=answer.token, error=refusal)
-        elif isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
+        elif verb.of_model and isinstance(answer.error, ModelNotFound):
             error = admission.model_not_found(pending.model, self._models)
             answer = Answer(token=answer.token, error=error)
         if not answer.more:
@@ -749,7 +747,7 @@ class Frontend:
         self._uploads.forget(client.session)
         for token in client.requests.values():
             pending = self.requests.waiting(token)
-            if pending.op in ("infer", "register", "publish", "profile"):
+            if VERBS[pending.op].ends_with_client:
                 self._take_back(pending)
         client.requests.clear()
 

@@ -13,6 +13,7 @@ from ..programs.layout import ITEM_BYTES
 from ..roles import MODEL_FACTS, Role, Standing
 from ..scheduler.events import Answer
 from ..units import printed
+from ..wire.bill import Bill
 from ..wire.frames import (
     BODY_TENSOR,
     MAGIC,
@@ -33,7 +34,7 @@ def reply_frames(
     *,
     body: dict[str, Any] | None = None,
     outputs: tuple[WireTensor, ...] = (),
-    timing: dict[str, Any] | None = None,
+    timing: Bill | None = None,
     error: PipeSwitchError | None = None,
     more: bool = False,
 ) -> list[Any]:

@@ -52,6 +52,11 @@ class Requests:
         self.inference = Counters()  # the ones of verb infer among them
         self.queue_full_count = 0  # refused or failed for want of room
 
+    @property
+    def next_token(self) -> Token:
+        """Of the request that is accepted next."""
+        return Token(self._last_token + 1)
+
     def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
         """From here on exactly one final answer is owed, and its room is this request's."""
         self._last_token += 1

@@ -1,13 +1,15 @@
-"""Requests that are one question to the scheduler: checked, then typed events. Pure but for paths.
+"""The verbs: what each asks of its client, and what it asks of the scheduler. Pure but for paths.
 
-A verb is parsed before it is accepted: ``Verbs.parse`` raises, or returns what makes the event
-once the request has its token. The verbs and their fields: docs/protocol.md.
+``VERBS`` is their one table. Most are one question to the scheduler: checked here, before anything
+is accepted, and turned into its event. The others are the frontend's own. A new question is an
+event (``scheduler/events.py``), the part that takes it (``core.takes``), a row here, and a method
+of the SDK (``client/verbs.py``). The verbs and their fields: docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,8 +18,8 @@ from ..ipc.messages import JobName, ModelName
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
+    Asked,
     DrainAsked,
-    Event,
     JobAsked,
     PinAsked,
     PingAsked,
@@ -42,8 +44,6 @@ MAX_DRAIN_MS: Final = 86_400_000.0
 MAX_TRACE_S: Final = 3600.0
 JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm", "move")
 
-Asked = Callable[[Token], Event]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogPiece:
@@ -54,185 +54,216 @@ class LogPiece:
     offset_bytes: int
 
 
-Parser = Callable[[RequestHeader, Body, Standing], Asked | LogPiece]
-"""Takes the fields that it knows; others are refused after it."""
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What this server lets its clients name."""
+
+    allow_code: Sequence[str]
+    uploads_dir: str
 
 
-class Verbs:
-    """Parses the control verbs of one server."""
+class Question:
+    """A request, as its verb reads it."""
 
-    def __init__(self, *, allow_code: Sequence[str], uploads_dir: str) -> None:
-        self._allow_code = tuple(allow_code)
-        self._uploads_dir = uploads_dir
-        self._parsers: dict[str, Parser] = {
-            "register": self._register,
-            "publish": _publish,
-            "rollback": _rollback,
-            "unregister": _unregister,
-            "load": _pin,
-            "unload": _pin,
-            "train": self._train,
-            "job": _job,
-            "models": _query,
-            "show": _query,
-            "ps": _query,
-            "ping": _ping,
-            "jobs": _query,
-            "stats": _query,
-            "plan": _query,
-            "profile": _profile,
-            "trace": _query,
-            "stop": _stop,
-        }
+    def __init__(
+        self, header: RequestHeader, token: Token, standing: Standing, rules: Rules
+    ) -> None:
+        self.op = header.op
+        self.model = ModelName(header.model)
+        self.token = token  # of the event
+        self.body = Body(header.op, header.body)
+        self.standing = standing
+        self.rules = rules
 
-    def parse(self, header: RequestHeader, standing: Standing) -> Asked | LogPiece:
-        """The event this request stands for, of a client that has the verb's role.
+    @property
+    def own_tenant(self) -> str | None:
+        """Whose models it may change; None: everybody's."""
+        return None if self.standing.may_operate else self.standing.tenant
 
-        Raises:
-            PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
-        """
-        body = Body(header.op, header.body)
-        asked = self._parsers[header.op](header, body, standing)
-        body.done()
-        return asked
 
-    def _register(self, header: RequestHeader, body: Body, standing: Standing) -> Asked:
-        name = admission.check_name(header.model, "model")
-        standing = replace(standing, tenant=admission.tenant_of(body, standing.tenant))
-        source = permissions.check_source(
-            body.text("source"),
-            body.text("weights", ""),
-            is_owner=standing.is_owner,
-            allow_code=self._allow_code,
-            uploads_dir=self._uploads_dir,
+Event = Asked | DrainAsked
+Parser = Callable[[Question], Event | LogPiece]
+"""Takes the fields that it knows of the body; others are refused after it."""
+
+
+def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -> Event | LogPiece:
+    """What a request of a verb with a parser stands for, of a client that has the verb's role.
+
+    Raises:
+        PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
+    """
+    question = Question(header, token, standing, rules)
+    parse = VERBS[header.op].parse
+    assert parse is not None, f"{header.op} is no question to the scheduler"
+    asked = parse(question)
+    question.body.done()
+    return asked
+
+
+def _register(q: Question) -> Event:
+    name, body, rules = admission.check_name(q.model, "model"), q.body, q.rules
+    standing = replace(q.standing, tenant=admission.tenant_of(body, q.standing.tenant))
+    code: Any = {"is_owner": standing.is_owner, "allow_code": rules.allow_code}
+    source = permissions.check_source(
+        body.text("source"), body.text("weights", ""), uploads_dir=rules.uploads_dir, **code
+    )
+    if source.is_code:
+        standing.require(Role.CODE, "a factory")
+    inputs = body.signature("inputs")
+    takes = body.tree("takes", inputs)
+    urgency = body.text("priority", "")
+    if urgency == URGENT_PRIORITY:
+        standing.require(Role.URGENT, "a model of priority high")
+    priority = admission.priority_number(urgency, default=1)
+    is_pinned = body.flag("pin")
+    if is_pinned:
+        standing.require(Role.OPERATE, "to pin a model")
+    devices = body.texts("devices")
+    preprocess, raw = body.text("preprocess", ""), body.signature("raw")
+    if preprocess:
+        permissions.check_function(preprocess, raw, **code)
+        standing.require(Role.CODE, "to preprocess")
+    elif raw:
+        raise InvalidInput(
+            "register: raw inputs without preprocess",
+            hint="--preprocess package.module:function makes the model's inputs of them",
         )
-        if source.is_code:
-            standing.require(Role.CODE, "a factory")
-        inputs = body.signature("inputs")
-        takes = body.tree("takes", inputs)
-        urgency = body.text("priority", "")
-        if urgency == URGENT_PRIORITY:
-            standing.require(Role.URGENT, "a model of priority high")
-        priority = admission.priority_number(urgency, default=1)
-        is_pinned = body.flag("pin")
-        if is_pinned:
-            standing.require(Role.OPERATE, "to pin a model")
-        devices = body.texts("devices")
-        preprocess, raw = body.text("preprocess", ""), body.signature("raw")
-        if preprocess:
-            permissions.check_function(
-                preprocess, raw, is_owner=standing.is_owner, allow_code=self._allow_code
-            )
-            standing.require(Role.CODE, "to preprocess")
-        elif raw:
-            raise InvalidInput(
-                "register: raw inputs without preprocess",
-                hint="--preprocess package.module:function makes the model's inputs of them",
-            )
-        spec, digest = permissions.encode_spec(
-            name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
-            body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices,
-            preprocess, raw,
-        )  # fmt: skip
-        return lambda token: RegisterAsked(
-            token=token,
-            model=ModelName(name),
-            spec=spec,
-            spec_digest=digest,
-            priority=priority,
-            is_pinned=is_pinned,
-            tenant=standing.tenant,
-            devices=devices,
-            stage=stage_of(spec),
-        )
-
-    def _train(self, _: RequestHeader, body: Body, standing: Standing) -> Asked:
-        job = JobName(admission.check_name(body.text("name"), "job"))
-        entry = permissions.check_entry(
-            body.text("entry"), is_owner=standing.is_owner, allow_code=self._allow_code
-        )
-        args = body.texts("args")
-        priority = admission.priority_number(body.text("priority", ""), default=2)
-        share = body.text("share", "")
-        if share:
-            admission.check_name(share, "share")
-        devices = body.texts("devices")
-        return lambda token: TrainAsked(
-            token=token, job=job, entry=entry, args=args, priority=priority,
-            tenant=standing.tenant, share=share, devices=devices,
-        )  # fmt: skip
-
-
-def _publish(header: RequestHeader, body: Body, _: Standing) -> Asked:
-    name = ModelName(admission.check_name(header.model, "model"))
-    job = JobName(admission.check_name(body.text("job"), "job"))
-    step = body.count("step", -1) if "step" in header.body else -1
-    part = body.text("part", "")
-    return lambda token: PublishAsked(token=token, model=name, job=job, step=step, part=part)
-
-
-def _rollback(header: RequestHeader, body: Body, standing: Standing) -> Asked:
-    version = body.count("version", 0)
-    share = body.count("share", high=100) if "share" in header.body else -1
-    tenant = None if standing.may_operate else standing.tenant
-    return lambda token: RollbackAsked(
-        token=token, model=ModelName(header.model), version=version, share=share, tenant=tenant
+    spec, digest = permissions.encode_spec(
+        name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
+        body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
+    )  # fmt: skip
+    return RegisterAsked(
+        token=q.token,
+        model=ModelName(name),
+        spec=spec,
+        spec_digest=digest,
+        priority=priority,
+        is_pinned=is_pinned,
+        tenant=standing.tenant,
+        devices=devices,
+        stage=stage_of(spec),
     )
 
 
-def _unregister(header: RequestHeader, _: Body, standing: Standing) -> Asked:
-    tenant = None if standing.may_operate else standing.tenant
-    return lambda token: UnregisterAsked(token=token, model=ModelName(header.model), tenant=tenant)
+def _train(q: Question) -> Event:
+    job = JobName(admission.check_name(q.body.text("name"), "job"))
+    entry = permissions.check_entry(
+        q.body.text("entry"), is_owner=q.standing.is_owner, allow_code=q.rules.allow_code
+    )
+    share = q.body.text("share", "")
+    return TrainAsked(
+        token=q.token,
+        job=job,
+        entry=entry,
+        args=q.body.texts("args"),
+        priority=admission.priority_number(q.body.text("priority", ""), default=2),
+        tenant=q.standing.tenant,
+        share=share and admission.check_name(share, "share"),
+        devices=q.body.texts("devices"),
+    )
 
 
-def _pin(header: RequestHeader, _: Body, __: Standing) -> Asked:
-    pin = header.op == "load"
-    return lambda token: PinAsked(token=token, model=ModelName(header.model), pin=pin)
+def _publish(q: Question) -> Event:
+    name = ModelName(admission.check_name(q.model, "model"))
+    job = JobName(admission.check_name(q.body.text("job"), "job"))
+    step = q.body.count("step") if q.body.has("step") else -1
+    return PublishAsked(token=q.token, model=name, job=job, step=step, part=q.body.text("part", ""))
 
 
-def _job(_: RequestHeader, body: Body, __: Standing) -> Asked | LogPiece:
-    job = JobName(admission.check_name(body.text("name"), "job"))
-    action: Any = body.text("action")
+def _rollback(q: Question) -> Event:
+    version = q.body.count("version", 0)
+    share = q.body.count("share", high=100) if q.body.has("share") else -1
+    return RollbackAsked(
+        token=q.token, model=q.model, version=version, share=share, tenant=q.own_tenant
+    )
+
+
+def _unregister(q: Question) -> Event:
+    return UnregisterAsked(token=q.token, model=q.model, tenant=q.own_tenant)
+
+
+def _pin(q: Question) -> Event:
+    return PinAsked(token=q.token, model=q.model, pin=q.op == "load")
+
+
+def _job(q: Question) -> Event | LogPiece:
+    job = JobName(admission.check_name(q.body.text("name"), "job"))
+    action: Any = q.body.text("action")
     if action in PIECES:
-        offset = body.count("offset_bytes", 0)
-        return LogPiece(job=job, kind=action, offset_bytes=offset)
+        return LogPiece(job=job, kind=action, offset_bytes=q.body.count("offset_bytes", 0))
     if action not in JOB_ACTIONS:
         raise InvalidInput(
             f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
-    to = body.text("to") if action == "move" else ""
-    return lambda token: JobAsked(token=token, job=job, action=action, to=to)
+    to = q.body.text("to") if action == "move" else ""
+    return JobAsked(token=q.token, job=job, action=action, to=to)
 
 
-def _profile(header: RequestHeader, body: Body, _: Standing) -> Asked:
-    batches = body.counts("batches")
-    return lambda token: ProfileAsked(token=token, model=ModelName(header.model), batches=batches)
+def _profile(q: Question) -> Event:
+    return ProfileAsked(token=q.token, model=q.model, batches=q.body.counts("batches"))
 
 
-def _ping(_: RequestHeader, body: Body, __: Standing) -> Asked:
+def _ping(q: Question) -> Event:
     """``ping`` without a body asks the loop alone and is answered by it, without a session."""
-    is_deep = body.flag("deep")
-    if not is_deep:
+    if not q.body.flag("deep"):
         raise InvalidInput("ping: deep is true, or there is no body")
-    return lambda token: PingAsked(token=token)
+    return PingAsked(token=q.token)
 
 
-def _query(header: RequestHeader, body: Body, _: Standing) -> Asked:
-    seconds = body.number("seconds", 10.0, MAX_TRACE_S) if header.op == "trace" else 0.0
-    version = body.count("version", 0) if header.op == "show" else 0
-    all_versions = header.op == "models" and body.flag("versions")
-    what: Any = header.op
-    return lambda token: Query(
-        token=token, what=what, name=header.model, seconds=seconds, version=version,
-        all_versions=all_versions,
-    )  # fmt: skip
+def _query(q: Question) -> Event:
+    what: Any = q.op
+    return Query(
+        token=q.token,
+        what=what,
+        name=q.model,
+        seconds=q.body.number("seconds", 10.0, MAX_TRACE_S) if what == "trace" else 0.0,
+        version=q.body.count("version", 0) if what == "show" else 0,
+        all_versions=what == "models" and q.body.flag("versions"),
+    )
 
 
-def _stop(_: RequestHeader, body: Body, __: Standing) -> Asked:
-    grace_ms = body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
+def _stop(q: Question) -> Event:
+    grace_ms = q.body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
+    _logger.info("stop asked grace_ms=%.0f", grace_ms)
+    return DrainAsked(token=q.token, grace_ms=grace_ms)
 
-    def asked(token: Token) -> Event:
-        _logger.info("stop asked grace_ms=%.0f", grace_ms)
-        return DrainAsked(token=token, grace_ms=grace_ms)
 
-    return asked
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the wire."""
+
+    role: Role  # that its client needs
+    parse: Parser | None = None  # None: it is the frontend's own
+    of_model: bool = False  # a name that no model has is answered with the nearest
+    of_owner: bool = False  # another's model needs ``operate``
+    ends_with_client: bool = False  # taken back when that is gone
+    is_cut: bool = False  # who may not operate is told less
+
+
+VERBS: Final[Mapping[str, Verb]] = {
+    "hello": Verb(Role.INFER),
+    "ping": Verb(Role.INFER, _ping),
+    "infer": Verb(Role.INFER, ends_with_client=True),
+    "prefetch": Verb(Role.INFER),
+    "cancel": Verb(Role.INFER),  # a session's own requests
+    "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models
+    "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
+    "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
+    "put": Verb(Role.REGISTER),
+    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
+    "unregister": Verb(Role.REGISTER, _unregister, of_model=True, of_owner=True),
+    "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
+    "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # over whosever model
+    "load": Verb(Role.OPERATE, _pin, of_model=True),
+    "unload": Verb(Role.OPERATE, _pin, of_model=True),
+    "profile": Verb(Role.OPERATE, _profile, ends_with_client=True),
+    "plan": Verb(Role.OPERATE, _query),
+    "ps": Verb(Role.OPERATE, _query),
+    "jobs": Verb(Role.OPERATE, _query),
+    "job": Verb(Role.OPERATE, _job),
+    "trace": Verb(Role.OPERATE, _query),
+    "events": Verb(Role.OPERATE),  # they tell what all clients do
+    "stop": Verb(Role.OPERATE, _stop),
+    "caller": Verb(Role.CODE),  # and only at the owner's socket
+    "train": Verb(Role.CODE, _train),
+}

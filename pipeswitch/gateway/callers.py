@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 from ..errors import PermissionDenied
-from ..roles import ANYONE, MODEL_FACTS, OWNER, VERB_ROLES, Role, Standing, in_order
+from ..frontend.verbs import VERBS
+from ..roles import ANYONE, MODEL_FACTS, OWNER, Role, Standing, in_order
 from .refusals import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
@@ -96,7 +97,7 @@ class Callers:
 
 def require(standing: Standing, verb: str) -> None:
     """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
-    require_role(standing, VERB_ROLES[verb], verb)
+    require_role(standing, VERBS[verb].role, verb)
 
 
 def require_role(standing: Standing, role: Role, what: str) -> None:

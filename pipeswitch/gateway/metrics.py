@@ -14,17 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from ..wire.bill import PARTS
+
 SECONDS: Final = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 PHASES: Final[Mapping[str, str]] = {
-    "preprocess": "Making the model's inputs of what clients sent, beside the device",
-    "queue": "Waiting for the device",
-    "switch": "From the order to the model's first layer group",
-    "copy": "Copying the model to the device, while it computes already",
-    "stall": "Waiting for layer groups that had not arrived",
-    "compute": "Computing",
-    "total": "In the server, from arrival to answer",
+    **{name.removesuffix("_ms"): text for name, text in PARTS.items()},
     "gateway": "In the gateway, beside that",
 }
 _COUNTERS: Final[Mapping[str, str]] = {

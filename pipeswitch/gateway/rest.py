@@ -13,6 +13,7 @@ import msgspec
 from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from ..units import nearest
+from ..wire.bill import PARTS
 from . import oip
 from .api import PREFIX, Api
 from .callers import Callers
@@ -25,7 +26,6 @@ from .ui import Page
 log = logging.getLogger(__name__)
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
-TIMED: Final = ("preprocess", "queue", "switch", "copy", "stall", "compute", "total", "gateway")
 HEALTH: Final = "/v2/health/"  # a probe has no token
 # What a page of another site may do where the owner has named that site (CORS).
 ASKED: Final = "access-control-request-method"  # before it does
@@ -304,6 +304,5 @@ def _json_length(head: Head) -> int | None:
 
 
 def _server_timing(bill: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name};dur={bill[f'{name}_ms']:.3f}" for name in TIMED if f"{name}_ms" in bill
-    )
+    parts = [name for name in (*PARTS, "gateway_ms") if name in bill]
+    return ", ".join(f"{name.removesuffix('_ms')};dur={bill[name]:.3f}" for name in parts)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ..client.calls import Reply
 from ..client.looped import LoopConnection
 from ..errors import ServerUnavailable
+from ..wire.bill import Bill
 from ..wire.frames import CHUNK_BYTES
 from .oip import InferRequest, Output
 
@@ -56,7 +57,7 @@ class Upstream:
             Output(name=one.name, dtype=one.dtype, shape=one.shape, data=reply.frames[one.frame])
             for one in reply.outputs
         ]
-        return outputs, reply.timing
+        return outputs, (reply.timing or Bill()).as_dict()
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """A model's row; of the current version, or another."""

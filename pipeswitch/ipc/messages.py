@@ -83,9 +83,6 @@ class DaemonReady(Message, frozen=True):
     """
 
     pid: int
-    arena_bytes: int
-    store_bytes: int
-    device: str
     handle: bytes = b""  # cuda: the allocation's IPC handle
 
 

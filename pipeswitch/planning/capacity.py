@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .costs import LayerCosts
+from .costs import LayerCosts, bound, makespan
 from .exact import best_groupings
-from .prediction import bound, makespan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from .costs import LayerCosts, LinkCost
+from .costs import LayerCosts, LinkCost, makespan
 from .exact import best_groupings, plan_groups
 from .fit import MIB
 from .grouping import Plan, per_layer
-from .prediction import makespan
 from .profile import Profile
 
 SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))

@@ -16,8 +16,10 @@ from ..errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from .bundle import Graph
 from .contracts import BrokenContract
 from .dims import NoExtent, Values, shape_at, values_of, values_text
+from .factories import without_cache
 from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
+from .loose import slots
 from .nesting import arguments
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
@@ -238,6 +240,7 @@ class ModuleProgram:
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
+        self._fixed = without_cache(module)
         self._bound: BoundModule | None = None
         self._before_group: BeforeGroup | None = None
         self._opened = 0
@@ -291,12 +294,14 @@ class ModuleProgram:
             for owner, key, tensor in bound.slots:
                 setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM watches its names
             self._bound = bound
+        for owner, key, value in bound.loose:  # in each run: a module may replace its attributes
+            setattr(owner, key, value)
         self._before_group, self._opened = before_group, 0
         try:
             with self._settings.inside(), torch.inference_mode():
                 named = dict(zip(self._inputs, inputs, strict=True))
                 given = arguments(self.manifest.takes, named).values()
-                outputs = self._in_order(flatten_outputs(self.module(*given)))
+                outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
         finally:
             self._before_group = None
@@ -321,6 +326,7 @@ class BoundModule:
         parameters = {
             name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
         }
+        self.loose = slots(program.module, tensors)
         for path, owner in program.module.named_modules():
             for key, is_parameter in [
                 *((key, True) for key, value in owner._parameters.items() if value is not None),

@@ -1,9 +1,11 @@
-"""The operator's own models: ``package.module:factory``, imported by builders and by workers."""
+"""The operator's own models: ``package.module:factory``, imported by builders and by workers; and
+what is set in a call of any model."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -36,3 +38,17 @@ def factory(source: str) -> Callable[[], nn.Module]:
         return made
 
     return construct
+
+
+def without_cache(module: nn.Module) -> dict[str, bool]:
+    """``use_cache=False`` for a decoder of transformers: a request stands alone."""
+    is_asked = getattr(getattr(module, "config", None), "use_cache", False)
+    return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Those of ``forward``; none where it is silent."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from .seccomp import forbid_new_privileges
+from .seccomp import forbid_new_privileges, system_call
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every processor
 ASK_VERSION: Final = 1
@@ -28,7 +28,7 @@ SCOPES: Final = 0b11  # from version 6: abstract sockets, signals
 
 def version() -> int:
     """What the kernel speaks; 0: nothing."""
-    return max(0, _call(CREATE_RULESET, None, ctypes.c_size_t(0), ASK_VERSION))
+    return max(0, system_call(CREATE_RULESET, None, ctypes.c_size_t(0), ASK_VERSION))
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
@@ -78,14 +78,8 @@ def _allow(ruleset: int, path: Path, access: int) -> None:
         os.close(parent)
 
 
-def _call(*arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    return int(libc.syscall(*arguments))
-
-
 def _checked(*arguments: object) -> int:
-    result = _call(*arguments)
+    result = system_call(*arguments)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"Landlock: {os.strerror(number)}")

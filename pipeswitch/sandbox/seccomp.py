@@ -44,7 +44,7 @@ def is_available() -> bool:
     if machine() not in ARCHITECTURES:
         return False
     action = ctypes.c_uint32(ERRNO)
-    return _call(SECCOMP[machine()], GET_ACTION_AVAIL, 0, ctypes.byref(action)) == 0
+    return system_call(SECCOMP[machine()], GET_ACTION_AVAIL, 0, ctypes.byref(action)) == 0
 
 
 def restrict_calls(allowed: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ def restrict_calls(allowed: Iterable[str]) -> None:
 
     filter_ = Program(len(code) // 8, ctypes.addressof(buffer))
     forbid_new_privileges()
-    result = _call(SECCOMP[machine()], SET_MODE_FILTER, FLAG_TSYNC, ctypes.byref(filter_))
+    result = system_call(SECCOMP[machine()], SET_MODE_FILTER, FLAG_TSYNC, ctypes.byref(filter_))
     if result:  # a positive one is a thread that has a filter of its own
         number = ctypes.get_errno() if result < 0 else errno.EACCES
         raise OSError(number, f"seccomp: {os.strerror(number)}")
@@ -75,7 +75,7 @@ def forbid_new_privileges() -> None:
         raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
 
 
-def _call(*arguments: object) -> int:
+def system_call(*arguments: object) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     return int(libc.syscall(*arguments))

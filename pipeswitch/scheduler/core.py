@@ -7,14 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Command, Publish, Token
+from .events import Answer, Asked, Command, Publish, Token
 from .records import Model
 from .requests.lines import Judge
+
+E = TypeVar("E", bound=Asked)
+P = TypeVar("P")  # a part
 
 # What may be another since the parts were asked last (docs/adr/0038-agenda.md).
 QUEUE: Final = 1  # the requests that wait, and their order
@@ -195,3 +198,23 @@ class Core:
     def look_again(self, at_ms: float, bits: int = ALL) -> None:
         """Ask for a Tick at that instant, and for a look at these things then."""
         self.wakeups.add(at_ms, bits)
+
+
+def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
+    """Above the method of a part that each event of this kind is for."""
+
+    def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
+        method.takes = kind  # type: ignore[attr-defined]
+        return method
+
+    return marked
+
+
+def takers(*parts: object) -> dict[type[Asked], Callable[[Any], None]]:
+    """The marked methods of these parts."""
+    return {
+        method.takes: getattr(part, name)
+        for part in parts
+        for name, method in vars(type(part)).items()
+        if hasattr(method, "takes")
+    }

@@ -20,6 +20,7 @@ from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot,
 from ..planning.profile import Found, Profile
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
+from ..wire.bill import Bill
 
 Token = NewType("Token", int)
 
@@ -31,10 +32,15 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 # ---- events: from clients (frontend) ---------------------------------------------------------
 
 
-class InferArrived(_Told, frozen=True):
-    """A checked request; its tensors lie in the pool, room for its reply is taken."""
+class Asked(_Told, frozen=True):
+    """Base of what owes its client one final answer. One part takes each kind (``core.takes``)."""
 
     token: Token
+
+
+class InferArrived(Asked, frozen=True):
+    """A checked request; its tensors lie in the pool, room for its reply is taken."""
+
     request_id: str
     model: ModelName
     digest: str
@@ -73,8 +79,7 @@ class CancelAsked(_Told, frozen=True):
     token: Token
 
 
-class RegisterAsked(_Told, frozen=True):
-    token: Token
+class RegisterAsked(Asked, frozen=True):
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
     spec_digest: str  # same name and same spec again is a no-op
@@ -88,40 +93,35 @@ class RegisterAsked(_Told, frozen=True):
     stage: Stage | None = None  # what makes its inputs; None: its clients
 
 
-class PublishAsked(_Told, frozen=True):
-    """The newest commit of a job shall be the next version of a model."""
+class PublishAsked(Asked, frozen=True):
+    """The newest commit of a job shall be the next version of a model; answered when it serves."""
 
-    token: Token  # answered when it serves
     model: ModelName
     job: JobName
     step: int = -1  # that it must be of; -1: whatever is the newest
     part: str = ""  # of what it trains; empty: the only one that fits
 
 
-class RollbackAsked(_Told, frozen=True):
-    token: Token
+class RollbackAsked(Asked, frozen=True):
     model: ModelName
     version: int = 0  # 0: the newest before the current one
     share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
     tenant: str | None = None  # as UnregisterAsked's
 
 
-class UnregisterAsked(_Told, frozen=True):
-    token: Token
+class UnregisterAsked(Asked, frozen=True):
     model: ModelName
     tenant: str | None = None  # only when it is this one's; None: whosever it is
 
 
-class PinAsked(_Told, frozen=True):
+class PinAsked(Asked, frozen=True):
     """``load`` (pin, bring to the device, pardon a quarantined model) and ``unload`` (unpin)."""
 
-    token: Token
     model: ModelName
     pin: bool
 
 
-class TrainAsked(_Told, frozen=True):
-    token: Token
+class TrainAsked(Asked, frozen=True):
     job: JobName
     entry: str
     args: tuple[str, ...]
@@ -131,21 +131,19 @@ class TrainAsked(_Told, frozen=True):
     devices: tuple[str, ...] = ()  # that may train it; none named: all
 
 
-class JobAsked(_Told, frozen=True):
+class JobAsked(Asked, frozen=True):
     """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk,
     ``move`` when it is there;
     the others when the table has taken them."""
 
-    token: Token
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
     to: str = ""  # of ``move``: a device
 
 
-class Query(_Told, frozen=True):
+class Query(Asked, frozen=True):
     """A listing; answered from the scheduler's own state, so it is consistent."""
 
-    token: Token
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
@@ -153,18 +151,15 @@ class Query(_Told, frozen=True):
     all_versions: bool = False  # of ``models``
 
 
-class ProfileAsked(_Told, frozen=True):
+class ProfileAsked(Asked, frozen=True):
     """Measure a model layer by layer when no request waits; answered with its profile."""
 
-    token: Token
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
 
 
-class PingAsked(_Told, frozen=True):
+class PingAsked(Asked, frozen=True):
     """Ask every process whether it is there; answered with the times of those that are."""
-
-    token: Token
 
 
 class DrainAsked(_Told, frozen=True):
@@ -235,10 +230,8 @@ class Tick(_Told, frozen=True):
 
 
 Event = (
-    InferArrived | Prepared | PrefetchHint | CancelAsked | RegisterAsked | PublishAsked
-    | RollbackAsked | UnregisterAsked | PinAsked | TrainAsked | JobAsked | ProfileAsked
-    | PingAsked | Query | DrainAsked | FromWorker | WorkerExited | FromDaemon | DaemonExited
-    | FromBuilder | BuilderExited | FromStage | StageExited | Tick
+    Asked | Prepared | PrefetchHint | CancelAsked | DrainAsked | FromWorker | WorkerExited
+    | FromDaemon | DaemonExited | FromBuilder | BuilderExited | FromStage | StageExited | Tick
 )  # fmt: skip
 
 # ---- commands --------------------------------------------------------------------------------
@@ -402,7 +395,7 @@ class Answer(_Told, frozen=True):
     token: Token
     body: dict[str, Any] = {}
     outputs: tuple[SlabTensor, ...] = ()
-    timing: dict[str, Any] | None = None
+    timing: Bill | None = None  # of an inference
     error: PipeSwitchError | None = None
     more: bool = False
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 
+from ..errors import InvalidInput, ModelNotFound
 from ..ipc.messages import ModelName
 from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
-from .core import Core
+from .core import Core, takes
 from .device import Device
 from .device_state import DeviceState
+from .events import Query
 from .machine import Machine
 from .memory.regions import Owner
 from .models.versions import Versions
@@ -48,6 +50,36 @@ class Listing:
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
 
+    @takes(Query)
+    def asked(self, event: Query) -> None:
+        core = self._core
+        match event.what:
+            case "models":
+                core.answer(event.token, models=self.models(event.all_versions))
+            case "show":
+                self._show(event)
+            case "ps":
+                core.answer(event.token, rows=self.ps())
+            case "jobs":
+                core.answer(event.token, jobs=self.jobs())
+            case "plan":
+                core.answer(event.token, **self.plan())
+            case "stats":
+                core.answer(event.token, **self.stats())
+            case "trace":  # the timeline is the controller's
+                core.refuse(event.token, InvalidInput("trace is not answered here"))
+
+    def _show(self, event: Query) -> None:
+        core, versions, name = self._core, self._versions, ModelName(event.name)
+        model = self._machine.models.get(versions.resolve(name, event.version))
+        if model is not None:
+            core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
+        elif versions.served(name) is not None:
+            core.refuse(event.token, versions.missing(name, str(event.version)))
+        else:
+            error = ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
+            core.refuse(event.token, error)
+
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
         """Each name's current version, or all there are."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
@@ -55,10 +87,6 @@ class Listing:
             there[one.base].append(one)
         shown = (m for m in models if all_versions or self._versions.is_current(m))
         return [self._model(m, there[m.base]) for m in shown]
-
-    def model(self, model: Model) -> dict[str, Any]:
-        """One model in full."""
-        return self._model(model, self._versions.all_of(model.base))
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         """``versions``: of its name; for all models they are not sought in all models."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
+from ..errors import ServerUnavailable
 from ..ipc.messages import (
     BuildDone,
     BuildFailed,
@@ -28,7 +28,6 @@ from ..ipc.messages import (
     InferenceDone,
     InferenceFailed,
     JobReport,
-    ModelName,
     ModelStored,
     Moved,
     Parked,
@@ -50,8 +49,11 @@ from .core import (
     Part,
     SchedulerSettings,
     Wakeups,
+    takers,
+    takes,
 )
 from .events import (
+    Asked,
     BuilderExited,
     CancelAsked,
     Command,
@@ -63,21 +65,14 @@ from .events import (
     FromStage,
     FromWorker,
     InferArrived,
-    JobAsked,
     Leave,
-    PinAsked,
     PingAsked,
     PrefetchHint,
     Prepared,
     ProfileAsked,
-    PublishAsked,
     Query,
-    RegisterAsked,
-    RollbackAsked,
     StageExited,
     Tick,
-    TrainAsked,
-    UnregisterAsked,
     Warn,
     WorkerExited,
 )
@@ -138,6 +133,10 @@ class Scheduler:
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
+        self._takers = takers(
+            self, self.registry, self.registry.names, self.publishing, self.job_requests,
+            self.pings, self.listing,
+        )  # fmt: skip
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
@@ -240,6 +239,8 @@ class Scheduler:
         match event:
             case InferArrived():
                 self.admission.arrived(event)
+            case Asked():
+                self._takers[type(event)](event)
             case Prepared():
                 self.admission.prepared(event)
             case FromStage():
@@ -268,27 +269,6 @@ class Scheduler:
                     self.publishing.cancel(event.token)
                     for device in machine.devices:
                         device.profiling.cancel(event.token)
-            case RegisterAsked():
-                self.registry.register(event)
-            case PublishAsked():
-                self.publishing.asked(event)
-            case RollbackAsked():
-                self.registry.names.rollback(event)
-            case UnregisterAsked():
-                self.registry.unregister(event)
-            case PinAsked():
-                self.registry.names.pin(event)
-            case TrainAsked():
-                self.job_requests.train(event)
-            case JobAsked():
-                self.job_requests.asked(event)
-            case ProfileAsked(model=name):
-                event = replace(event, model=self.versions.resolve(name))
-                machine.measuring(event.model).profiling.asked(event)
-            case Query():
-                self._query(event)
-            case PingAsked(token=token):
-                self.pings.asked(token)
             case DrainAsked():
                 self._drain(event)
             case FromBuilder():
@@ -348,39 +328,15 @@ class Scheduler:
         if all(one.state.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
-    # -- queries ------------------------------------------------------------------------------
-
     def _policy_failed(self, name: str, why: str) -> None:
         text = f'policy "{name}" failed and is replaced by "priority": {why}'
         self.core.emit(Warn(text=text))
         self.core.publish("queue.policy_failed", policy=name, reason=why)
 
-    def _query(self, event: Query) -> None:
-        core = self.core
-        if event.what == "models":
-            core.answer(event.token, models=self.listing.models(event.all_versions))
-        elif event.what == "ps":
-            core.answer(event.token, rows=self.listing.ps())
-        elif event.what == "jobs":
-            core.answer(event.token, jobs=self.listing.jobs())
-        elif event.what == "plan":
-            core.answer(event.token, **self.listing.plan())
-        elif event.what == "stats":
-            core.answer(event.token, **self.listing.stats())
-        elif event.what == "show":
-            name = ModelName(event.name)
-            model = self.machine.models.get(self.versions.resolve(name, event.version))
-            if model is None and self.versions.served(name) is not None:
-                core.refuse(event.token, self.versions.missing(name, str(event.version)))
-            elif model is None:
-                core.refuse(
-                    event.token,
-                    ModelNotFound(f'no model "{event.name}"', hint="pipeswitch models"),
-                )
-            else:
-                core.answer(event.token, model=self.listing.model(model))
-        else:
-            core.refuse(event.token, InvalidInput(f"{event.what} is not answered here"))
+    @takes(ProfileAsked)
+    def _profile(self, event: ProfileAsked) -> None:
+        event = replace(event, model=self.versions.resolve(event.model))
+        self.machine.measuring(event.model).profiling.asked(event)
 
     # -- drain --------------------------------------------------------------------------------
 
@@ -434,19 +390,7 @@ class Scheduler:
     def _refuse_late(self, event: Event) -> None:
         """A client that asks after the end is answered too; nothing is done any more."""
         match event:
-            case (
-                InferArrived(token=token)
-                | RegisterAsked(token=token)
-                | PublishAsked(token=token)
-                | RollbackAsked(token=token)
-                | UnregisterAsked(token=token)
-                | PinAsked(token=token)
-                | TrainAsked(token=token)
-                | JobAsked(token=token)
-                | ProfileAsked(token=token)
-                | PingAsked(token=token)
-                | Query(token=token)
-            ):
+            case Asked(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
             case DrainAsked(token=token) if token is not None:
                 self.core.answer(token, reason="the server has stopped")

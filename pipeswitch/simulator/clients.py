@@ -9,9 +9,9 @@ from typing import Literal
 from ..ipc.messages import JobName, ModelName
 from ..scheduler import events as ev
 from .costs import Training
+from .device import require
 from .process import Scene
 from .programs import Program
-from .violation import require
 
 Action = Literal["show", "pause", "resume", "cancel", "wait"]
 
@@ -101,6 +101,3 @@ class SimulatedClients:
         token = self.token()
         self._handle(ev.JobAsked(token=token, job=job, action=action))
         return token
-
-
-__all__ = ["SimulatedClients"]

@@ -140,6 +140,3 @@ def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
     assert scheduler.core.judge.policy is policy, "it failed, and was replaced"
     assert not world.clients.open, f"never answered: {sorted(world.clients.open)}"
     assert world.clients.outcomes["ok"] >= REQUESTS, world.clients.outcomes
-
-
-__all__ = ["check_policy"]

@@ -30,9 +30,8 @@ from ..ipc.messages import (
     TransmitModel,
 )
 from .clock import Move
-from .device import Span, User, region_of
+from .device import Span, User, Violation, region_of, require
 from .process import Process
-from .violation import Violation, require
 
 
 class Transmission:
@@ -98,7 +97,7 @@ class SimulatedDaemon(Process):
 
     def _becomes_ready(self) -> None:
         self.is_ready = True
-        self.say("out", DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.say("out", DaemonReady(pid=1))
 
     # -- control thread ------------------------------------------------------------------------
 
@@ -233,6 +232,3 @@ def slice_of(order: CommitCopy | Scrub) -> Span:
     if isinstance(order, Scrub):
         return Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return Span(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)
-
-
-__all__ = ["SimulatedDaemon"]

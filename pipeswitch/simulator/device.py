@@ -8,7 +8,16 @@ from typing import NamedTuple
 from ..ipc.messages import Epoch, GroupCopy, ModelName, RunInference, TransmitModel
 from ..scheduler.device_state import WORD_BYTES
 from .programs import Program
-from .violation import require
+
+
+class Violation(AssertionError):
+    """The scheduler broke an invariant of docs/architecture.md."""
+
+
+def require(is_so: bool, text: str) -> None:
+    """Raise Violation unless it is so."""
+    if not is_so:
+        raise Violation(text)
 
 
 class Span(NamedTuple):

@@ -1,4 +1,5 @@
-"""What all processes have in common: channels, a life, and an end that may come at any time."""
+"""What all processes have in common: channels, a life, and an end that may come at any time; and
+the simplest of them, a builder."""
 
 from __future__ import annotations
 
@@ -6,14 +7,44 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from ..ipc.messages import JobName, Message, ModelName
-from .choices import Choices
+from ..ipc.messages import BuildDone, BuildFailed, BuildProgress, JobName, Message, ModelName
+from ..scheduler.events import StartBuild
 from .clock import Clock, Move, Plans
 from .costs import Costs, Training
 from .device import Device, SimulatedArea
 from .programs import Program
+
+Chance = Literal[
+    "build_error", "builder_dies", "store_error", "copy_error", "persist_error", "prepare_error",
+    "early_error",  # a request fails before it has the device
+    "infer_error",
+    "hang",  # a request begins and never ends
+    "poison",  # a request kills its worker
+    "unclean",  # a worker says later that it holds nothing of a task any more
+    "commit",  # before it is due
+    "skips_commit",  # an evicted script unwinds without one
+    "script_error",
+    "swallow",  # a script neither parks nor unwinds
+    "linger",  # a process does not leave after its script
+    "takes_along",  # a worker dies with its memory daemon
+]  # fmt: skip
+
+
+class Choices(Protocol):
+    """Decides each time; the only source of chance."""
+
+    def happens(self, what: Chance, name: str) -> bool:
+        """Whether it happens now. ``name``: the model's or the job's, or the process's."""
+        ...
+
+
+class Faithful:
+    """Nothing goes wrong."""
+
+    def happens(self, what: Chance, name: str) -> bool:
+        return False
 
 
 @dataclass(kw_only=True)
@@ -113,3 +144,29 @@ class Process:
 
 def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
     take(queue.popleft())
+
+
+class SimulatedBuilder(Process):
+    """Finds what the scene's library holds under the model's name."""
+
+    def __init__(self, order: StartBuild, *of_process: object) -> None:
+        super().__init__("builder", 0, *of_process)  # type: ignore[arg-type]
+        self.order = order
+
+    def steps(self) -> list[Move]:
+        return [Move("main", "builds", self.scene.costs.build_ms, self._build)]
+
+    def _build(self) -> None:
+        model, epoch = self.order.model, self.order.epoch
+        happens = self.scene.choices.happens
+        if happens("builder_dies", model):
+            self.end(1)
+            return
+        if happens("build_error", model):
+            self.say("out", BuildFailed(
+                model=model, epoch=epoch, error="RegistrationRefused", message="no"))  # fmt: skip
+        else:
+            digest = self.scene.programs[model].manifest.digest
+            self.say("out", BuildProgress(model=model, epoch=epoch, stage="export", fraction=0.5))
+            self.say("out", BuildDone(model=model, epoch=epoch, digest=digest))
+        self.end(0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from ..ipc.messages import JobName, ModelName
 from ..planning.fit import MIB
@@ -23,9 +23,8 @@ from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.training.commits import HEADER_BYTES
 from .arrivals import Arrival
-from .costs import Costs, Link
+from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
-from .training import PaperJob, Trained, trained
 from .world import World
 
 WORDS_BYTES: Final = REGION_ALIGN_BYTES  # of the arena, for the arrival words
@@ -93,6 +92,54 @@ def link_of(profile: Profile) -> Link:
     """As it was measured."""
     beta = profile.link.beta_ms_per_mib
     return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=profile.link.alpha_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperJob:
+    """A script of equal steps, submitted ``at_ms`` after the trace begins."""
+
+    name: str
+    steps: int
+    step_ms: float
+    memory_bytes: int  # of the device; a commit copies all of it
+    at_ms: float = 0.0
+
+    def script(self) -> Training:
+        """As the simulated world takes it."""
+        return Training(steps=self.steps, step_ms=self.step_ms, slice_bytes=self.memory_bytes,
+                        state_bytes=self.memory_bytes)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A job's end; milliseconds of the virtual clock.
+
+    Attributes:
+        jct_ms: from its submission to its end (job completion time).
+        trained_ms: of that, it had the device.
+        preempted_ms: of that, it waited in place, its memory kept, for requests or other jobs.
+        evictions: how often it had to leave its memory.
+    """
+
+    name: str
+    at_ms: float
+    jct_ms: float
+    trained_ms: float
+    preempted_ms: float
+    evictions: int
+
+    @property
+    def share(self) -> float:
+        """Of the device's time while it was there."""
+        return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
+
+
+def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
+    """``row``: of ``pipeswitch jobs``, as it ended."""
+    return Trained(
+        name=job.name, at_ms=job.at_ms, jct_ms=jct_ms, trained_ms=1000.0 * row["trained_s"],
+        preempted_ms=1000.0 * row["preempted_s"], evictions=row["evictions"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +371,9 @@ class _Replay(World):
             model, took_ms = self._models[arrival.model], self.now_ms - at_ms
             self._latency_ms[number] = took_ms
             self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + NEAR_MS
-            joined = int(answer.timing["joined"])
+            joined = answer.timing.joined
             self._busy_ms += model.compute_ms * (1.0 + (joined - 1) * model.row_share) / joined
-            self._order.append((answer.timing["epoch"], number))
+            self._order.append((answer.timing.epoch, number))
         done = len(self._latency_ms) + self._refused.total()
         if self._watch is not None and done % REPORT_EVERY == 0:
             self._watch(done)

@@ -30,9 +30,8 @@ from ..ipc.messages import (
     Turn,
 )
 from .clock import Move
-from .device import ZEROS, Image, Span, after_step, image_of
+from .device import ZEROS, Image, Span, Violation, after_step, image_of, require
 from .process import Scene
-from .violation import Violation, require
 
 Say = Callable[[str, Message], None]
 Outcome = Literal["done", "preempted", "failed"]
@@ -319,6 +318,3 @@ class SimulatedScript:
     def _set(self, image: Image) -> None:
         assert self.lease is not None
         self._device.write_slice(self.lease, image)
-
-
-__all__ = ["SimulatedScript"]

@@ -30,10 +30,9 @@ from ..ipc.messages import (
 )
 from ..scheduler.records import NO_EPOCH
 from .clock import Move
-from .device import Span, User, region_of
+from .device import Span, User, Violation, region_of, require
 from .process import Process
 from .script import SimulatedScript
-from .violation import Violation, require
 
 OF_A_JOB = StopTask | GrantTurn | EvictTask | MoveTask | LeaseGranted | LeaseRefused
 
@@ -269,6 +268,3 @@ def output_of(order: RunInference | JoinedRequest) -> SlabTensor:
     """Its name says whose it is."""
     return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
                       offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip
-
-
-__all__ = ["SimulatedWorker"]

@@ -26,15 +26,12 @@ from ..ipc.messages import (
 )
 from ..scheduler import events as ev
 from ..scheduler.scheduler import Scheduler
-from .builder import SimulatedBuilder
-from .choices import Choices, Faithful
 from .clients import SimulatedClients
 from .clock import Act, Move
 from .costs import Costs
 from .daemon import SimulatedDaemon, slice_of
-from .device import Device, SimulatedArea, Span, User, require_unused
-from .process import Process, Scene
-from .violation import Violation, require
+from .device import Device, SimulatedArea, Span, User, Violation, require, require_unused
+from .process import Choices, Faithful, Process, Scene, SimulatedBuilder
 from .worker import SimulatedWorker
 
 MOST_SLOTS = 64  # of a device
@@ -436,6 +433,3 @@ def _replies_of(order: RunInference) -> set[str]:
     if order.trial_batch:
         return set()
     return {order.request_id, *(one.request_id for one in order.joined)}
-
-
-__all__ = ["World"]

@@ -15,6 +15,10 @@ from ..config import DEFAULT_LISTEN, default_runtime_dir
 from ..errors import ConfigError
 from .private import check_private
 
+_ADDRESS = re.compile(r"ipc://.+|tcp://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")
+MAX_PORT = 65535
+HINT = "HOST, HOST:PORT, tcp://HOST:PORT or ipc://PATH"
+
 
 def default_address(environ: Mapping[str, str]) -> str:
     """In this order:
@@ -46,16 +50,23 @@ def full_address(named: str) -> str:
 
     >>> [full_address(text) for text in ("gpu1", "[::1]:6000", "::1", "ipc:///run/a.sock")]
     ['tcp://gpu1:5555', 'tcp://[::1]:6000', 'tcp://[::1]:5555', 'ipc:///run/a.sock']
+
+    Raises:
+        ConfigError: it is none.
     """
     scheme, found, rest = named.partition("://")
     if not found:
         scheme, rest = "tcp", named
-    if scheme != "tcp":
-        return named
-    if rest.count(":") > 1 and not rest.startswith("["):
-        rest = f"[{rest}]"  # a bare IPv6 address
-    has_port = re.search(r":[^:\]]*$", rest)
-    return f"tcp://{rest}" if has_port else f"tcp://{rest}:{DEFAULT_LISTEN.rpartition(':')[2]}"
+    if scheme == "tcp":
+        if rest.count(":") > 1 and not rest.startswith("["):
+            rest = f"[{rest}]"  # a bare IPv6 address
+        has_port = re.search(r":[^:\]]*$", rest)
+        rest = rest if has_port else f"{rest}:{DEFAULT_LISTEN.rpartition(':')[2]}"
+    address = f"{scheme}://{rest}"
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or int(parts[2] or 0) > MAX_PORT:
+        raise ConfigError(f"{named!r} is no address of a server", hint=HINT)
+    return address
 
 
 def is_live(path: Path) -> bool:
@@ -72,7 +83,11 @@ def is_live(path: Path) -> bool:
 
 
 def is_refused(address: str) -> bool:
-    """Whether certainly no server listens at a client's address: nothing is gained by waiting."""
+    """Whether certainly no server listens at a client's address: nothing is gained by waiting.
+
+    Raises:
+        ConfigError: no machine has its name.
+    """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         return not is_live(Path(rest))
@@ -82,6 +97,8 @@ def is_refused(address: str) -> bool:
             return False
     except ConnectionRefusedError:
         return True
+    except socket.gaierror as error:
+        raise ConfigError(f"no machine is called {host!r}: {error.strerror}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # what is wrong with it is said by who connects
 

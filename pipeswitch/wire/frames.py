@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from ..errors import RemoteProtocolError
+from .bill import Bill
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
@@ -31,12 +32,6 @@ _ZMTP_BYTE: Final = 0xFF
 _STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
 _PART: Final = Struct("<QQ")  # size and place
 
-Op = Literal[
-    "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
-    "load", "unload",
-    "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
-    "events", "caller", "ping", "stop",
-]  # fmt: skip
 Status = Literal["ok", "error", "progress"]
 
 
@@ -53,7 +48,7 @@ class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """client -> server."""
 
     v: int
-    op: Op
+    op: str  # the verb: frontend/verbs.py has them
     id: str
     session: str = ""
     model: str = ""
@@ -80,7 +75,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     status: Status
     session: str = ""
     more: bool = False
-    timing: dict[str, Any] | None = None
+    timing: Bill | None = None  # of an inference
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None

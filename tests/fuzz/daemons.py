@@ -169,7 +169,7 @@ def run(data: bytes) -> None:
     lane, daemon_module.Lane = daemon_module.Lane, _Lane  # type: ignore[misc, assignment]
     try:
         parts: Any = (device, control)
-        served = Daemon(*parts, words=WORDS, device_name="cpu")
+        served = Daemon(*parts, words=WORDS)
     finally:
         daemon_module.Lane = lane  # type: ignore[misc]
     served.run()

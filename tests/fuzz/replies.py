@@ -7,6 +7,7 @@ from typing import Any
 from pipeswitch.client.calls import _error, _reply
 from pipeswitch.client.tensors import from_reply
 from pipeswitch.errors import PipeSwitchError, RemoteProtocolError
+from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
     MAGIC,
     ReplyHeader,
@@ -19,7 +20,7 @@ from pipeswitch.wire.frames import (
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 
-BILL = {"queue_ms": 1.0, "switch_ms": 2.0, "resident": True, "preempted": "job", "worker": 1}
+BILL = Bill(queue_ms=1.0, switch_ms=2.0, resident=True, preempted="job", worker=1)
 
 
 def run(data: bytes) -> None:

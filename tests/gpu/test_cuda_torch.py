@@ -13,7 +13,7 @@ import torch
 
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
-from pipeswitch.devices.cuda.torch import CudaTorch, TorchSide
+from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.layout import TensorSpec
 from workers.training.slice import rebind
@@ -89,7 +89,7 @@ def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> 
     cuda.free(block)
 
 
-def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
+def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     """ResNet-18 as a worker would have it: built, packed, its region on the device."""
     from memory_daemon.store import load_model
     from pipeswitch.programs.build.program import build
@@ -110,7 +110,7 @@ def test_groups_replayed_as_graphs_equal_the_eager_program(side: CudaTorch, tmp_
     check_replays(side, tmp_path)
 
 
-def check_replays(side: TorchSide, folder: Path) -> None:
+def check_replays(side: CudaTorch, folder: Path) -> None:
     program = DeviceProgram(
         bound_resnet(side, folder), side.device, side.recorder(), GraphBudget(1 << 30)
     )

@@ -38,7 +38,7 @@ _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
     m.TransmitEnded: {
         "copied_bytes": 0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "group_ends_at_ms": (),
     },
-    m.DaemonReady: {"pid": 1, "arena_bytes": 0, "store_bytes": 0, "device": "cpu"},
+    m.DaemonReady: {"pid": 1},
 }  # fmt: skip
 _CARRIED: Final = (
     m.RunInference, m.RunJob, m.StopTask, m.GrantTurn, m.EvictTask, m.LeaseGranted, m.WorkerReady,

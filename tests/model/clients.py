@@ -10,7 +10,7 @@ from pipeswitch.ipc.messages import JobName, ModelName, RunInference
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
-from pipeswitch.simulator.violation import require
+from pipeswitch.simulator.device import require
 
 JOB: Final = JobName("job")
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, REGISTER = (

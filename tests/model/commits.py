@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from pipeswitch.commits.area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.simulator.device import Image, SimulatedArea, image_of
-from pipeswitch.simulator.violation import Violation, require
+from pipeswitch.simulator.device import Image, SimulatedArea, Violation, image_of, require
 
 from .channel import IMAGE_BYTES
 

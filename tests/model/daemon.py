@@ -19,7 +19,7 @@ from pipeswitch.ipc.messages import (
     TransmitModel,
 )
 from pipeswitch.simulator.daemon import SimulatedDaemon, Transmission
-from pipeswitch.simulator.violation import Violation
+from pipeswitch.simulator.device import Violation
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next

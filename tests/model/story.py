@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pipeswitch.ipc.messages import CommitCopy
 from pipeswitch.scheduler import events as ev
-from pipeswitch.simulator.violation import Violation
+from pipeswitch.simulator.device import Violation
 
 from .choices import Action
 from .daemon import OUT, TO_HOST

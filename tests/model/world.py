@@ -29,10 +29,9 @@ from pipeswitch.scheduler.requests.queue import Queue
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator import world as simulator
-from pipeswitch.simulator.choices import Chance
-from pipeswitch.simulator.process import Process, Scene
+from pipeswitch.simulator.device import Violation, require
+from pipeswitch.simulator.process import Chance, Process, Scene
 from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.violation import Violation, require
 from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
 from .brain import Equal, Known

@@ -41,6 +41,7 @@ from pipeswitch.scheduler.events import (
     TrainAsked,
     UnregisterAsked,
 )
+from pipeswitch.wire.bill import Bill
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 10.0
@@ -196,7 +197,7 @@ class FakeScheduler:
         output = SlabTensor(
             name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
         )
-        timing = {"queue_ms": 0.5, "switch_ms": 1.5, "resident": True, "worker": 0}
+        timing = Bill(queue_ms=0.5, switch_ms=1.5, resident=True, worker=0)
         self.post(Answer(token=event.token, outputs=(output,), timing=timing))
 
     def wait_for(self, kind: type, count: int = 1) -> list[Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, is_bit_equal, kill, mlp, until
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 from torch import nn
 
 from pipeswitch.errors import PipeSwitchError, RegistrationRefused
@@ -82,44 +81,6 @@ def test_one_with_a_bad_index_fails_alone(running: Checked, table: Table) -> Non
         answer = future.result(30)
         assert is_bit_equal(answer["y"], eager(table, x))
         assert answer.timing.joined == 1
-
-
-def test_one_that_is_taken_back_leaves_its_place_to_another(running: Checked, table: Table) -> None:
-    inputs = [torch.randint(WORDS, (1, 5)) for _ in range(9)]
-    futures = [running.client.submit("eight", x) for x in inputs[:7]]
-    until(lambda: running.stats()["queued"] == 7, "they wait for an eighth")
-    gone = futures.pop(0)
-    gone.cancel()
-    until(lambda: running.stats()["queued"] == 6, "it waits no more")
-    futures += [running.client.submit("eight", x) for x in inputs[7:]]
-    for x, future in zip(inputs[1:], futures, strict=True):
-        assert is_bit_equal(future.result(30)["y"], eager(table, x))
-    with pytest.raises(CancelledError):
-        gone.result(30)
-
-
-def test_a_killed_worker_with_joined_requests_costs_none_of_them_its_answer(
-    running: Checked,
-) -> None:
-    module = mlp(WIDTH, 12, seed=3)
-    row = running.client.register(
-        "slow", module, example_inputs=(torch.zeros(2, WIDTH),), max_batch=512, batch=512,
-        batch_delay_ms=LONG_MS, pin=True,
-    )  # fmt: skip
-    wait_until_pinned(running, "slow")
-    inputs = [torch.rand(128, WIDTH) for _ in range(4)]
-    futures = [running.client.submit("slow", x) for x in inputs]
-    active = until(
-        lambda: next((r for r in running.rows("model")
-                      if r["name"] == "slow" and r["state"] == "active" and r["pid"]), None),
-        "it computes",
-    )  # fmt: skip
-    assert kill(active["pid"])
-    for x, future in zip(inputs, futures, strict=True):
-        answer = future.result(60)
-        assert is_bit_equal(answer["y"], eager(module, x))
-    assert isinstance(row["batching"]["is_exact"], bool)
-    running.client.unregister("slow")
 
 
 def test_models_whose_requests_cannot_be_joined_are_refused_with_what_to_type(

@@ -201,7 +201,7 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
             for result in results:
                 found = torch.from_numpy(next(iter(result.outputs.values())))
                 assert is_bit_equal(found, expected)
-            return [result.timing.extra["device"] for result in results]
+            return [result.timing.device for result in results]
 
         assert answers() == ["cuda:0", "cuda:1"]
         before = daemons()
@@ -244,7 +244,7 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
             for result in results:
                 found = torch.from_numpy(next(iter(result.outputs.values())))
                 assert is_bit_equal(found, expected)
-            return {result.timing.extra["device"] for result in results}
+            return {result.timing.device for result in results}
 
         assert used("by-itself") == {"cuda:0"}
         assert used("on-cpu") == {"cpu:0"}

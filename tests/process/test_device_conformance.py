@@ -25,15 +25,18 @@ import torch
 from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
-from pipeswitch.devices import DeviceMemory, PoolView
+from pipeswitch.devices import view as view_module
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
 from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
-from pipeswitch.devices.cuda.torch import TorchSide
+from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.devices.cuda.view import CudaPoolView
+from pipeswitch.devices.memory import DeviceMemory
+from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.ipc.messages import (
@@ -60,7 +63,7 @@ class CpuRig:
     """A cpu device with its store, bells and board; ``view`` is what a worker would make."""
 
     is_sealed = True  # workers cannot write to models
-    can_leave_a_wait = True  # the one who waits is a thread, and looks up
+    waits_on_the_host = True
 
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         self.store_fd = sealed_memfd("test-store", STORE_BYTES)
@@ -83,7 +86,7 @@ class CpuRig:
         self.models_fd, self.work_fd = memory.export_descriptors()
         return memory
 
-    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+    def _look(self, slot: int) -> PoolView:
         return CpuPoolView(
             models=self.models_fd,
             work=self.work_fd,
@@ -92,11 +95,10 @@ class CpuRig:
             bells=self.bells,
             arena_bytes=ARENA_BYTES,
             words=WORDS,
-            on_wake=on_wake,
         )
 
-    def view(self, slot: int = 0, on_wake: Callable[[], None] | None = None) -> PoolView:
-        self._views.append(self._look(slot, on_wake))
+    def view(self, slot: int = 0) -> PoolView:
+        self._views.append(self._look(slot))
         return self._views[-1]
 
     def arena(self, start: int, size: int) -> bytes:
@@ -164,19 +166,16 @@ class FakeCudaRig(CpuRig):
             arena_bytes=ARENA_BYTES,
             store_bytes=STORE_BYTES,
             words=WORDS,
-            window_bytes=4 * MIB,  # in proportion to the slow link
         )
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
 
-    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+    def _look(self, slot: int) -> PoolView:
         world = World(blocking_waits=True)
         cuda = Cuda(world.runtime, world.driver)
-        return self._view_over(cuda, HostTorch(world), slot, on_wake)
+        return self._view_over(cuda, HostTorch(world), slot)
 
-    def _view_over(
-        self, cuda: Cuda, side: TorchSide, slot: int, on_wake: Callable[[], None] | None
-    ) -> PoolView:
+    def _view_over(self, cuda: Cuda, side: CudaTorch, slot: int) -> PoolView:
         return CudaPoolView(
             cuda,
             side,
@@ -189,7 +188,6 @@ class FakeCudaRig(CpuRig):
             arena_bytes=ARENA_BYTES,
             words=WORDS,
             waits=self.waits,
-            on_wake=on_wake,
         )
 
     def arena(self, start: int, size: int) -> bytes:
@@ -205,7 +203,7 @@ class WaitingCudaRig(FakeCudaRig):
     """The same, and the device waits for words by itself."""
 
     waits: Waits = "gpu"
-    can_leave_a_wait = False
+    waits_on_the_host = False
 
 
 class _OwnHandle(Cuda):
@@ -247,11 +245,11 @@ class GpuRig(FakeCudaRig):
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
 
-    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+    def _look(self, slot: int) -> PoolView:
         from pipeswitch.devices.cuda.torch import CudaTorch
 
         cuda = _OwnHandle(self._cuda, self._cuda_memory.base)
-        return self._view_over(cuda, CudaTorch(0), slot, on_wake)
+        return self._view_over(cuda, CudaTorch(0), slot)
 
     def arena(self, start: int, size: int) -> bytes:
         into = bytearray(size)
@@ -264,7 +262,7 @@ class WaitingGpuRig(GpuRig):
     """The same, and the GPU waits for words by itself."""
 
     waits: Waits = "gpu"
-    can_leave_a_wait = False
+    waits_on_the_host = False
 
 
 CHILD: Final = f"""
@@ -312,10 +310,12 @@ MakeRig = Callable[..., CpuRig]
 
 
 @pytest.fixture(params=sorted(DEVICES))
-def make_rig(request: pytest.FixtureRequest) -> Iterator[MakeRig]:
+def make_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     rigs: list[CpuRig] = []
 
     def make(link_bytes_per_s: float = 0.0) -> CpuRig:
+        if link_bytes_per_s:
+            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # in proportion to the link
         rigs.append(DEVICES[request.param](link_bytes_per_s))
         return rigs[-1]
 
@@ -450,19 +450,23 @@ def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("stale", [4, 6, 2**32 + 4])
-def test_only_exactly_the_epoch_satisfies_a_wait(rig: CpuRig, stale: int) -> None:
+def test_only_exactly_the_epoch_satisfies_a_wait(
+    rig: CpuRig, monkeypatch: pytest.MonkeyPatch, stale: int
+) -> None:
     class StillWaiting(Exception):
         pass
 
-    def give_up() -> None:
+    def give_up(_: int) -> None:
         raise StillWaiting
 
-    if not rig.can_leave_a_wait:
-        pytest.skip("a device that waits cannot be asked to look up: its process is killed")
-    view = rig.view(on_wake=give_up)
+    if not rig.waits_on_the_host:
+        pytest.skip("the device waits by itself")
+    view = rig.view()
     rig.run(order(stale, MIB, [100]))
-    with pytest.raises(StillWaiting):
-        view.wait_group(0, Epoch(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(view_module.os, "eventfd_read", give_up)
+        with pytest.raises(StillWaiting):
+            view.wait_group(0, Epoch(5))
     rig.run(order(5, MIB, [100]))
     assert view.wait_group(0, Epoch(5)) == 0.0
 
@@ -472,42 +476,15 @@ def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
     assert (rig.word(0), rig.word(1), rig.word(2)) == (9, 9, 0)
 
 
-def test_a_cancelled_transmission_stops_and_strands_no_waiter(make_rig: MakeRig) -> None:
+def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None:
     rig = make_rig(20 * MIB)  # the whole would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
-
-    class GaveUp(Exception):
-        pass
-
-    is_cancelled = threading.Event()
-
-    def look() -> None:
-        if is_cancelled.is_set():
-            raise GaveUp
-
-    if not rig.can_leave_a_wait:
-        pytest.skip("a device that waits cannot be asked to look up: its process is killed")
-    view = rig.view(on_wake=look)
-    outcome: Queue[str] = Queue()
-
-    def wait_for_the_last() -> None:
-        try:
-            view.wait_group(9, Epoch(3))
-            outcome.put("arrived")
-        except GaveUp:
-            outcome.put("gave up")
-
-    waiter = threading.Thread(target=wait_for_the_last)
-    waiter.start()
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
     rig.view(slot=1).wait_group(0, Epoch(3))
-    is_cancelled.set()
     rig.memory.cancel(Epoch(3))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert not ended.is_complete
     assert 1 <= ended.group_count < 10
-    assert outcome.get(timeout=DEADLINE_S) == "gave up"
-    waiter.join()
     words = [rig.word(index) for index in range(10)]
     assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
@@ -527,22 +504,6 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     assert [e.epoch for e in ended] == [1, 2]
     assert (ended[1].is_complete, ended[1].copied_bytes) == (False, 0)
     assert not any(rig.arena(20 * MIB, MIB))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        order(1, 0, [100]),
-        order(1, ARENA_BYTES - 99, [100]),
-        order(1, MIB, [100], store=STORE_BYTES - 99),
-        order(1, MIB, [100], first_word=WORDS),
-        order(0, MIB, [100]),
-    ],
-)
-def test_a_device_refuses_what_is_out_of_bounds(rig: CpuRig, bad: TransmitModel) -> None:
-    with pytest.raises(RemoteProtocolError):
-        rig.transmit(bad)
-    assert not any(rig.arena(0, ARENA_BYTES))
 
 
 # ---- waiting --------------------------------------------------------------------------------
@@ -757,10 +718,6 @@ def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
     rig.memory.read_slice(3 * MIB, ranges, memoryview(into))
     expected = b"".join(data[offset : offset + size].tobytes() for offset, size in pieces)
     assert bytes(into) == expected
-    with pytest.raises(RemoteProtocolError):
-        rig.memory.read_slice(3 * MIB, ranges, memoryview(into)[1:])
-    with pytest.raises(RemoteProtocolError):
-        rig.memory.read_slice(ARENA_BYTES - 8, ranges[1:2], memoryview(bytearray(17)))
 
 
 @pytest.mark.parametrize("can_punch", [True, False])
@@ -782,12 +739,6 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
     assert not everything[offset : offset + size].any()
     assert (everything[:offset] == POISON).all()
     assert (everything[offset + size :] == POISON).all()
-
-
-def test_a_scrub_out_of_bounds_is_refused(rig: CpuRig) -> None:
-    for offset, size in ((-1, 10), (0, -1), (ARENA_BYTES - 5, 6)):
-        with pytest.raises(RemoteProtocolError):
-            rig.memory.scrub(offset, size)
 
 
 # ---- windows: what kernels reach on cpu -------------------------------------------------------

@@ -70,7 +70,7 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
                     return
                 if not is_bit_equal(result["y"], expected[name]):
                     wrong.append(name)
-                seen.append(result.timing.extra["device"])
+                seen.append(result.timing.device)
 
     before = pids(running, "cpu:0")
     threads = [threading.Thread(target=ask, args=(name,)) for name in "aabb"]

@@ -140,22 +140,22 @@ def test_a_text_of_any_length_has_the_modules_bits_without_a_build(running: Chec
         client.infer("text", {**text(2, 7), "mask": text(2, 8)["mask"]})
 
 
-def test_pictures_of_any_size_have_the_modules_bits(running: Checked) -> None:
+@pytest.mark.parametrize(
+    ("make", "example", "ranges", "shapes"),
+    [
+        (Pictures, (1, 3, 32, 48), {2: (3, 200), 3: (3, 100)},
+         [(1, 3, 3, 3), (2, 3, 4, 5), (3, 3, 64, 48), (1, 3, 200, 100), (2, 3, 31, 77)]),
+        (Recurrent, (2, 9, 4), {1: (1, 300)}, [(1, 1, 4), (2, 2, 4), (3, 9, 4), (1, 300, 4)]),
+    ],
+)  # fmt: skip
+def test_pictures_and_sequences_of_any_size_have_the_modules_bits(
+    running: Checked, make: type[nn.Module], example: Any, ranges: Any, shapes: Any
+) -> None:
     torch.manual_seed(2)
-    client, module = running.client, served(Pictures())
-    sides = {"x": {2: (3, 200), 3: (3, 100)}}
-    client.register("pictures", module, example_inputs=torch.randn(1, 3, 32, 48), dynamic=sides)
-    for batch, height, width in ((1, 3, 3), (2, 4, 5), (3, 64, 48), (1, 200, 100), (2, 31, 77)):
-        check_bits(client, "pictures", module, [torch.randn(batch, 3, height, width)])
-
-
-def test_recurrent_layers_take_any_length(running: Checked) -> None:
-    torch.manual_seed(3)
-    client, module = running.client, served(Recurrent())
-    client.register("recurrent", module, example_inputs=torch.randn(2, 9, 4),
-                    dynamic={"x": {1: (1, 300)}})  # fmt: skip
-    for batch, length in ((1, 1), (2, 2), (3, 9), (1, 300)):
-        check_bits(client, "recurrent", module, [torch.randn(batch, length, 4)])
+    client, module, name = running.client, served(make()), make.__name__.lower()
+    client.register(name, module, example_inputs=torch.randn(example), dynamic={"x": ranges})
+    for shape in shapes:
+        check_bits(client, name, module, [torch.randn(shape)])
 
 
 def test_a_pt2_file_keeps_the_dimensions_it_was_exported_with(

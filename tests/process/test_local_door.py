@@ -314,10 +314,6 @@ def test_the_share_cannot_shrink_or_grow_under_the_server(peer: Raw) -> None:
 def _lie(peer: Raw, what: str) -> None:
     x = 4 * WIDTH
     match what:
-        case "garbage":
-            peer.sock.send(b"GET / HTTP/1.1\r\n\r\n")
-        case "another version's table":
-            peer.sock.send(b"PSW9" + bytes(40))
         case "a place outside":
             peer.infer(HALF - x + 4096)
         case "a place beyond all":
@@ -326,20 +322,17 @@ def _lie(peer: Raw, what: str) -> None:
             peer.sock.send(pack_table([(10, 0)]))
         case "parts taken that were not lent":
             peer.say(op="ping", taken=1)
-        case "a part too large":
-            peer.sock.send(pack_table([(10, INLINE), (1 << 40, INLINE)]))
-        case "parts without end":
-            peer.sock.send(b"PSW1" + b"\xff" * 12)
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        "garbage", "another version's table", "a place outside", "a place beyond all",
-        "a header in the share", "parts taken that were not lent", "a part too large",
-        "parts without end",
+        "a place outside",
+        "a place beyond all",
+        "a header in the share",
+        "parts taken that were not lent",
     ],
-)  # fmt: skip
+)
 def test_a_peer_that_lies_is_cut_and_the_others_are_answered(
     server: FakeScheduler, peer: Raw, what: str
 ) -> None:

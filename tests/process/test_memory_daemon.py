@@ -203,9 +203,9 @@ def put_slice(daemon: DaemonRig, step: int) -> None:
     os.pwrite(daemon.work, image_of(step), 4096)
 
 
-def committed(area: int) -> tuple[int, bytes] | None:
+def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | None:
     """(step, image) as a resuming worker finds it."""
-    reader = CommitArea(area, SLOT_BYTES)
+    reader = CommitArea(area, slot_bytes)
     newest = reader.newest()
     found = None if newest is None else (newest.step, bytes(reader.image(newest)))
     reader.close()
@@ -214,10 +214,10 @@ def committed(area: int) -> tuple[int, bytes] | None:
 
 def persisted(directory: Path) -> tuple[int, bytes] | None:
     """(step, image) as a restarted server finds it."""
-    loaded = load_commit(directory, SLOT_BYTES)
+    loaded = load_commit(directory)
     if loaded is None:
         return None
-    found = committed(loaded[0])
+    found = committed(loaded[0], loaded[1])
     os.close(loaded[0])
     return found
 

@@ -103,10 +103,13 @@ def is_cut(sock: socket.socket) -> bool:
 def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     server: FakeScheduler,
 ) -> None:
+    """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
+    with raw_peer(server.listeners.tcp.address) as peer:
+        limit = asked(peer, op="hello").body["max_message_bytes"]
     before = sizes()
-    for _ in range(8):
+    for size in (limit + 1, *[8 << 30] * 8):
         with connected(server) as sock:
-            sock.sendall(pack_table([(10, INLINE), (8 << 30, INLINE)]) + bytes(10))
+            sock.sendall(pack_table([(10, INLINE), (size, INLINE)]) + bytes(10))
             assert is_cut(sock)
     virtual, resident = sizes()
     assert virtual - before[0] < 1 << 30
@@ -207,14 +210,6 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
     command = [sys.executable, "-c", FLOODED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-
-
-def test_zeromq_one_byte_more_than_allowed_is_cut_before_it_is_sent(server: FakeScheduler) -> None:
-    """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
-    with raw_peer(server.listeners.tcp.address) as peer:
-        limit = asked(peer, op="hello").body["max_message_bytes"]
-        peer.sock.sendall(pack_table([(10, INLINE), (limit + 1, INLINE)]) + bytes(10))
-        assert is_cut(peer.sock)
 
 
 def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(

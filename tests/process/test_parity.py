@@ -17,8 +17,7 @@ from process_tools import checked_server, finish, mlp, until, write_script
 from pipeswitch.client import Client
 from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.replay import PaperModel, Setting, replay
-from pipeswitch.simulator.training import PaperJob
+from pipeswitch.simulator.replay import PaperJob, PaperModel, Setting, replay
 
 WIDTH, DEPTH = 512, 5  # 5 MiB of weights and some: regions of 6 MiB
 MIB = 1 << 20

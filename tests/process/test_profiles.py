@@ -16,9 +16,7 @@ from process_tools import (
     checked_server,
     eager,
     is_bit_equal,
-    kill,
     mlp,
-    start_endless_job,
     until,
 )
 
@@ -242,48 +240,6 @@ def test_requests_are_answered_right_and_before_the_trials(
     answers(checked, net)
 
 
-def test_a_running_job_is_suspended_for_trials_and_loses_no_step(
-    net: torch.nn.Module, tmp_path: Path, roomy: tuple[Checked, Path]
-) -> None:
-    checked, _ = roomy
-    register(checked, net)
-    task = start_endless_job(checked, tmp_path)
-    checked.client.profile("net", [2])
-    row = task.status()
-    assert row["suspensions"] > 0
-    assert row["restarts"] == row["evictions"] == 0
-    until(lambda: task.status()["step"] > row["step"], "it goes on")
-
-
-def test_a_worker_that_is_killed_in_a_trial_costs_the_profile_and_nothing_else(
-    net: torch.nn.Module, roomy: tuple[Checked, Path]
-) -> None:
-    checked, _ = roomy
-    register(checked, net)
-    caught: list[PipeSwitchError] = []
-    began = threading.Event()
-
-    def measure() -> None:
-        with checked.running.client() as client:
-            try:
-                client.profile("net", [2], progress=lambda stage, part: began.set())
-            except PipeSwitchError as error:
-                caught.append(error)
-
-    measuring = threading.Thread(target=measure)
-    measuring.start()
-    assert began.wait(30)
-    for pid in checked.worker_pids().values():
-        kill(pid)
-    measuring.join(60)
-    assert not measuring.is_alive()
-    answers(checked, net)
-    if caught:
-        assert checked.client.show("net")["grouping"] == "buckets"
-    checked.client.profile("net", [2])
-    in_force(checked, "planned")
-
-
 def test_a_client_that_goes_away_takes_the_measurement_along(
     net: torch.nn.Module, roomy: tuple[Checked, Path]
 ) -> None:
@@ -341,7 +297,7 @@ def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
             result = checked.client.infer("net", value(seed))
             assert is_bit_equal(result["y"], eager(net, value(seed)))
             if not seed:
-                kept = result.timing.extra["kept_bytes"]
+                kept = result.timing.kept_bytes
                 assert not result.timing.resident
         assert 0 < kept < row["bytes"]
         until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")

@@ -16,7 +16,8 @@ from frontend_rig import FakeScheduler, until
 
 import pipeswitch as ps
 from pipeswitch.frontend.clients import Counters
-from pipeswitch.roles import MODEL_FACTS, VERB_ROLES, Role, in_order
+from pipeswitch.frontend.verbs import VERBS
+from pipeswitch.roles import MODEL_FACTS, Role, in_order
 from pipeswitch.scheduler.events import Publish
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import decode_reply
@@ -46,7 +47,8 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
     try:
         with raw_peer(fake.listeners.tcp.address) as sock:
             session = ask(sock, op="hello").session
-            for number, (verb, needed) in enumerate(VERB_ROLES.items()):
+            for number, (verb, row) in enumerate(VERBS.items()):
+                needed = row.role
                 if verb in SILENT:
                     continue
                 fields = {"op": verb, "model": "m", "body": BODIES.get(verb, {})}

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tools import Checked, checked_server, finish, run_plain, until, write_script
+import torch
+from process_tools import Checked, checked_server, finish, mlp, run_plain, until, write_script
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
@@ -19,7 +20,8 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-PAUSES = 4
+WIDTHS = {"small": 64, "huge": 2010}
+DISTURBANCES = ["small", "pause", "small", "huge", "pause", "pause", "huge", "small", "pause"]
 
 PRELUDE = """
     import hashlib, os, random, signal, sys, time
@@ -283,6 +285,10 @@ def script(folder: Path, name: str, body: str) -> Path:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
     with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
+        # The large one needs all of the 62 MiB there are: a job's slice must leave for it.
+        for name, width in WIDTHS.items():
+            module = mlp(width, 4, 1)
+            checked.client.register(name, module, example_inputs=(torch.zeros(1, width),))
         yield checked
 
 
@@ -303,18 +309,22 @@ def test_an_odd_script_that_is_killed_and_evicted_ends_bit_equal(
     path, dice = exact[name], random.Random(SEED)
     out = Path(f"{path}.served")
     task = running.client.train(path, args=[str(out), "served"])
-    for _ in range(PAUSES):
+    for what in DISTURBANCES:
         until(lambda: task.status()["step"] > 0, "it trains")
         threading.Event().wait(dice.uniform(0.02, 0.1))  # an instant of a step, not a condition
         try:
-            task.pause()
-            task.resume()
+            if what == "pause":
+                task.pause()
+                task.resume()
+            else:
+                running.client.infer(what, torch.ones(1, WIDTHS[what]))
         except InvalidInput:  # it was over first
             break
     row = finish(task)
     assert out.read_text() == Path(f"{path}.plain").read_text()
     assert row["restarts"] == 2
     assert row["evictions"] > 0
+    assert row["suspensions"] > 0
 
 
 @pytest.mark.parametrize("says", REFUSED)

@@ -318,7 +318,7 @@ def test_a_reader_that_never_reads_is_dropped(
     ("fields", "text"),
     [
         ({"v": 9, "op": "x"}, "version 9"),
-        ({"v": 1, "op": "x"}, "malformed"),
+        ({"v": 1, "op": "x"}, "no verb"),
         ({"v": 1, "op": "ps", "inputs": [{"name": "x"}]}, "malformed"),
         ({"v": 1, "op": "ps"}, "say hello"),
     ],

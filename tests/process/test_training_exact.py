@@ -203,6 +203,7 @@ def script(
     stop_early: bool = False,
     shrink: bool = False,
     shared: bool = False,
+    closure: bool = False,
     poke: Body = lambda: None,
 ) -> None:
     """An ordinary training script. ``poke`` stands for time passing in the body."""
@@ -238,6 +239,7 @@ def script(
     def again(x: torch.Tensor, y: torch.Tensor) -> Any:
         clear()
         loss = criterion(model(x), y)
+        poke()
         loss.backward()
         return loss
 
@@ -249,11 +251,14 @@ def script(
                 with torch.no_grad():
                     model.head.weight.mul_(0.9)
             poke()
-            loss = criterion(model(x), y) / accumulate
-            loss.backward()
+            if closure:
+                loss = opts[0].step(partial(again, x, y))
+            else:
+                loss = criterion(model(x), y) / accumulate
+                loss.backward()
             result.trace[job.step] = digest(loss)
             job.log(loss=loss)
-            if (job.step + 1) % accumulate == 0:
+            if (job.step + 1) % accumulate == 0 and not closure:
                 for opt in opts:
                     opt.step(partial(again, x, y) if optimizer == "lbfgs" else None)
                     poke()
@@ -302,6 +307,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two optimizers, three steps each": {"two": True, "accumulate": 3, "zero_at_start": True},
     **{name: {"optimizer": name} for name in ("adamw", "sgd", "momentum", "rmsprop", "adagrad")},
     "lbfgs": {"optimizer": "lbfgs"},
+    "closure": {"closure": True},
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
     "left early": {"stop_early": True},
@@ -391,6 +397,7 @@ class HookedGate(Gate):
     """Evicts at the n-th look of any hook: every layer, forward and backward."""
 
     countdown = -1
+    unwound_in = ""
 
     def answer(self, where: Any) -> None:
         if self.countdown >= 0 and where in ("forward", "backward"):
@@ -398,12 +405,16 @@ class HookedGate(Gate):
                 self.request_evict()
             self.countdown -= 1
             self.asked = True
-        super().answer(where)
+        try:
+            super().answer(where)
+        except TaskPreempted:
+            self.unwound_in = self.unwound_in or where
+            raise
         if self.countdown >= 0:
             self.asked = True
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulation", "zeroed at the start"])
+@pytest.mark.parametrize("name", ["plain", "accumulation", "zeroed at the start", "closure"])
 def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: str) -> None:
     variant = VARIANTS[name]
     expected = undisturbed(**variant)
@@ -422,6 +433,7 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
             ended = True
         except TaskPreempted:
             session.close()
+            assert gate.unwound_in in ("forward", "backward"), "at once, in a closure too"
         assert lives < 200
     assert lives > 5
     assert result.trace == expected.trace

@@ -35,8 +35,8 @@ from pipeswitch.scheduler.policies.placement import PLACEMENTS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.device import require
 from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.violation import require
 
 MIB = 1 << 20
 LAYER_MS = 5.0  # a computed one's; a copied group takes as long as two

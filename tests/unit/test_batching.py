@@ -120,7 +120,7 @@ def test_what_waits_together_is_one_run_up_to_the_limit_and_each_has_its_own_ans
         _, answer = server.answers[token]
         assert [output.name for output in answer.outputs] == [f"r{token}"]
     bills = [server.answers[token][1].timing for token in tokens]
-    assert [(b["batch"], b["joined"], b["compute_ms"]) for b in bills if b] == [
+    assert [(b.batch, b.joined, b.compute_ms) for b in bills if b] == [
         *[(4, 4, 4 * COMPUTE_MS)] * 8, *[(2, 2, 2 * COMPUTE_MS)] * 2
     ]  # fmt: skip
     counts = server.scheduler.core.counts
@@ -134,7 +134,7 @@ def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
     token = server.ask("other")
     server.run()
     bill = server.answers[token][1].timing
-    assert (bill["batch"], bill["joined"]) == (1, 1)
+    assert (bill.batch, bill.joined) == (1, 1)
 
 
 def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -> None:
@@ -173,7 +173,7 @@ def test_the_delay_and_the_bill_count_from_when_a_request_was_read_from_its_clie
     token = server.ask("waits", arrived_at_ms=server.now_ms - 3.0)
     server.run()
     bill = server.answers[token][1].timing
-    assert (bill["queue_ms"], bill["total_ms"]) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
+    assert (bill.queue_ms, bill.total_ms) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
     assert server.end_ms(token) == pytest.approx(DELAY_MS - 3.0 + COMPUTE_MS)
 
 

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli import views
 from pipeswitch.cli.main import main
+from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.tensors import Signature
@@ -101,6 +102,7 @@ def test_config_init_writes_what_config_check_accepts(tmp_path: Path) -> None:
     assert run("config", "init", str(path))[0] == 0
     assert run("config", "check", str(path)) == (0, "the configuration is good\n", "")
     assert run("config", "init", str(path))[0] == 1  # never overwritten
+    assert run("config", "init", "-") == run("config", "init") == (0, path.read_text(), "")
 
 
 def test_config_schema_is_json() -> None:
@@ -386,6 +388,50 @@ def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path,
     assert default_address({**environ, "PIPESWITCH_HOST": "gpu1"}) == "tcp://gpu1:5555"
 
 
+def test_show_ends_with_what_a_model_does_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"name": "m", "state": "ready", "profile": {"layers": 200 * [1]}}
+    answering(monkeypatch, show=lambda name, version: row)
+    lines = [line.split()[0] for line in run("show", "m")[1].splitlines() if line[0] != " "]
+    assert lines == ["profile", "state", "name"]
+    assert list(json.loads(run("show", "m", "--json")[1])) == list(row)
+
+
+def test_profile_all_measures_what_is_ready_and_goes_on_behind_one_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def profile(name: str, batches: tuple[int, ...], progress: Any) -> dict[str, Any]:
+        asked.append(name)
+        if name == "b":
+            raise InvalidInput("b has no layers")
+        return {"model": name}
+
+    rows = [{"name": name, "state": "ready"} for name in "abc"] + [{"name": "d", "state": "failed"}]
+    answering(monkeypatch, profile=profile, models=lambda: rows)
+    status, text, err = run("profile", "--all", "--json")
+    assert (status, asked) == (InvalidInput("").exit_code, ["a", "b", "c"])
+    assert json.loads(text) == [{"model": "a"}, {"model": "c"}]
+    assert err == "b: b has no layers\n"
+    assert json.loads(run("profile", "c", "--json")[1]) == {"model": "c"}
+    assert run("profile", "b", "--json")[0] == InvalidInput("").exit_code
+    assert run("profile", "a", "--all")[0] == run("profile")[0] == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_that_fails_is_told_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(model: str, inputs: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(InvalidInput("there is no such version"))
+        return future
+
+    signature = SimpleNamespace(random=lambda seed: None)
+    answering(monkeypatch, signature=lambda name: signature, submit=submit)
+    status, text, err = run("infer", "m", "-n", str(count))
+    assert status == InvalidInput("").exit_code
+    assert (text + err).count("there is no such version") == count
+
+
 def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [
         ServerUnavailable("nobody"),
@@ -499,8 +545,22 @@ def test_an_address_where_nothing_listens_is_told_at_once_from_one_that_is_busy(
         assert is_refused(address)
         listener.listen()
         assert not is_refused(address)
-    assert not is_refused("tcp://nowhere.invalid:5555")  # said by who connects
-    assert not is_refused("nonsense")
+
+
+def test_a_name_that_no_machine_has_and_what_is_no_address_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    monkeypatch.setattr(Connection, "call", lambda *_, **__: pytest.fail("it waited"))
+    code, _, err = run("--host", "nonsense", "ps")
+    assert (code, err.count("Error")) == (2, 1)
+    assert "no machine is called 'nonsense'" in err
+    for bad in (":", "tcp://", "http://gpu1", "gpu1:99999", "gpu1:x", "tcp://a b:1", "ipc://"):
+        code, _, err = run("--host", bad, "ps")
+        assert (code, f"{bad!r} is no address" in err, "HOST:PORT" in err) == (2, True, True), err
 
 
 def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
@@ -540,6 +600,9 @@ def test_ui_prints_the_address_where_there_is_no_browser(
     answering(monkeypatch, about=lambda: about_page(tmp_path))
     for args in (("ui",), ("ui", "--no-open")):
         assert run(*args)[:2] == (0, "http://127.0.0.1:8000/ui#token=s3cret-of-the-owner\n")
+    for every in ("0.0.0.0", "[::]"):  # no address that a browser could open
+        about = about_page(tmp_path) | {"http": f"http://{every}:8000"}
+        assert page_url(about).startswith("http://localhost:8000/ui#")
 
 
 def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_cuda import World
 
 from pipeswitch.devices.cuda.bindings import Cuda
-from pipeswitch.devices.cuda.training import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
+from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 
 
 def test_two_groups_are_queued_and_no_more() -> None:

@@ -60,7 +60,7 @@ class Machine:
 
     def start(self, device: Device) -> None:
         device.fleet.start()
-        device.from_daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        device.from_daemon(DaemonReady(pid=1))
         look(device)
         for slot in device.state.workers:
             ready = WorkerReady(slot=slot, pid=2)

@@ -62,135 +62,81 @@ class Main:
         return self.raised
 
 
-def test_nothing_asked_means_nothing_happens(box: Recorder) -> None:
+@pytest.mark.parametrize(
+    ("steps", "parked", "state"),
+    [
+        ("check", "", S.RUNNING),
+        ("leave check", "", S.RUNNING),  # it takes the device again
+        ("leave stop:1 grant:3 check", "1 loader", S.RUNNING),  # away: acknowledged at once
+        ("stop:1", "", S.STOPPING),
+        ("stop:1 leave", "1 loader", S.STOPPED),  # does not block
+        ("stop:1 stop:1 leave stop:1", "1 loader", S.STOPPED),  # once, however often it comes
+        ("grant:5 grant:4 stop:1 stop:4 check", "", S.RUNNING),  # older turns' are dropped
+        # A stop that overtakes its grant is acknowledged when the turn comes, or forgotten.
+        ("leave stop:1 stop:3", "1 loader", S.STOPPED),
+        ("leave stop:1 stop:3 grant:3", "1 loader, 3 loader", S.STOPPED),
+        ("leave stop:2 grant:4", "", S.AWAY),
+        # A grant that overtakes the acknowledgement is taken up after it; the check does not block.
+        ("stop:1 grant:3", "", S.STOPPING),
+        ("stop:1 grant:3 check", "1 forward", S.RUNNING),
+        # No check parks or raises inside the optimizer's step; leaving never raises.
+        ("optimizer stop:1 check evict check", "", S.STOPPING),
+        ("optimizer stop:1 check evict check over raises", "1 forward", S.STOPPED),
+        ("evict leave stop:1", "1 loader", S.STOPPED),
+    ],
+)
+def test_a_turn_is_given_up_where_it_is_asked_for(
+    box: Recorder, steps: str, parked: str, state: GateState
+) -> None:
+    """``stop:1`` asks for turn 1, in favour of the next."""
     gate = running(box)
-    assert not gate.asked
-    gate.check("forward")
-    assert gate.state is S.RUNNING
+    for step in steps.split():
+        what, _, turn = step.partition(":")
+        match what:
+            case "stop":
+                gate.request_stop(int(turn), int(turn) + 1)
+            case "grant":
+                gate.grant(int(turn))
+            case "optimizer" | "over":
+                gate.in_optimizer_step = what == "optimizer"
+            case "raises":
+                with pytest.raises(TaskPreempted):
+                    gate.check("forward")
+            case "check":
+                gate.check("forward")
+            case "leave":
+                gate.leave()
+            case _:
+                gate.request_evict()
+    found = [(turn, next_turn, where) for turn, next_turn, where in box.parked]
+    expected = [one.split() for one in parked.split(", ") if one]
+    assert found == [(int(turn), int(turn) + 1, where) for turn, where in expected]
+    assert gate.state is state
 
 
-def test_a_script_computes_only_after_its_first_grant(box: Recorder) -> None:
-    main = Main(box.gate.enter)
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_parked_thread_goes_on_with_a_larger_turn_or_is_woken_by_its_eviction(
+    box: Recorder, is_evicted: bool
+) -> None:
+    first = Main(box.gate.enter)  # a script computes only after its first grant
     box.gate.grant(1)
-    assert main.join() is None
-    assert box.gate.state is S.RUNNING
-
-
-def test_a_stop_parks_at_the_next_check_and_a_larger_turn_goes_on(box: Recorder) -> None:
-    gate = running(box)
+    assert first.join() is None
+    gate = box.gate
     gate.request_stop(1, 2)
-    assert gate.state is S.STOPPING
-    assert box.parked == []
     main = Main(lambda: gate.check("backward"))
     assert box.told.acquire(timeout=20)
-    assert box.parked == [(1, 2, "backward")]
-    gate.grant(3)
-    assert main.join() is None
-    assert gate.turn == 3
-
-
-def test_away_a_stop_is_acknowledged_at_once(box: Recorder) -> None:
-    gate = running(box)
-    gate.leave("loader")
-    gate.request_stop(1, 2)
-    assert box.parked == [(1, 2, "loader")]
-    assert gate.state is S.STOPPED
-    main = Main(gate.enter)
-    gate.grant(3)
-    assert main.join() is None
-    assert gate.state is S.RUNNING
-
-
-def test_leaving_acknowledges_a_pending_stop_and_does_not_block(box: Recorder) -> None:
-    gate = running(box)
-    gate.request_stop(1, 2)
-    gate.leave()
-    assert box.parked == [(1, 2, "loader")]
-    assert gate.state is S.STOPPED
-
-
-def test_a_check_after_leaving_takes_the_device_again(box: Recorder) -> None:
-    gate = running(box)
-    gate.leave()
-    gate.check("forward")
-    assert gate.state is S.RUNNING
-
-
-def test_a_stop_is_acknowledged_once_however_often_it_comes(box: Recorder) -> None:
-    gate = running(box)
-    gate.request_stop(1, 2)
-    gate.request_stop(1, 2)
-    gate.leave()
-    gate.request_stop(1, 2)
-    assert box.parked == [(1, 2, "loader")]
-
-
-def test_stops_and_grants_of_older_turns_are_dropped(box: Recorder) -> None:
-    gate = running(box)
-    gate.grant(5)
-    gate.grant(4)
-    gate.request_stop(1, 2)
-    gate.request_stop(4, 6)
-    assert gate.turn == 5
-    assert gate.state is S.RUNNING
-    assert not gate.asked
-
-
-def test_a_stop_that_overtakes_its_grant_is_acknowledged_when_the_turn_comes(box: Recorder) -> None:
-    gate = running(box)
-    gate.leave()
-    gate.request_stop(1, 2)
-    gate.request_stop(3, 4)
-    assert box.parked == [(1, 2, "loader")]
-    gate.grant(3)
-    assert box.parked == [(1, 2, "loader"), (3, 4, "loader")]
-    assert gate.state is S.STOPPED
-
-
-def test_a_kept_stop_for_a_turn_that_never_came_is_forgotten(box: Recorder) -> None:
-    gate = running(box)
-    gate.leave()
-    gate.request_stop(2, 3)
-    gate.grant(4)
-    assert box.parked == []
-    assert gate.state is S.AWAY
-
-
-def test_a_grant_that_overtakes_the_acknowledgement_is_taken_up_after_it(box: Recorder) -> None:
-    gate = running(box)
-    gate.request_stop(1, 2)
-    gate.grant(3)
-    assert gate.state is S.STOPPING
-    gate.check("forward")  # does not block
-    assert box.parked == [(1, 2, "forward")]
-    assert (gate.state, gate.turn) == (S.RUNNING, 3)
-
-
-def test_no_check_parks_or_raises_inside_the_optimizer_step(box: Recorder) -> None:
-    gate = running(box)
-    gate.in_optimizer_step = True
-    gate.request_stop(1, 2)
-    gate.check("forward")
-    assert box.parked == []
-    gate.request_evict()
-    gate.check("forward")
-    gate.in_optimizer_step = False
-    with pytest.raises(TaskPreempted):
-        gate.check("boundary")
-    assert box.parked == [(1, 2, "boundary")]
-
-
-def test_an_eviction_wakes_a_parked_thread(box: Recorder) -> None:
-    gate = running(box)
-    gate.request_stop(1, 2)
-    main = Main(lambda: gate.check("forward"))
-    assert box.told.acquire(timeout=20)
-    gate.request_evict()
-    assert isinstance(main.join(), TaskPreempted)
-    gate.grant(3)
-    assert gate.state is S.AWAY
-    gate.request_stop(3, 4)
-    assert box.parked == [(1, 2, "forward"), (3, 4, "forward")]
+    if is_evicted:
+        gate.request_evict()
+        assert isinstance(main.join(), TaskPreempted)
+        gate.grant(3)
+        assert gate.state is S.AWAY
+        gate.request_stop(3, 4)
+        assert box.parked == [(1, 2, "backward"), (3, 4, "backward")]
+    else:
+        gate.grant(3)
+        assert main.join() is None
+        assert (gate.state, gate.turn) == (S.RUNNING, 3)
+        assert box.parked == [(1, 2, "backward")]
 
 
 def test_a_swallowed_preemption_comes_again_and_commits_once(box: Recorder) -> None:
@@ -202,14 +148,6 @@ def test_a_swallowed_preemption_comes_again_and_commits_once(box: Recorder) -> N
         with pytest.raises(TaskPreempted):
             call()
     assert commits == [1]
-
-
-def test_leaving_never_raises_while_the_script_unwinds(box: Recorder) -> None:
-    gate = running(box)
-    gate.request_evict()
-    gate.leave()
-    gate.request_stop(1, 2)
-    assert box.parked == [(1, 2, "loader")]
 
 
 operations = st.lists(

@@ -13,9 +13,10 @@ from pipeswitch.errors import (
     PermissionDenied,
     PipeSwitchError,
 )
+from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.gateway.callers import Callers, require, told
 from pipeswitch.gateway.refusals import Unauthenticated, WrongHost, as_ours, body_of, status_of
-from pipeswitch.roles import ALL_ROLES, ANYONE, LEAST, VERB_ROLES, Role, Standing
+from pipeswitch.roles import ALL_ROLES, ANYONE, LEAST, Role, Standing
 from pipeswitch.wire.tokens import read_tokens
 
 TOKEN = "0123456789abcdef"
@@ -29,13 +30,13 @@ def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -
 def test_without_a_token_a_caller_has_infer_alone() -> None:
     anyone = callers().standing("")
     assert anyone == Standing(tenant=ANYONE, roles=LEAST)
-    for verb, role in VERB_ROLES.items():
-        if role is Role.INFER:
+    for verb, row in VERBS.items():
+        if row.role is Role.INFER:
             require(anyone, verb)
         else:
-            with pytest.raises(PermissionDenied, match=f'needs the role "{role}"') as caught:
+            with pytest.raises(PermissionDenied, match=f'needs the role "{row.role}"') as caught:
                 require(anyone, verb)
-            assert caught.value.role == role
+            assert caught.value.role == row.role
 
 
 def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:

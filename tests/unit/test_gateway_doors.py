@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,28 @@ def test_off_there_is_nothing(tmp_path: Path) -> None:
     assert (gateway.addresses, list(tmp_path.iterdir())) == ([], [])
     gateway.start("ipc://nowhere")
     assert gateway.wait_s() is None
+
+
+def test_who_names_one_address_gets_no_other_and_is_told_its_flag(tmp_path: Path) -> None:
+    for named, other in (("http", "grpc"), ("grpc", "http")):
+        gateway = opened(tmp_path, **{named: "127.0.0.1:0", other: "auto"})
+        first, note = gateway.addresses
+        assert (first.partition(":")[0], note) == (named, f"(--{other} HOST:PORT: none)")
+        gateway.stop()
+
+
+def test_a_second_server_that_named_no_address_has_free_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+        defaults = {"http": address, "grpc": address}
+        monkeypatch.setattr("pipeswitch.controller.gateway.DEFAULTS", defaults)
+        gateway = opened(tmp_path, grpc="auto")
+        found = [one.partition("://")[2] for one in gateway.addresses]
+        assert len({address, *found}) == 3
+        assert gateway.warnings == []
+        gateway.stop()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "10.0.0.1:8000", "[::]:8000", "gpu1:8000"])

@@ -133,7 +133,7 @@ def test_a_server_that_is_starting_is_not_ready(up: Server) -> None:
         up.worker_exits(slot)
     up.ping(1)
     assert not up.body(1)["ready"]
-    up.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    up.daemon(DaemonReady(pid=1))
     up.ping(2)
     up.daemon(Pong(epoch=up.daemon_pings[-1].epoch))
     assert (up.body(2)["ready"], up.body(2)["workers"]) == (False, [])

@@ -43,7 +43,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
-    "scheduler": "errors ipc planning programs scheduler/policies shares",
+    "scheduler": "errors ipc planning programs scheduler/policies shares wire",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
     "policies": "config errors scheduler scheduler/policies",
     "watchdog": "policies",
@@ -62,7 +62,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
     "client": "commits errors programs programs/build wire",
-    "__init__": "client errors job",
+    "__init__": "client errors job wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares units wire",
     "cli": "__init__ client config devices errors ipc machine planning policies programs roles "

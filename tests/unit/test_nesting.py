@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.client.calls import Reply
 from pipeswitch.client.client import _signature
-from pipeswitch.client.tensors import Result, Timing, from_reply, to_frames
+from pipeswitch.client.tensors import Result, from_reply, to_frames
 from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.frontend.admission import Body, check_infer
 from pipeswitch.frontend.replies import reply_frames
@@ -34,6 +34,7 @@ from pipeswitch.programs.nesting import (
 from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.programs.values import nested_outputs
 from pipeswitch.scheduler.events import Announce
+from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
 
 
@@ -133,7 +134,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     with pytest.raises(RegistrationRefused, match="tree"):
         Body("register", {"takes": tree}).tree("takes", ["x"])
     wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
-    reply = Reply(request_id="1", body={"returns": tree}, timing={}, outputs=(wire,), frames=[b"1"])
+    reply = Reply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
     with pytest.raises(RemoteProtocolError, match="nests oddly"):
         from_reply("m", reply, wants_torch=False)
 
@@ -166,8 +167,8 @@ def test_a_bundle_without_trees_is_as_it_was() -> None:
     assert "takes" not in encode_graph(GRAPH)
     assert decode_graph(encode_graph(GRAPH)) == GRAPH
     arrays = {"y": np.zeros(2)}
-    assert Result("m", "1", arrays, Timing()).value is arrays["y"]
-    assert Result("m", "1", {"a": 1, "b": 2}, Timing()).value == {"a": 1, "b": 2}
+    assert Result("m", "1", arrays, Bill()).value is arrays["y"]
+    assert Result("m", "1", {"a": 1, "b": 2}, Bill()).value == {"a": 1, "b": 2}
 
 
 def admitted(given: Any) -> dict[str, float]:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
 DOCKERFILE = (PACKAGING / "Dockerfile").read_text().replace("\\\n", " ")
 COMPOSE = yaml.safe_load((PACKAGING / "compose.yaml").read_text())
+COMPOSE_GPU = yaml.safe_load((PACKAGING / "compose.gpu.yaml").read_text())
 SERVICE, STATEFUL_SET = yaml.safe_load_all((PACKAGING / "kubernetes.yaml").read_text())
 POD = STATEFUL_SET["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
@@ -91,14 +92,28 @@ def test_both_serve_with_flags_that_exist_and_with_tokens(command: list[str]) ->
     assert given["--gateway-tokens"]
 
 
-def test_compose_has_memory_devices_state_and_time_to_drain() -> None:
-    assert COMPOSED["ulimits"]["memlock"] == -1
-    (device,) = COMPOSED["deploy"]["resources"]["reservations"]["devices"]
+def test_a_gpu_is_asked_for_by_one_file_and_one_line_alone() -> None:
+    (name, added), *_ = COMPOSE_GPU["services"].items()
+    assert name in COMPOSE["services"]
+    (device,) = added["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+    builds = COMPOSED["build"]["args"], added["build"]["args"]
+    assert [set(args) for args in builds] == 2 * [set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.M))]
+    assert COMPOSED["image"] != added["image"] == CONTAINER["image"]
+    lines = (PACKAGING / "kubernetes.yaml").read_text().splitlines()
+    without = yaml.safe_load_all("\n".join(line for line in lines if "nvidia.com/gpu" not in line))
+    limits = list(without)[1]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits | {"nvidia.com/gpu": 1} == CONTAINER["resources"]["limits"] != limits
+
+
+def test_compose_has_memory_state_and_time_to_drain() -> None:
+    assert COMPOSED["ulimits"]["memlock"] == -1
+    assert "deploy" not in COMPOSED
     (volume,) = COMPOSED["volumes"]
     name, _, place = volume.partition(":")
     assert (name in COMPOSE["volumes"], place) == (True, STATE)
-    assert COMPOSED["build"] == {"context": "..", "dockerfile": "packaging/Dockerfile"}
+    build = COMPOSED["build"]
+    assert (build["context"], build["dockerfile"]) == ("..", "packaging/Dockerfile")
     assert all(port.startswith("127.0.0.1:") for port in COMPOSED["ports"])
     assert int(COMPOSED["stop_grace_period"].rstrip("s")) * 1000 > drain_ms()
     secret = f"/run/secrets/{COMPOSED['secrets'][0]}"

@@ -94,7 +94,7 @@ class Server:
         def note(commands: list[ev.Command]) -> None:
             for one in commands:
                 if isinstance(one, ev.Answer) and one.timing:
-                    self.bills.append((one.timing["device"], one.timing["placed"]))
+                    self.bills.append((one.timing.device, one.timing.placed))
             perform(commands)
 
         self.world.perform = note  # type: ignore[method-assign]

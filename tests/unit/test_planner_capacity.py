@@ -5,15 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeswitch.planning import (
-    CapacityReport,
-    LayerCosts,
-    LinkCost,
-    ModelDemand,
-    capacity_report,
-    makespan,
-    plan_groups,
-)
+from pipeswitch.planning.capacity import CapacityReport, ModelDemand, capacity_report
+from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
+from pipeswitch.planning.exact import plan_groups
 
 LINK = LinkCost(0.0, 0.1)  # ms a byte
 COMPUTING = LayerCosts((10,) * 10, (2.0,) * 10, LINK)  # copy 10 ms, computation 20 ms

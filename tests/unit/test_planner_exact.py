@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning import (
-    LayerCosts,
-    LinkCost,
-    best_groupings,
-    bound,
-    makespan,
-    plan_groups,
-)
+from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.planning.exact import best_groupings, plan_groups
 from pipeswitch.planning.grouping import check_plan
 
 CLOSE = 1e-9  # relative: sums in another order

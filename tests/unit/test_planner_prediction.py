@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.planning import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
 
 # Three layers of 10, 20 and 10 bytes; one copy takes 1 ms and 0.1 ms a byte.
 SMALL = LayerCosts((10, 20, 10), (4.0, 1.0, 2.0), LinkCost(1.0, 0.1), sigma_ms=0.5)

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from pipeswitch.planning import LayerCosts, LinkCost, makespan, plan_groups, robust_plan
+from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
+from pipeswitch.planning.exact import plan_groups
 from pipeswitch.planning.grouping import check_plan
+from pipeswitch.planning.planned import robust_plan
 
 MIB = 1 << 20
 

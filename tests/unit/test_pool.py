@@ -124,21 +124,6 @@ def test_one_holder_cannot_have_more_than_its_share_and_another_still_has_its_ow
     assert 0 < pool.as_dict()["pool_free_bytes"] < rest_bytes
 
 
-def test_a_share_counts_the_bytes_that_were_asked_for_until_the_reply_has_left(
-    pool: RequestPool,
-) -> None:
-    first = pool.reserve("a", 100, 20)
-    second = pool.reserve("a", 1000, 0)
-    assert pool.held_bytes("a") == 1120
-    pool.release_inputs(first)
-    assert pool.held_bytes("a") == 1120
-    pool.release_reply(first)
-    assert pool.held_bytes("a") == 1000
-    release(pool, second)
-    assert pool.held_bytes("a") == 0
-    assert pool.is_empty
-
-
 def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
     rooms = [pool.reserve("a", 0, 0) for _ in range(3)]
     assert len({room.input_offset_bytes for room in rooms}) == 3
@@ -158,18 +143,6 @@ def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
     assert refused.data["requested_bytes"] == 2 * PAGE
     assert refused.data["largest_free_bytes"] == PAGE
     assert f"{PAGE} of {PAGES * PAGE} free" in refused.message
-
-
-def test_inputs_that_fit_without_their_reply_hold_nothing(pool: RequestPool) -> None:
-    pool.reserve("a", SHARE_BYTES - 4 * PAGE, 0)
-    pool.reserve("b", 4 * PAGE, PAGE)
-    free_bytes = pool.as_dict()["pool_free_bytes"]
-    assert free_bytes == 2 * PAGE
-    refusal(pool, "c", PAGE, 3 * PAGE)  # the page is there, three are not
-    refusal(pool, "c", 3 * PAGE, PAGE)
-    assert pool.as_dict()["pool_free_bytes"] == free_bytes
-    assert pool.held_bytes("c") == 0
-    pool.reserve("c", PAGE, PAGE)
 
 
 # ---- releasing ---------------------------------------------------------------------------------
@@ -194,23 +167,6 @@ def test_releasing_a_reply_twice_gives_nobody_a_larger_share(pool: RequestPool) 
         pool.release_reply(first)
     assert pool.held_bytes("a") == 2 * PAGE
     release(pool, second)
-    assert pool.is_empty
-
-
-def test_a_client_that_left_holds_its_room_until_its_requests_end_and_none_after(
-    pool: RequestPool,
-) -> None:
-    """Its inputs may still be copied or read; the client in its place has a share anew."""
-    left = [pool.reserve("gone", PAGE, PAGE) for _ in range(2)]
-    assert pool.held_bytes("gone") == 4 * PAGE
-    back = pool.reserve("back", SHARE_BYTES // 2, PAGE)
-    taken = [(room.input_offset_bytes, room.reply_offset_bytes) for room in (*left, back)]
-    assert len({offset for pair in taken for offset in pair}) == 6
-    for room in left:
-        release(pool, room)
-    assert pool.held_bytes("gone") == 0
-    assert not pool.is_empty
-    release(pool, back)
     assert pool.is_empty
 
 

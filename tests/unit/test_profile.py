@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning import files, makespan
+from pipeswitch.planning import files
+from pipeswitch.planning.costs import makespan
 from pipeswitch.planning.drift import Drift
 from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
 from pipeswitch.planning.grouping import check_plan

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import marshal
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.model import daemon, expand, worker
+from tests.model.choices import actions, jumps
+from tests.model.frozen import frozen_part
+from tests.model.mutants import MUTANTS
+from tests.model.scope import Scope
+from tests.model.scopes import QUICK
+from tests.model.search import Exploration
+from tests.model.story import tell
+from tests.model.world import World
 
-def _load() -> None:
-    """Tests are no package: the model is loaded by its place."""
-    if "protocol_model" in sys.modules:
-        return
-    folder = Path(__file__).parents[1] / "model"
-    spec = importlib.util.spec_from_file_location(
-        "protocol_model", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["protocol_model"] = module
-    spec.loader.exec_module(module)
-
-
-def _part(name: str) -> Any:
-    _load()
-    return importlib.import_module(f"protocol_model.{name}")
-
-
-QUICK = _part("scopes").QUICK
-MUTANTS = _part("mutants").MUTANTS
 LONG = {
     "deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill",
     "a joined request is lost with its worker",
@@ -53,8 +38,8 @@ def _some(rows: Any) -> list[Any]:
 
 @pytest.mark.parametrize("scope", _some(QUICK))
 def test_every_state_of_a_small_scope_keeps_the_invariants_and_leads_to_rest(scope: Any) -> None:
-    report = _part("search").Exploration(scope).run()
-    story = _part("story").tell(scope, report.path, report.violation) if report.violation else ""
+    report = Exploration(scope).run()
+    story = tell(scope, report.path, report.violation) if report.violation else ""
     assert not report.violation, story
     assert report.is_exhausted
 
@@ -62,50 +47,49 @@ def test_every_state_of_a_small_scope_keeps_the_invariants_and_leads_to_rest(sco
 @pytest.mark.parametrize("mutant", _some(MUTANTS))
 def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
     with mutant.planted():
-        report = _part("search").Exploration(mutant.scope, most_states=50_000).run()
+        report = Exploration(mutant.scope, most_states=50_000).run()
         assert report.violation, f"{report.states} states, and {mutant.name} was not found"
-        story = _part("story").tell(mutant.scope, report.path, report.violation)
+        story = tell(mutant.scope, report.path, report.violation)
     assert "played again it did not come" not in story
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_thawed_state_goes_on_as_the_one_that_was_frozen(devices: int) -> None:
     """Renumbering loses nothing: two worlds, one of them frozen and thawed before each move."""
-    actions_of, jumps_of = _part("choices").actions, _part("choices").jumps
-    world_of, scope = _part("world").World, _part("scope").Scope(
+    scope = Scope(
         name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1,
         deadlines=1, cancels=1, hints=1, drains=1, pins=devices - 1, devices=devices,
     )  # fmt: skip
     for seed in range(20):
         chance = random.Random(seed)
-        straight, renumbered = world_of(scope), world_of(scope)
+        straight, renumbered = World(scope), World(scope)
         for _ in range(120):
             state = straight.freeze()
             assert renumbered.freeze() == state
             renumbered.thaw(marshal.loads(state))
-            actions = actions_of(straight) or jumps_of(straight)[:1]
-            assert (actions_of(renumbered) or jumps_of(renumbered)[:1]) == actions
-            if not actions:
+            possible = actions(straight) or jumps(straight)[:1]
+            assert (actions(renumbered) or jumps(renumbered)[:1]) == possible
+            if not possible:
                 break
-            action = chance.choice(actions)
+            action = chance.choice(possible)
             assert straight.apply(action) == renumbered.apply(action)
 
 
 def test_what_states_share_is_never_changed() -> None:
     """Processes and daemons are thawed once: whoever changes one must take his own."""
     for scope in QUICK[:2]:
-        _part("search").Exploration(scope).run()
-        world, frozen_part = _part("expand")._expander.world, _part("frozen").frozen_part
+        Exploration(scope).run()
+        world = expand._expander.world
         assert world.known_workers
         assert world.known_daemons
-        for worker in world.known_workers.values():
-            assert frozen_part(_part("worker").freeze_worker, worker) == worker.kept
-        for daemon in world.known_daemons.values():
-            assert frozen_part(_part("daemon").freeze_daemon, daemon) == daemon.kept
+        for one in world.known_workers.values():
+            assert frozen_part(worker.freeze_worker, one) == one.kept
+        for other in world.known_daemons.values():
+            assert frozen_part(daemon.freeze_daemon, other) == other.kept
 
 
 def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
-    world = _part("world").World(_part("scope").Scope(name="one", models=1, is_coarse=True))
+    world: Any = World(Scope(name="one", models=1, is_coarse=True))
     start = marshal.loads(world.freeze())
     asked = []
     handle = world.scheduler.handle
@@ -120,10 +104,8 @@ def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
 
 
 def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
-    world = _part("world").World(
-        _part("scope").Scope(
-            name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True
-        )
+    world: Any = World(
+        Scope(name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True)
     )  # the model's place is the slice's: the job is evicted for the request, and waits
     for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("ask",), ("moves", 1),
                    ("moves", 1), ("tells", 1, "task"), ("daemon_works",), ("moves", 1),
@@ -145,9 +127,7 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
 
 
 def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
-    world = _part("world").World(
-        _part("scope").Scope(name="one", steps=1, requests=0, models=1, kills=1, is_coarse=True)
-    )
+    world: Any = World(Scope(name="one", steps=1, requests=0, models=1, kills=1, is_coarse=True))
     for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("moves", 1), ("moves", 1)]:
         world.apply(action)
     world.apply(("kill", 1))  # its CommitStep is heard as its last words
@@ -164,7 +144,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
 
 @pytest.mark.parametrize(("has_begun", "deaths"), [(False, 0), (True, 1)])
 def test_a_death_is_blamed_on_a_task_only_when_it_had_begun(has_begun: bool, deaths: int) -> None:
-    world = _part("world").World(_part("scope").Scope(name="one", models=1, kills=1))
+    world: Any = World(Scope(name="one", models=1, kills=1))
     world.apply(("ask",))
     if has_begun:
         world.apply(("moves", 0))

@@ -11,8 +11,7 @@ from pipeswitch.cli.main import main
 from pipeswitch.programs.layout import Batching
 from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.replay import Outcome, PaperModel, Setting, replay
-from pipeswitch.simulator.training import PaperJob
+from pipeswitch.simulator.replay import Outcome, PaperJob, PaperModel, Setting, replay
 
 MIB = 1 << 20
 STEP_MS = 100.0

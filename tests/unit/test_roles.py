@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -15,19 +15,18 @@ from pipeswitch.cli.server import _flag_tree, serve
 from pipeswitch.config import Config, load
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.replies import told
+from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.roles import (
     ANYONE,
     LEAST,
     MODEL_FACTS,
     OWNER,
-    VERB_ROLES,
     Role,
     Standing,
     in_order,
     parse_roles,
 )
-from pipeswitch.wire.frames import Op
 from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -45,16 +44,16 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 
 
 def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
-    served = {*frontend._ops, *frontend._verbs._parsers, "hello", "ping"}
-    assert served == set(VERB_ROLES) == set(get_args(Op))
-    assert set(VERB_ROLES.values()) == set(Role) - {Role.URGENT}  # a priority's
+    served = {name for name, verb in VERBS.items() if verb.parse is None}
+    assert served == {*frontend._ops, "hello"}
+    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # a priority's
 
 
 def test_the_protocol_names_every_verb_with_its_role() -> None:
     text = (ROOT / "docs/protocol.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([a-z, `]+) \|", text, re.MULTILINE)
     told_of = {verb: Role(role) for role, verbs in rows for verb in re.findall(r"`(\w+)`", verbs)}
-    assert told_of == dict(VERB_ROLES)
+    assert told_of == {name: verb.role for name, verb in VERBS.items()}
 
 
 def test_whoever_comes_in_may_infer_and_no_role_comes_from_nothing() -> None:

@@ -320,7 +320,7 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent() -> Non
     assert sizes_sent(rig) == [0, 12 * MIB]
     assert model.home_bytes == home_bytes
     bills = [answer.timing for answer in rig.commands(ev.Answer)]
-    assert [bill.get("kept_bytes", 0) for bill in bills] == [0, 12 * MIB]
+    assert [bill.kept_bytes for bill in bills] == [0, 12 * MIB]
     assert model.drift.count == 1  # the first one: a switch with a prefix was not predicted
 
 

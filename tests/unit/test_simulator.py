@@ -11,8 +11,8 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.device import Violation
 from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.violation import Violation
 from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_a_cold_request_takes_the_first_copy_then_the_slower_of_copying_and_comp
     world.run()
     assert world.took_ms(warm, began_ms) == GROUPS * LAYER_MS
     timing = world.answers[cold][1].timing
-    assert (timing["copy_ms"], timing["compute_ms"]) == (GROUPS * COPY_MS, GROUPS * LAYER_MS)
+    assert (timing.copy_ms, timing.compute_ms) == (GROUPS * COPY_MS, GROUPS * LAYER_MS)
 
 
 def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from pipeswitch.errors import InvalidInput, PermissionDenied
-from pipeswitch.frontend.verbs import Verbs
+from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.roles import ALL_ROLES, ANYONE, OWNER, Standing
 from pipeswitch.scheduler.events import RegisterAsked, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader
 
 
 def registered(folder: Path, standing: Standing, **more: Any) -> RegisterAsked:
-    verbs = Verbs(allow_code=(), uploads_dir=str(folder))
     body = {"source": "torchvision:resnet18", "weights": "random:0", **more}
     header = RequestHeader(v=VERSION, id="1", op="register", model="m", body=body)
-    asked: Any = verbs.parse(header, standing)
-    event = asked(Token(1))
+    rules = Rules(allow_code=(), uploads_dir=str(folder))
+    event = ask(header, Token(1), standing, rules)
     assert isinstance(event, RegisterAsked)
     return event
 

@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from pipeswitch.devices import PoolView
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel

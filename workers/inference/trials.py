@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pipeswitch.devices import PoolView
+from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import Cancelled
 from pipeswitch.ipc.messages import ModelName, RunInference
 from pipeswitch.programs.build.verify import to_tensors

@@ -19,6 +19,8 @@ from torch import nn
 
 from pipeswitch.ipc.gate import Gate
 
+Closure = Callable[..., Any]
+
 _gate: Gate | None = None
 _pace: Callable[[], None] | None = None
 
@@ -80,10 +82,21 @@ def hook_modules(models: Iterable[nn.Module]) -> list[Removable]:
 
 
 def hook_optimizer(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], None],
+    before_closure: Callable[[Closure], Closure],
+    after: Callable[[], None],
 ) -> list[Removable]:
-    """Call ``before`` and ``after`` around every ``optimizer.step()``."""
+    """Call ``before`` and ``after`` around every ``optimizer.step()``; where that was given a
+    closure, ``before_closure`` instead, which says what to run in its place."""
+
+    def pre(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        closure = keywords.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            return before()
+        return args[:1], {**keywords, "closure": before_closure(closure)}
+
     return [
-        optimizer.register_step_pre_hook(lambda *_: before()),
+        optimizer.register_step_pre_hook(pre),
         optimizer.register_step_post_hook(lambda *_: after()),
     ]

@@ -15,8 +15,7 @@ import torch
 
 from pipeswitch.commits.area import HEADER_BYTES, SLOT_COUNT, CommitArea
 from pipeswitch.commits.progress import SUFFIX, Life, Progress
-from pipeswitch.devices import PoolView
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.inputs.ring import Ring

@@ -8,7 +8,8 @@ Life of a loop, in numbered steps:
    A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
 3. The next batch is fetched with the device given up; the body runs with the hooks of
    ``hooks.py`` looking at the gate at every layer, forward and backward.
-4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted.
+4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted; a closure
+   that it is given may be, the first time, as a body.
 5. An eviction commits the last point, if nothing has moved since, and unwinds the script; else
    the job resumes from its last commit. At most the current step is recomputed.
 """
@@ -30,7 +31,7 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .commits import Committer, Point, state_area_bytes
-from .hooks import Removable, hook_modules, hook_optimizer, use_gate
+from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects
@@ -48,8 +49,6 @@ class TrainingSession:
 
     Args:
         commit_every_ms: time between two commits, reached by doubling from a short one.
-        overlap_commits: let the copy overlap the next forward and backward. Used only once a
-            body was seen to leave its parameters alone before ``optimizer.step()``.
     """
 
     def __init__(
@@ -58,11 +57,9 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
-        overlap_commits: bool = True,
     ) -> None:
         self._host, self._gate = host, gate
         self._reports = Reports(host)
-        self._overlap = overlap_commits
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self._place = ScriptPlace(host.restore())
         saved = self._place.saved
@@ -269,7 +266,10 @@ class TrainingSession:
         self._hooks = hook_modules(objects.models.values())
         for key, optimizer in objects.optimizers.items():
             self._hooks += hook_optimizer(
-                optimizer, self._before_optimizer, partial(self._after_optimizer, key)
+                optimizer,
+                self._before_optimizer,
+                self._before_closure,
+                partial(self._after_optimizer, key),
             )
 
     def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
@@ -425,7 +425,7 @@ class TrainingSession:
         if (is_due or self._publish_due) and self._place.saved is None:
             self._publish_due = False
             self._begin_commit()
-            if not (self._overlap and self._watch.may_overlap):
+            if not self._watch.may_overlap:
                 self._finish_commit()
 
     def _end_loop(self) -> None:
@@ -542,6 +542,31 @@ class TrainingSession:
             self._finish_commit()
             self._gate.in_optimizer_step = True
         self._optimizer_depth += 1
+
+    def _before_closure(self, closure: Closure) -> Closure:
+        """As long as nothing is updated the first run of ``closure`` is a body as any other: in
+        Lightning's loop forward and backward lie in there."""
+        self._gate.check("boundary")
+        self._finish_commit()
+        self._gate.in_optimizer_step = True
+        self._optimizer_depth += 1
+        is_first = self._optimizer_depth == 1
+
+        def compute(*args: Any, **keywords: Any) -> Any:
+            nonlocal is_first
+            assert self._committer is not None
+            assert self._point is not None
+            may_stop = is_first and self._committer.parameters_are_intact(self._point)
+            is_first = False
+            if not may_stop:
+                return closure(*args, **keywords)
+            self._gate.in_optimizer_step = False
+            value = closure(*args, **keywords)
+            self._optimizer_depth = 0
+            self._before_optimizer()
+            return value
+
+        return compute
 
     def _after_optimizer(self, key: str) -> None:
         self._stepped.add(key)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ...config import DeviceConfig
 from ...ipc.messages import DaemonSettings, WorkerSettings
-from .. import ChosenDevice, DeviceMemory, PoolView
+from .. import ChosenDevice
 from .memory import CpuDeviceMemory
 from .view import CpuPoolView
 
@@ -35,7 +35,7 @@ class CpuKind:
 
     def open_memory(
         self, settings: DaemonSettings, store: int, bells: Sequence[int]
-    ) -> DeviceMemory:
+    ) -> CpuDeviceMemory:
         """As ``DeviceKind``."""
         return CpuDeviceMemory(
             store=store,
@@ -48,9 +48,8 @@ class CpuKind:
         )
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
-        on_wake: Callable[[], None] | None = None,
-    ) -> PoolView:  # fmt: skip
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
+    ) -> CpuPoolView:
         """As ``DeviceKind``."""
         models, *work = arena
         return CpuPoolView(
@@ -61,6 +60,5 @@ class CpuKind:
             bells=bells,
             arena_bytes=settings.arena_bytes,
             words=settings.words,
-            on_wake=on_wake,
             is_one_tenants=settings.separates_tenants,
         )

@@ -21,14 +21,13 @@ from typing import Final
 
 import numpy as np
 
-from ...errors import RemoteProtocolError
 from ...failpoints import reach
-from ...ipc.board import ring, sealed_memfd
-from ...ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ...ipc.board import sealed_memfd
+from ...ipc.messages import ByteRange, GroupCopy, TransmitEnded, TransmitModel
 from ...programs.layout import aligned
-from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
-from ..transmissions import OnEnd, Transmission, TransmissionQueue
-from ..waiting import now_ms
+from ..memory import DeviceMemory, OnEnd, Transmission
+from ..orders import WORD_MASK, check_range
+from ..view import now_ms
 from .arenas import Bytes, FilePerTenant, Models, OneFile
 from .windows import UNIT_BYTES, unmap
 
@@ -65,8 +64,8 @@ class Link:
             cancelled.wait(delay_s)
 
 
-class CpuDeviceMemory:
-    """The memory daemon's side (see ``DeviceMemory``). ``close`` ends its copy thread."""
+class CpuDeviceMemory(DeviceMemory):
+    """See ``DeviceMemory``."""
 
     def __init__(
         self,
@@ -79,18 +78,15 @@ class CpuDeviceMemory:
         link_bytes_per_s: float = 0.0,
         separates_tenants: bool = False,
     ) -> None:
-        """Take the memory. The descriptors stay the caller's and must outlive this object.
+        """Take the memory.
 
         Raises:
             OSError: not enough memory.
             RemoteProtocolError: sizes that contradict each other.
         """
-        if words * WORD_BYTES > arena_bytes:
-            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
-        check_range("store", 0, store_bytes, os.fstat(store).st_size)
-        self.arena_bytes = arena_bytes
-        self.store_bytes = store_bytes
-        self._bells = tuple(bells)
+        super().__init__(
+            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
+        )
         self._store_descriptor = store
         self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)
         self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
@@ -100,29 +96,14 @@ class CpuDeviceMemory:
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
         self._to_device = Link(link_bytes_per_s)
         self._to_host = Link(link_bytes_per_s)  # a link is full duplex
-        self._transmissions = TransmissionQueue(
-            self._perform,
-            arena_bytes=arena_bytes,
-            store_bytes=store_bytes,
-            words=words,
-            settle=self._models.tidy,
-        )
+        self._copier.start()
 
     def export_descriptors(self) -> list[int]:
         """[models, work], owned by this object; where tenants are separate [work]."""
         return [*self._models.descriptors, self._work_descriptor]
 
-    def export_handle(self) -> bytes:
-        """Nothing: descriptors say it all."""
-        return b""
-
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """A writable view of the host store, its pages reserved.
-
-        Raises:
-            RemoteProtocolError: outside of the store.
-            OSError: the machine has no memory for these pages.
-        """
+        """As ``DeviceMemory``."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         if size_bytes:
             os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
@@ -133,26 +114,19 @@ class CpuDeviceMemory:
         self._models.open_tenant(tenant, descriptor)
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
+        """As ``DeviceMemory``.
 
         Raises:
-            RemoteProtocolError: out of bounds, this epoch is being transmitted already, or its
-                tenant has no file.
+            RemoteProtocolError: its tenant has no file.
         """
         self._models.take(order)
-        self._transmissions.put(order, on_end)
+        super().transmit(order, on_end)
 
-    def cancel(self, epoch: Epoch) -> None:
-        """Stop it within a chunk; unknown means that it has just ended, and is fine."""
-        self._transmissions.cancel(epoch)
+    def _tidy(self) -> None:
+        self._models.tidy()
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Concatenate pieces of the slice at ``offset_bytes`` of *work* into ``into`` (blocks).
-
-        Raises:
-            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
-        """
-        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
+        """Of *work*."""
         target: Bytes = np.frombuffer(into, dtype=np.uint8)
         position = 0
         self._to_host.begin()
@@ -166,12 +140,7 @@ class CpuDeviceMemory:
                 self._to_host.pace(size)
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """Make a range of *work* read as zeros, and give its whole pages back (blocks).
-
-        Raises:
-            RemoteProtocolError: outside of *work*.
-        """
-        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        """Of *work*; whole pages are given back."""
         end = offset_bytes + size_bytes
         first_page = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         last_page = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -188,8 +157,8 @@ class CpuDeviceMemory:
             self._work[first_page:last_page] = 0
 
     def close(self) -> None:
-        """Cancel what is under way, end the copy thread, let the memory go."""
-        self._transmissions.close()
+        """As ``DeviceMemory``."""
+        super().close()
         self._models.close()
         del self._work, self._store
         for mapping in (self._work_map, self._store_map):
@@ -197,7 +166,6 @@ class CpuDeviceMemory:
         os.close(self._work_descriptor)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
-        """Copy the groups; an error in between ends it incomplete, like a cancel."""
         order = job.order
         started_at_ms = now_ms()
         ends_at_ms: list[float] = []
@@ -217,10 +185,7 @@ class CpuDeviceMemory:
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         reach("daemon.transmit.end")
-        ended = job.ended(started_at_ms, ends_at_ms, copied_bytes)
-        if not ended.is_complete:
-            self._ring_all()  # a worker that waits for a group that will not come looks once more
-        return ended
+        return job.ended(started_at_ms, ends_at_ms, copied_bytes)
 
     def _bring(
         self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
@@ -272,7 +237,3 @@ class CpuDeviceMemory:
             self._to_device.pace(size, cancelled)
         copied[index] = done
         return done - first
-
-    def _ring_all(self) -> None:
-        for bell in self._bells:
-            ring(bell)

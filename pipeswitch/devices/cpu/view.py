@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from ...errors import RemoteProtocolError
 from ...ipc.board import Board
 from ...ipc.messages import MoveTask
 from ...programs.layout import TensorSpec, aligned
-from ..orders import WORD_BYTES, WORD_MASK, check_range
-from ..waiting import Waiter
+from ..orders import WORD_MASK, check_range
+from ..view import PoolView
 from .windows import (
     UNIT_BYTES,
     Guarded,
@@ -30,11 +28,9 @@ from .windows import (
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.executor import BoundProgram
 
-
-class CpuPoolView:
-    """A worker's side (see ``PoolView``). Imports torch with the first tensor."""
+class CpuPoolView(PoolView):
+    """See ``PoolView``. Imports torch with the first tensor."""
 
     def __init__(
         self,
@@ -46,7 +42,6 @@ class CpuPoolView:
         bells: Sequence[int],
         arena_bytes: int,
         words: int,
-        on_wake: Callable[[], None] | None = None,
         is_one_tenants: bool = False,
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
@@ -57,12 +52,9 @@ class CpuPoolView:
             work: None for a worker that runs no training script, where tenants are separate.
             is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
                 copy; in an arena of all tenants they were there before.
-            bell, bells, on_wake: as ``Waiter``.
+            board, bell, bells: as ``PoolView``.
         """
-        self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
-        self._words_bytes = words * WORD_BYTES
-        self._words_map = mmap.mmap(models, self._words_bytes, prot=mmap.PROT_READ)
-        self._words = memoryview(self._words_map).cast("I")
+        super().__init__(models, words, board=board, bell=bell, bells=bells)
         self._window = Window(models, arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
@@ -70,7 +62,7 @@ class CpuPoolView:
         self._is_one_tenants = is_one_tenants
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
-        self._slice = (0, 0)  # the last one: address, and bytes of whole pages
+        self._slice_at = (0, 0)  # the last one: address, and bytes of whole pages
         self._lent_by: Sequence[int] = ()  # descriptors of the device that it moved to
         self._has_moved = False  # since the last slice was leased
         if work is not None:
@@ -78,17 +70,13 @@ class CpuPoolView:
         self._pool_windows: Guarded | None = None
         self._lent: tuple[int, int, bool] | None = None
 
-    device: Final = "cpu"
+    device = "cpu"
 
     def _map_work(self, descriptor: int) -> None:
         size_bytes = os.fstat(descriptor).st_size
         self._work_map = mmap.mmap(descriptor, size_bytes)
         self._work_windows = Guarded(address_of(self._work_map), size_bytes)
         self.__dict__.pop("_work", None)
-
-    @property
-    def board(self) -> Board:
-        return self._waiter.board
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
@@ -105,12 +93,7 @@ class CpuPoolView:
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """Take the page faults of a region now (standby), not in its first inference.
-
-        Raises:
-            RemoteProtocolError: outside of the arena.
-        """
-        check_range("prefault", offset_bytes, size_bytes, self._window.size_bytes)
+        """As ``PoolView``."""
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
@@ -147,40 +130,24 @@ class CpuPoolView:
         self._window.close()
         self._entered, self._open_end = (0, 0, 0), 0
 
-    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A tensor over a model's region. Writing to it kills this process, and so does reading
-        before ``show``.
-
-        Raises:
-            RemoteProtocolError: out of bounds, over the arrival words, or a wrong size.
-        """
-        if region_offset_bytes < self._words_bytes:
-            raise RemoteProtocolError(
-                f"a region at {region_offset_bytes} overlaps the arrival words"
-            )
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """Writing to it kills this process, and so does reading before ``show``."""
         from ...programs.views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)
 
-    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A writable uint8 tensor over a training slice; its storage is all of *work*.
-
-        Raises:
-            RemoteProtocolError: out of bounds.
-        """
-        spec = TensorSpec(
-            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
-            size_bytes=size_bytes, file_offset_bytes=0,
-        )  # fmt: skip
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        """Its storage is all of *work*."""
         from ...programs.views import tensor_over
 
         if self._has_moved:  # the former slice is not used any more
             self._map_work(self._lent_by[0])
             self._has_moved = False
         tensor = tensor_over(self._work, spec, 0)
-        self._work_windows.open(offset_bytes, size_bytes, writable=True)
+        offset, size = spec.offset_bytes, spec.size_bytes
+        self._work_windows.open(offset, size, writable=True)
         assert self._work_map is not None
-        self._slice = address_of(self._work_map) + offset_bytes, aligned(size_bytes, mmap.PAGESIZE)
+        self._slice_at = address_of(self._work_map) + offset, aligned(size, mmap.PAGESIZE)
         return tensor
 
     def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
@@ -188,7 +155,7 @@ class CpuPoolView:
 
         No tensor is told of it, whether a script, an optimizer or autograd refers to it.
         """
-        (start, size), (work, board, *bells) = self._slice, descriptors
+        (start, size), (work, board, *bells) = self._slice_at, descriptors
         check_range("move", 0, size, order.size_bytes)
         with memoryview((ctypes.c_char * size).from_address(start)) as source:
             written = 0
@@ -199,7 +166,7 @@ class CpuPoolView:
         move_pages(address_of(copy), start, size)
         copy.close()
         self._forget_device(start, start + size)
-        self._waiter = Waiter(board=board, bell=bells[0], bells=bells)
+        self.board, self._bell, self._bells = Board(board), bells[0], tuple(bells)
         for descriptor in self._lent_by:
             os.close(descriptor)
         self._lent_by, self._has_moved = tuple(descriptors), True
@@ -211,39 +178,8 @@ class CpuPoolView:
         first = address_of(self._work_map)
         replace_by_nothing(first, start)
         replace_by_nothing(end, first + len(self._work_map))
-        self._waiter.close()
+        self.board.close()
         self._unmap_models()
-
-    def wait_group(self, word: int, epoch: int) -> float:
-        """Block until arrival word ``word`` is exactly ``epoch``; milliseconds blocked."""
-        words, wanted = self._words, epoch & WORD_MASK
-        return self._waiter.wait(lambda: words[word] == wanted)
-
-    def wait_turn(self, turn: int) -> float:
-        """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
-        return self._waiter.wait_turn(turn)
-
-    def raise_turn(self, turn: int, slot: int) -> None:
-        """Give the device away: write the turn, ring that slot's bell."""
-        self._waiter.raise_turn(turn, slot)
-
-    def program(self, bound: BoundProgram) -> BoundProgram:
-        """As it is: its inputs lie where it computes."""
-        return bound
-
-    def can_improve(self, program: BoundProgram) -> bool:
-        """No."""
-        return False
-
-    def improve(self, program: BoundProgram) -> None:
-        """Nothing: it is as fast as it gets."""
-
-    def drop(self, program: BoundProgram) -> None:
-        """Nothing to let go."""
-
-    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
-        """Nothing to set up."""
-        return nullcontext()
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """Close it: each task opens its slabs (``lend``)."""
@@ -267,25 +203,9 @@ class CpuPoolView:
             self._pool_windows.close()
             self._lent = None
 
-    def quiesce(self) -> None:
-        """Nothing is ever queued here: kernels have ended when they return."""
-
-    def settle(self) -> None:
-        """As ``quiesce``."""
-
-    def pacer(self) -> None:
-        """Nothing: a kernel has ended when it returns."""
-
-    def is_lost(self, error: BaseException) -> bool:
-        """Never: there is no context to break."""
-        return False
-
-    def fault(self) -> None:
-        """Nothing is ever lost."""
-
     def close(self) -> None:
         """Unmap; tensors that still live keep their mapping until the last is gone."""
-        self._waiter.close()
+        self.board.close()
         self.__dict__.pop("_work", None)
         self._unmap_models()
         if self._work_map is not None:

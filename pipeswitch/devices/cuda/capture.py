@@ -6,7 +6,6 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -37,14 +36,16 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See ``Recorder``. A tensor freed by the collector in mid-capture would spoil it."""
+        """Around all captures of one program: a tensor that is freed meanwhile would spoil one."""
         self._stream.synchronize()
         gc.collect()
         with no_collector():
             yield
 
     def record(self, run: Callable[[], None]) -> Replayable:
-        """See ``Recorder``. Not ``torch.cuda.graph``: it empties the cache at every entry.
+        """Capture ``run`` instead of doing it.
+
+        Not with ``torch.cuda.graph``: it empties the cache at every entry.
 
         Raises:
             CaptureBroke: this process must be replaced.
@@ -101,7 +102,7 @@ class CudaRecorder:
             ) from error
 
     def free_bytes(self) -> int:
-        """See ``Recorder``."""
+        """Free device memory, to see what captured work costs."""
         return int(torch.cuda.mem_get_info()[0])
 
 
@@ -126,18 +127,4 @@ class Replayable(Protocol):
 
     def replay(self) -> None:
         """Enqueue it on the current stream."""
-        ...
-
-
-class Recorder(Protocol):
-    """Captures work instead of doing it."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """Around all captures of one program: no garbage is collected meanwhile."""
-        ...
-
-    def record(self, run: Callable[[], None]) -> Replayable: ...
-
-    def free_bytes(self) -> int:
-        """Free device memory, to see what captured work costs."""
         ...

@@ -23,9 +23,7 @@ REAL_PACKAGE: Final = "cuda.bindings"
 SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the program itself
 
 
-def examine(
-    package: str, index: int, *, with_tests: bool, timeout_s: float = SELFTEST_S
-) -> dict[str, dict[str, Any]]:
+def examine(package: str, index: int, *, with_tests: bool) -> dict[str, dict[str, Any]]:
     """Run the self-test program; its findings by name. What is missing did not run.
 
     ``complaints`` holds the last of what it and its peer wrote to stderr.
@@ -50,7 +48,7 @@ def examine(
             start_new_session=True,
         )  # fmt: skip
         try:
-            for line in _lines(process, timeout_s):
+            for line in _lines(process, SELFTEST_S):
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's own words
                     finding = json.loads(line)
                     found[finding["test"]] = finding

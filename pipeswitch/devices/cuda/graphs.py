@@ -25,7 +25,7 @@ from .bindings import CudaError
 from .indices import check_indices, index_limits
 
 if TYPE_CHECKING:
-    from .capture import Recorder, Replayable
+    from .capture import CudaRecorder, Replayable
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ class _Captured:
 class DeviceProgram:
     """A bound program (see ``BoundProgram``) whose inputs come from host memory.
 
-    Used by the worker's main thread, inside ``TorchSide.computing``.
+    Used by the worker's main thread, inside ``CudaTorch.computing``.
     """
 
     def __init__(
         self,
         bound: BoundProgram,
         device: str,
-        recorder: Recorder | None,
+        recorder: CudaRecorder | None,
         budget: GraphBudget,
     ) -> None:
         self.manifest = bound.manifest
@@ -135,7 +135,7 @@ class DeviceProgram:
     def improve(self) -> None:
         """Capture the shapes that ran eagerly last. For an idle moment: takes up to a second.
 
-        Inside ``TorchSide.computing(in_slice=False)``: a pool that is entered cannot be captured
+        Inside ``CudaTorch.computing(in_slice=False)``: a pool that is entered cannot be captured
         into.
         """
         shapes, self._wanted = self._wanted, None
@@ -172,7 +172,7 @@ class DeviceProgram:
     def _drop(self, shapes: Shapes) -> None:
         self._captured.pop(shapes, None)
 
-    def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: Recorder) -> _Captured:
+    def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder) -> _Captured:
         inputs = [
             torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
             for dtype, shape in shapes

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,9 @@ from ...config import DeviceConfig
 from ...errors import ConfigError, PipeSwitchError
 from ...ipc.messages import DaemonSettings, WorkerSettings
 from ...units import Amount
-from .. import ChosenDevice, DeviceMemory, PoolView
+from .. import ChosenDevice
+from ..memory import DeviceMemory
+from ..view import PoolView
 from .examine import examine
 from .ladder import TESTS, Ladder, Outcome, Waits, Wishes, Words, choose
 
@@ -146,9 +148,8 @@ class CudaKind:
         )
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
-        on_wake: Callable[[], None] | None = None,
-    ) -> PoolView:  # fmt: skip
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
+    ) -> PoolView:
         """As ``DeviceKind``; makes this process's context."""
         from .bindings import Cuda
         from .torch import torch_side
@@ -171,7 +172,6 @@ class CudaKind:
             waits=options.waits,
             use_graphs=options.use_graphs,
             graph_bytes=options.graph_bytes,
-            on_wake=on_wake,
         )
         side.warm_up()  # before the slice: cached workspaces must not lie in it
         if options.slice_bytes:

@@ -23,12 +23,11 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from ...errors import RemoteProtocolError
-from ...ipc.board import ring, sealed_memfd
-from ...ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
-from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
-from ..transmissions import OnEnd, Transmission, TransmissionQueue
-from ..waiting import now_ms
+from ...ipc.board import sealed_memfd
+from ...ipc.messages import ByteRange, GroupCopy, TransmitEnded
+from ..memory import DeviceMemory, Transmission
+from ..orders import WORD_BYTES, WORD_MASK, check_range
+from ..view import now_ms
 from .bindings import Cuda, CudaError
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
@@ -51,8 +50,8 @@ class _Mark(NamedTuple):
     word: int
 
 
-class CudaDeviceMemory:
-    """The memory daemon's side (see ``DeviceMemory``).
+class CudaDeviceMemory(DeviceMemory):
+    """See ``DeviceMemory``.
 
     Threads: ``transmit`` and ``cancel`` are called by the control thread, ``store_view`` by the
     store lane, ``read_slice`` and ``scrub`` by the to-host lane; the copy thread is ours, and one
@@ -71,10 +70,9 @@ class CudaDeviceMemory:
         words: int,
         extra_bytes: int = 0,
         word_writer: WordWriter = "copy",
-        window_bytes: int = WINDOW_BYTES,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Make the context and take the memory. The descriptors stay the caller's.
+        """Make the context and take the memory.
 
         Args:
             extra_bytes: behind the arena, for the workers' activation slice; no copy goes there.
@@ -84,15 +82,11 @@ class CudaDeviceMemory:
             CudaError: no such device, or not enough memory on it.
             RemoteProtocolError: sizes that contradict each other.
         """
-        if words * WORD_BYTES > arena_bytes:
-            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
-        check_range("store", 0, store_bytes, os.fstat(store).st_size)
-        self.arena_bytes = arena_bytes
-        self.store_bytes = store_bytes
+        super().__init__(
+            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
+        )
         self._cuda, self._index = cuda, index
-        self._bells = tuple(bells)
         self._word_writer = word_writer
-        self._window_bytes = window_bytes
         self._on_lost = on_lost
         cuda.set_device(index)
         self._base = cuda.malloc(arena_bytes + extra_bytes)
@@ -115,13 +109,7 @@ class CudaDeviceMemory:
         self._to_pin: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._pinner = threading.Thread(target=self._pin_store, name="pin", daemon=True)
         self._pinner.start()
-        self._transmissions = TransmissionQueue(
-            self._perform,
-            arena_bytes=arena_bytes,
-            store_bytes=store_bytes,
-            words=words,
-            prepare=self._enter_device,
-        )
+        self._copier.start()
 
     # -- what workers map ----------------------------------------------------------------------
 
@@ -138,10 +126,6 @@ class CudaDeviceMemory:
         self._cuda.set_device(self._index)
         return self._cuda.export_handle(self._base)
 
-    def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """Raises RemoteProtocolError: on this device tenants share the arena (ADR 23)."""
-        raise RemoteProtocolError("a cuda arena has no files of tenants")
-
     def use_word_writer(self, writer: WordWriter) -> None:
         """How arrival words are written from the next group on; for the self-test."""
         self._word_writer = writer
@@ -154,12 +138,7 @@ class CudaDeviceMemory:
     # -- host store ----------------------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """A writable view of the host store, pinned (blocks).
-
-        Raises:
-            RemoteProtocolError: outside of the store.
-            OSError: the machine has no memory for these pages.
-        """
+        """As ``DeviceMemory``; pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
             self._cuda.set_device(self._index)
@@ -168,25 +147,12 @@ class CudaDeviceMemory:
 
     # -- host to device ------------------------------------------------------------------------
 
-    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
-
-        Raises:
-            RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
-        """
-        self._transmissions.put(order, on_end)
-
-    def cancel(self, epoch: Epoch) -> None:
-        """Enqueue no further chunk of it; unknown means that it has just ended, and is fine."""
-        self._transmissions.cancel(epoch)
-
-    def _enter_device(self) -> None:
-        """First on the copy thread: the device is current by thread."""
+    def _prepare(self) -> None:
+        """The device is current by thread."""
         with self._watched():
             self._cuda.set_device(self._index)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
-        """Enqueue and follow; an error in between ends it incomplete, like a cancel."""
         order = job.order
         started_at_ms = now_ms()
         flight = _Flight(self, order.epoch)
@@ -202,8 +168,6 @@ class CudaDeviceMemory:
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        if not ended.is_complete:
-            self._ring_all()  # a worker that waits for a group that will not come looks once more
         for group in order.groups:  # this once they were staged
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
                 self._to_pin.put((group.store_offset_bytes, group.size_bytes))
@@ -252,15 +216,9 @@ class CudaDeviceMemory:
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Concatenate pieces of a training slice into ``into`` (blocks).
-
-        The worker has waited for its kernels before it asked (``PoolView.settle``). Through
+        """The worker has waited for its kernels before it asked (``PoolView.settle``). Through
         two pinned buffers in turns: ``into`` is a job's commit area, which is not pinned.
-
-        Raises:
-            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
         """
-        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
@@ -290,12 +248,7 @@ class CudaDeviceMemory:
         np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """Make a released range read as zeros (blocks).
-
-        Raises:
-            RemoteProtocolError: outside of the arena.
-        """
-        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        """As ``DeviceMemory``."""
         with self._watched():
             self._cuda.set_device(self._index)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
@@ -304,11 +257,8 @@ class CudaDeviceMemory:
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what is under way, end the copy thread, let the memory go.
-
-        The workers are gone, or have closed their mapping: freeing under them is undefined.
-        """
-        self._transmissions.close()
+        """The workers are gone, or have closed their mapping: freeing under them is undefined."""
+        super().close()
         self._to_pin.put(None)
         self._pinner.join()
         self._host_words.release()
@@ -333,10 +283,6 @@ class CudaDeviceMemory:
         self._host_words[word] = value
         self._ring_all()
 
-    def _ring_all(self) -> None:
-        for bell in self._bells:
-            ring(bell)
-
     def _watched(self) -> _Watch:
         return _Watch(self._on_lost)
 
@@ -355,7 +301,7 @@ class _Flight:
     def make_room(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
         memory = self._memory
-        while self._marks and self._bytes + size_bytes > memory._window_bytes:
+        while self._marks and self._bytes + size_bytes > WINDOW_BYTES:
             self._land_oldest()
         while self._marks and memory._cuda.is_done(self._marks[0].event):
             self._land_oldest()

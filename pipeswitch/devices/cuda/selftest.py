@@ -29,7 +29,7 @@ from .memory import CudaDeviceMemory, WordWriter
 
 if TYPE_CHECKING:
     from .capture import Replayable
-    from .torch import TorchSide
+    from .torch import CudaTorch
     from .view import CudaPoolView
 
 MIB: Final = 1 << 20
@@ -328,7 +328,7 @@ class _Answers:
         from .torch import torch_side
         from .view import CudaPoolView
 
-        self._side: TorchSide = torch_side(order["package"], int(order["index"]))
+        self._side: CudaTorch = torch_side(order["package"], int(order["index"]))
         self._view: CudaPoolView = CudaPoolView(
             Cuda.load(order["package"]),
             self._side,

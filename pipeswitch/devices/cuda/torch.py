@@ -9,79 +9,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...programs.layout import TensorSpec
 from ...programs.views import place_in, tensor_over
-from .capture import CaptureBroke, CudaRecorder, Recorder, no_collector
+from .capture import CaptureBroke, CudaRecorder, no_collector
 from .slice import Segments, make_pool, reserve
 
 
-class TorchSide(Protocol):
-    """One worker's torch, on its device. Made after the fork."""
-
-    device: str
-    stream: int  # the one stream this worker computes on, as a handle
-
-    def current_stream(self) -> int | None:
-        """The stream that this thread's code computes on, as a handle; a script may change it.
-
-        None while the script captures a graph of its own there: nothing may be asked then.
-        """
-        ...
-
-    def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
-        """All of a mapping as one storage; nothing is copied, nothing owned."""
-        ...
-
-    def tensor(
-        self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
-    ) -> torch.Tensor:
-        """The tensor of ``spec``; bounds are checked."""
-        ...
-
-    def computing(self, *, in_slice: bool) -> AbstractContextManager[None]:
-        """What runs inside is enqueued on ``stream``; its memory comes from the slice."""
-        ...
-
-    def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """From now on ``computing(in_slice=True)`` allocates here."""
-        ...
-
-    def check_slice(self) -> str:
-        """Compute in the slice.
-
-        Raises:
-            RuntimeError: results are wrong, lie elsewhere, or torch asked for more memory.
-        """
-        ...
-
-    def check_failed_capture(self, recorder: Recorder) -> None:
-        """Capture what cannot be captured, then compute as a task does.
-
-        Raises:
-            RuntimeError: the capture was not refused, or nothing works after it.
-        """
-        ...
-
-    def cap_private(self, size_bytes: int) -> None:
-        """The most that this process may allocate outside of the slice; 0: no cap."""
-        ...
-
-    def warm_up(self) -> None:
-        """Load libraries and take their workspaces, so that no request does."""
-        ...
-
-    def recorder(self) -> Recorder: ...
-
-
-def torch_side(package: str, index: int) -> TorchSide:
-    """The stand-in's own, or the real one; makes this process's context."""
+def torch_side(package: str, index: int) -> CudaTorch:
+    """The stand-in's own, or the real one."""
     made = getattr(importlib.import_module(package), "torch_side", None)
-    side: TorchSide = CudaTorch(index) if made is None else made(index)
+    side: CudaTorch = CudaTorch(index) if made is None else made(index)
     return side
 
 
@@ -99,7 +40,10 @@ class _Mapped:
 
 
 class CudaTorch:
-    """The real one."""
+    """One worker's torch, on its device. Made after the fork, it makes this process's context.
+
+    ``stream`` is the handle of the one stream that this worker computes on.
+    """
 
     def __init__(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -112,24 +56,27 @@ class CudaTorch:
         self._segments: Segments | None = None
 
     def current_stream(self) -> int | None:
-        """See ``TorchSide``."""
+        """The stream that this thread's code computes on, as a handle; a script may change it.
+
+        None while the script captures a graph of its own there: nothing may be asked then.
+        """
         if torch.cuda.is_current_stream_capturing():
             return None
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
-        """See ``TorchSide``."""
+        """All of a mapping as one storage; nothing is copied, nothing owned."""
         return storage_at(pointer, size_bytes, self.device)
 
     def tensor(
         self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
     ) -> torch.Tensor:
-        """See ``TorchSide``."""
+        """The tensor of ``spec``; bounds are checked."""
         return tensor_at(storage, spec, offset_bytes)
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """See ``TorchSide``."""
+        """What runs inside is enqueued on ``stream``; its memory comes from the slice."""
         with torch.cuda.stream(self._stream):
             if self._pool is None or not in_slice:
                 yield
@@ -138,14 +85,18 @@ class CudaTorch:
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """See ``TorchSide``."""
+        """From now on ``computing(in_slice=True)`` allocates here."""
         segments = Segments(pointer, size_bytes)
         pool = make_pool(segments)
         reserve(pool, segments, self._stream)
         self._pool, self._segments = pool, segments
 
     def check_slice(self) -> str:
-        """See ``TorchSide``: convolutions and products of several sizes."""
+        """Compute in the slice: convolutions and products of several sizes.
+
+        Raises:
+            RuntimeError: results are wrong, lie elsewhere, or torch asked for more memory.
+        """
         assert self._segments is not None
         before = self._segments.calls
         torch.manual_seed(0)
@@ -167,8 +118,12 @@ class CudaTorch:
             raise RuntimeError("results in the slice differ from those outside")
         return f"{self._segments.calls} segments"
 
-    def check_failed_capture(self, recorder: Recorder) -> None:
-        """See ``TorchSide``: a value that the host wants to see cannot be captured."""
+    def check_failed_capture(self, recorder: CudaRecorder) -> None:
+        """Capture what cannot be captured, then compute as a task does.
+
+        Raises:
+            RuntimeError: the capture was not refused, or nothing works after it.
+        """
         ones = torch.ones(8, device=self.device)
         try:
             with recorder.session():
@@ -186,7 +141,10 @@ class CudaTorch:
             raise RuntimeError(f"after a failed capture 1024 twos are {total}")
 
     def cap_private(self, size_bytes: int) -> None:
-        """See ``TorchSide``. The slice's segments count as allocated, so they are added."""
+        """The most that this process may allocate outside of the slice; 0: no cap.
+
+        The slice's segments count as allocated, so they are added.
+        """
         if size_bytes:
             total = torch.cuda.get_device_properties(self._index).total_memory
             slice_bytes = 0 if self._segments is None else self._segments.size_bytes
@@ -194,7 +152,10 @@ class CudaTorch:
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
 
     def warm_up(self) -> None:
-        """See ``TorchSide``. Outside of the slice: cached workspaces stay for ever."""
+        """Load libraries and take their workspaces, so that no request does.
+
+        Outside of the slice: cached workspaces stay for ever.
+        """
         with torch.cuda.stream(self._stream), torch.inference_mode():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 square = torch.ones(64, 64, device=self.device, dtype=dtype)
@@ -206,8 +167,8 @@ class CudaTorch:
                 torch.nn.functional.conv2d(image, weight)
         self._stream.synchronize()
 
-    def recorder(self) -> Recorder:
-        """See ``TorchSide``."""
+    def recorder(self) -> CudaRecorder:
+        """What captures this worker's graphs."""
         return CudaRecorder(self._stream, self._index, self._pool)
 
 

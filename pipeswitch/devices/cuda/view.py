@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from ...errors import LocalProtocolError, RemoteProtocolError, TaskFailed
-from ...ipc.board import Board
-from ...ipc.messages import MoveTask
+from ...errors import TaskFailed
+from ...ipc.messages import Epoch
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
-from ..waiting import Waiter
+from ..view import PoolView
 from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
 from .ladder import Waits
-from .training import RunAhead
 
 if TYPE_CHECKING:
     import torch
 
     from ...programs.executor import BoundProgram
     from .graphs import DeviceProgram
-    from .torch import TorchSide
+    from .torch import CudaTorch
 
 log = logging.getLogger(__name__)
 
 DEFAULT_GRAPH_BYTES: Final = 1 << 30
+LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
+GROUPS_AHEAD: Final = 2
 
 
-class CudaPoolView:
-    """A worker's side (see ``PoolView``); made after the fork, by the main thread.
+class CudaPoolView(PoolView):
+    """See ``PoolView``; made after the fork, by the main thread.
 
     One trust domain: unlike the cpu device's, this mapping can be written by every worker, and a
     model's code that writes to its weights is stopped at registration only.
@@ -41,7 +40,7 @@ class CudaPoolView:
     def __init__(
         self,
         cuda: Cuda,
-        side: TorchSide,
+        side: CudaTorch,
         *,
         index: int,
         handle: bytes,
@@ -54,7 +53,6 @@ class CudaPoolView:
         waits: Waits = "cpu",
         use_graphs: bool = False,
         graph_bytes: int = DEFAULT_GRAPH_BYTES,
-        on_wake: Callable[[], None] | None = None,
     ) -> None:
         """Open the handle, map the host's copy of the words; descriptors stay the caller's.
 
@@ -66,72 +64,26 @@ class CudaPoolView:
         """
         self._cuda, self._side, self._index = cuda, side, index
         self._waits = waits
-        self._words_bytes = words * WORD_BYTES
         self._arena_bytes = arena_bytes
-        self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
+        super().__init__(words_descriptor, words, board=board, bell=bell, bells=bells)
+        self.device = side.device
         cuda.set_device(index)
         self._base = cuda.open_handle(handle)
-        self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
-        self._words = memoryview(self._words_map).cast("I")
         self._pinned_pools: list[int] = []
         self._use_graphs = use_graphs
         self._graph_bytes = graph_bytes
-
-    @property
-    def device(self) -> str:
-        """Where this worker's tensors live, in torch's words."""
-        return self._side.device
-
-    @property
-    def board(self) -> Board:
-        return self._waiter.board
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
         return self._side.storage(self._base, self._arena_bytes)
 
-    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """Nothing: device memory has no page faults."""
-
-    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
-        """Nothing: the arena is one allocation, and a worker can read all of it."""
-
-    def show(self, arrived_bytes: int) -> None:
-        """Nothing, as ``enter``."""
-
-    def leave(self) -> None:
-        """Nothing, as ``enter``."""
-
     # -- tensors -------------------------------------------------------------------------------
 
-    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A tensor over a model's region.
-
-        Raises:
-            RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
-                wrong size.
-        """
-        if region_offset_bytes < self._words_bytes:
-            raise RemoteProtocolError(
-                f"a region at {region_offset_bytes} overlaps the arrival words"
-            )
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         return self._side.tensor(self._arena, spec, region_offset_bytes)
 
-    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A writable uint8 tensor over a training slice.
-
-        Raises:
-            LocalProtocolError: out of bounds.
-        """
-        spec = TensorSpec(
-            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
-            size_bytes=size_bytes, file_offset_bytes=0,
-        )  # fmt: skip
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
         return self._side.tensor(self._arena, spec, 0)
-
-    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
-        """Never asked for: here a job moves with its last commit."""
-        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
 
     def take_slice(self, size_bytes: int) -> None:
         """From now on programs allocate behind the arena; call once, before any other thread."""
@@ -186,24 +138,13 @@ class CudaPoolView:
         else:
             self._pinned_pools.append(pointer)
 
-    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Nothing: the copy engine reads and writes pinned pages."""
-
-    def take_back(self) -> None:
-        """Nothing, as ``lend``."""
-
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait_group(self, word: int, epoch: int) -> float:
-        """Return when the group has arrived, or when the device has been told to wait for it.
-
-        Milliseconds this thread was blocked: 0 where the device waits.
-        """
-        words, wanted = self._words, epoch & WORD_MASK
-        if words[word] == wanted:  # the host's copy rises last: the bytes are there
-            return 0.0
-        if self._waits == "cpu":
-            return self._waiter.wait(lambda: words[word] == wanted)
+    def wait_group(self, word: int, epoch: Epoch) -> float:
+        """0 where the device waits."""
+        wanted = epoch & WORD_MASK
+        if self._waits == "cpu" or self._words[word] == wanted:  # the host's copy rises last
+            return super().wait_group(word, epoch)
         address = self._base + word * WORD_BYTES
         try:
             self._cuda.wait_value(self._side.stream, address, wanted)
@@ -214,16 +155,8 @@ class CudaPoolView:
             self._cuda.wait_value(self._side.stream, address, wanted)
         return 0.0
 
-    def wait_turn(self, turn: int) -> float:
-        """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
-        return self._waiter.wait_turn(turn)
-
-    def raise_turn(self, turn: int, slot: int) -> None:
-        """Give the device away: write the turn, ring that slot's bell."""
-        self._waiter.raise_turn(turn, slot)
-
     def quiesce(self) -> None:
-        """Block until everything that was enqueued on this worker's stream has run.
+        """As ``PoolView``.
 
         Raises:
             CudaError: something that was enqueued failed.
@@ -239,7 +172,7 @@ class CudaPoolView:
         self._cuda.synchronize_device()
 
     def pacer(self) -> Callable[[], None]:
-        """Keeps a training script at most two groups ahead (``training.py``)."""
+        """Keeps a training script at most two groups ahead (``RunAhead``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
@@ -273,5 +206,37 @@ class CudaPoolView:
             self._cuda.unregister(pointer)
         self._words.release()
         self._words_map.close()
-        self._waiter.close()
+        self.board.close()
         self._cuda.close_handle(self._base)
+
+
+class RunAhead:
+    """Called at every gate point of a script; at most two groups are queued behind the running one
+    (ADR 14).
+
+    So a request waits for no more than that after a stop. Used by the script's thread alone.
+    """
+
+    def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
+        """``current_stream``: the handle of the stream that the script computes on now; None while
+        it captures a graph there: nothing is queued then, and asking would spoil the capture."""
+        self._cuda = cuda
+        self._current_stream = current_stream
+        self._looks = 0
+        self._groups = 0
+        self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
+
+    def look(self) -> None:
+        """Put an event behind a finished group, and wait for the one of two groups before."""
+        self._looks += 1
+        if self._looks % LOOKS_PER_GROUP:
+            return
+        stream = self._current_stream()
+        if stream is None:
+            return
+        newest = self._groups % len(self._events)
+        self._cuda.record(self._events[newest], stream)
+        self._groups += 1
+        oldest = self._events[self._groups % len(self._events)]  # unrecorded ones are done
+        if not self._cuda.is_done(oldest):
+            self._cuda.wait(oldest)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import RegistrationRefused
 from ..bundle import VERSION, Graph, Node, check_graph
@@ -16,11 +17,13 @@ from ..graph import mutations
 from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
 from ..values import dtype_name
+from .advice import DATA, OTHERS, advice
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name
 from .symbols import extent_of, suspects
 
 _PREFIX: Final = "module."
+_INNER: Final = torch.ops.export.access_subclass_inner_tensor.default
 _SYMBOLIC: Final[dict[Any, str]] = {
     torch.sym_max: "_operator.max", torch.sym_min: "_operator.min",
 }  # fmt: skip
@@ -29,11 +32,6 @@ _INSTEAD: Final = {
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
 }
 """Without gradients, and where nothing is written, they compute the same."""
-ADVICE: Final = (
-    "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
-    "no autocast or quantized engine inside its forward; or register the code as "
-    "package.module:factory at the owner's door"
-)
 
 
 @dataclass
@@ -74,7 +72,9 @@ class Encoder:
         self._needed = _needed(exported)
         self._first_names: dict[tuple[Any, ...], str] = {}  # of tied weights, by registration
         for name, tensor in exported.state_dict.items():
-            self._first_names.setdefault(_identity(tensor), name)
+            if not is_traceable_wrapper_subclass(tensor):
+                self._first_names.setdefault(_identity(tensor), name)
+        self._wrapped: dict[str, tuple[str, Any]] = {}  # weights that consist of others
         self._values: dict[str, Any] = {}  # fx node name -> value key, before numbering
         self._tensors: dict[tuple[Any, ...], int] = {}
         self._permuted: dict[int, list[int]] = {}  # weight -> the dimensions' way back
@@ -106,7 +106,9 @@ class Encoder:
             elif node.op == "output":
                 results, outputs = self._outputs(node)
             else:
-                raise RegistrationRefused(f"graph node {node.op} {node.target}", ADVICE)
+                raise RegistrationRefused(
+                    f"graph node {node.op} {node.target}", "it is no operator", hint=OTHERS
+                )
         return self._numbered(inputs, results, outputs)
 
     def _placeholder(self, node: Any, spec: Any, inputs: list[ValueSpec]) -> None:
@@ -118,8 +120,11 @@ class Encoder:
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            if node.users:
-                self._values[node.name] = self._weight(spec.target)
+            tensor: Any = self._tensor(spec.target)  # of a subclass, perhaps
+            if is_traceable_wrapper_subclass(tensor):
+                self._wrapped[node.name] = (spec.target, tensor)
+            elif node.users:
+                self._values[node.name] = self._weight(spec.target, tensor)
         else:
             raise RegistrationRefused(f"{kind.lower()} {spec.target}", "it is not a tensor")
 
@@ -141,11 +146,14 @@ class Encoder:
                         for one in of]  # fmt: skip
             self._conditions = [*asserted, *(guard.expr for guard in environment.guards)]
 
-    def _weight(self, target: str) -> Any:
-        """A weight's value; tensors that are one stay one, odd strides become a permutation."""
+    def _tensor(self, target: str) -> torch.Tensor:
         exported = self._exported
         source = exported.state_dict if target in exported.state_dict else exported.constants
-        tensor = source[target].detach()
+        found: torch.Tensor = source[target].detach()
+        return found
+
+    def _weight(self, target: str, tensor: torch.Tensor) -> Any:
+        """A weight's value; tensors that are one stay one, odd strides become a permutation."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")
@@ -154,7 +162,8 @@ class Encoder:
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
             # depend on them: keep the order of the bytes, and permute the view back.
-            order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+            strides = tensor.stride()
+            order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
             is_permuted = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
             weight = self._tensors[key] = len(self._weights)
             self._weight_names.append(name)
@@ -166,6 +175,10 @@ class Encoder:
 
     def _value(self, name: str) -> Any:
         """A node's value; a permuted weight's permutation is emitted right at its first use."""
+        if name in self._wrapped:
+            target, tensor = self._wrapped[name]
+            kind = type(tensor).__name__
+            raise RegistrationRefused(f"weight {target!r}", f"{kind} cannot travel as a whole")
         value = self._values[name]
         kind, index = value["v"]
         if kind != "w" or index not in self._permuted:
@@ -179,6 +192,11 @@ class Encoder:
         target = node.target
         if node not in self._needed:
             return  # computed for a check that is dropped, or for nothing
+        if target is _INNER:
+            wrapper, part = node.args
+            of, tensor = self._wrapped[wrapper.name]
+            self._values[node.name] = self._weight(f"{of}.{part}", getattr(tensor, part))
+            return
         if isinstance(target, torch._ops.OpOverload):
             name = own_name(str(target))
         elif getattr(target, "__module__", "") == "_operator":
@@ -186,9 +204,12 @@ class Encoder:
         elif target in _SYMBOLIC:
             name = _SYMBOLIC[target]
         else:
-            raise RegistrationRefused(f"operator {target}", ADVICE)
+            raise RegistrationRefused(f"operator {target}", "it is none of torch's", hint=OTHERS)
         name = _INSTEAD.get(name, name)
-        split_target(name)
+        try:
+            split_target(name)
+        except RegistrationRefused as refusal:
+            raise RegistrationRefused(refusal.part, refusal.reason, hint=advice(name)) from None
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
@@ -243,7 +264,7 @@ class Encoder:
                 expression = extent.node.expr.xreplace(self._replaced)
                 shape.append(extent_of(expression, self._symbols))
             else:
-                raise RegistrationRefused(part, f"its shape depends on data ({extent})")
+                raise RegistrationRefused(part, f"its shape depends on data ({extent})", hint=DATA)
         return ValueSpec(name=name, dtype=dtype_name(value.dtype, part), shape=tuple(shape))
 
     def _numbered(

@@ -18,6 +18,7 @@ from ..bundle import write_bundle
 from ..dims import BATCH
 from ..nesting import Tree
 from ..values import dtype_name, nested_outputs, tensor_bytes
+from .advice import advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
 from .dynamic import (
@@ -28,7 +29,7 @@ from .dynamic import (
     batch_axes,
     choices,
 )
-from .encoder import ADVICE, Encoder, Program
+from .encoder import Encoder, Program
 from .fresh import Fresh, check_keeps_nothing
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
@@ -113,7 +114,7 @@ def export_module(
 
 def _refused(asked: Axes, why: str) -> RegistrationRefused:
     if not asked:
-        return RegistrationRefused("export", f"{why}; {ADVICE}")
+        return RegistrationRefused("export", why, hint=advice(why))
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
     return RegistrationRefused(
         f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: "
@@ -124,6 +125,7 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
 def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
+    refuse_engines(module)
     # Named, not imported: torch.jit does not export it. A traced module, its subclass, exports.
     if type(module).__name__ == "RecursiveScriptModule":
         raise RegistrationRefused(
@@ -297,9 +299,8 @@ def export_module_to_bundle(
     except PipeSwitchError:
         raise
     except Exception as error:  # torch on a module that was never tried
-        raise RegistrationRefused(
-            "export", f"{type(error).__name__}: {first_line(error)}; {ADVICE}"
-        ) from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise RegistrationRefused("export", why, hint=advice(why)) from error
     write_program(path, program)
     graph = program.graph
     return {

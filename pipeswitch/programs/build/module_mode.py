@@ -8,7 +8,7 @@ measured by running the module once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..bundle import read_safetensors_header, write_safetensors
 from ..executor import ModuleProgram
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
+from ..loose import loose_tensors, put_loose
 from ..nesting import Tree
 from ..partition import Layer, Weight, default_plan, place
 from ..spec import WEIGHTS_FILE, BuildSpec
@@ -42,21 +43,24 @@ def build_module(
     """Build ``loaded`` in module mode into ``out_dir``; ``why`` it did not export.
 
     Raises:
-        RegistrationRefused: no submodules to hook, or it changes its weights, or it keeps
-            tensors that are neither parameters nor buffers, or its outputs are not tensors.
+        RegistrationRefused: no submodules to hook, or it changes its weights, or its outputs are
+            not tensors.
     """
     progress("partition", 0.0)
     module = loaded.module
+    put_loose(module, loaded.loose)  # an export may have left its own there
     tensors, aliases = _tensors(module)
+    tensors |= loaded.loose
     before = _hash_tensors(tensors)
     order, returns, outputs = _measure(loaded, examples)
-    changed = [name for name, digest in _hash_tensors(tensors).items() if digest != before[name]]
+    after = _hash_tensors({**tensors, **loose_tensors(module)})
+    changed = [name for name, digest in before.items() if digest != after[name]]
     if changed:
         raise RegistrationRefused(
             f"buffers {', '.join(changed[:8])}",
-            f"the module changes them in eval mode; an eviction would lose that ({why})",
+            f"the module changes them in eval mode; an eviction would lose that ({why.message})",
         )
-    names, layers, triggers = _layers(tensors, aliases, order, why)
+    names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
     path = out_dir / WEIGHTS_FILE
     write_safetensors(
         path,
@@ -73,7 +77,7 @@ def build_module(
     manifest = Manifest(
         digest="",
         mode="module",
-        mode_reason=str(why),
+        mode_reason=why.message,
         source=spec.source,
         total_bytes=total_bytes,
         tensors=specs,
@@ -136,8 +140,7 @@ def _measure(
     ]
     try:
         with TorchSettings.now().inside(), torch.no_grad():
-            given = loaded.arguments([value.clone() for value in examples])
-            returns, outputs = nested_outputs(loaded.module(*given))
+            returns, outputs = nested_outputs(loaded.nested([value.clone() for value in examples]))
     finally:
         for handle in handles:
             handle.remove()
@@ -149,18 +152,22 @@ def _measure(
 
 
 def _layers(
-    tensors: dict[str, torch.Tensor], aliases: dict[str, str], order: list[str], why: Exception
+    tensors: dict[str, torch.Tensor],
+    aliases: dict[str, str],
+    order: list[str],
+    why: RegistrationRefused,
+    loose: Collection[str],
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Weights by first use, layers, and the submodule that opens each layer.
 
     A weight belongs to the submodule that owns it, or, when that one is never entered (attention
     reads its projection's weight without calling it), to the nearest ancestor that is. A tied one
-    has several owners, and belongs to the first that is entered.
+    has several owners, and belongs to the first that is entered. What is ``loose`` is the root's.
     """
     position = {name: index for index, name in enumerate(order)}
     first_owner: dict[str, str] = {}
     for name in (*tensors, *aliases):
-        owner = name.rpartition(".")[0]
+        owner = "" if name in loose else name.rpartition(".")[0]
         while owner not in position:
             owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
         tensor = aliases.get(name, name)
@@ -172,7 +179,8 @@ def _layers(
     triggers = [name for name in order if name in by_trigger]
     if not any(triggers):
         raise RegistrationRefused(
-            "submodules", f"there are none with weights to hook, so no groups to stream ({why})"
+            "submodules",
+            f"there are none with weights to hook, so no groups to stream ({why.message})",
         )
     if len(triggers) and triggers[0] != order[0]:
         triggers.insert(0, order[0])  # the root opens the first group: nothing runs before it
@@ -203,7 +211,6 @@ def _verify(
         raise RegistrationRefused(
             "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
         ) from error
-    _refuse_stray_tensors(copy)
     bound = ModuleProgram(manifest, copy).bind(
         lambda tensor: tensor_over(arena.untyped_storage(), tensor, 0)
     )
@@ -238,20 +245,3 @@ def _verify(
     if hashlib.sha256(tensor_bytes(arena)).hexdigest() != sha256:
         raise RegistrationRefused("weights", "running the module changes them")
     return sha256
-
-
-def _refuse_stray_tensors(module: nn.Module) -> None:
-    """Refuse tensors that a worker's meta copy would have no data for."""
-    for path, owner in module.named_modules():
-        held = {id(t) for t in (*owner.parameters(), *owner.buffers())}
-        for key, value in vars(owner).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = value if isinstance(value, list | tuple) else [value]
-            if isinstance(value, dict):
-                items = list(value.values())
-            if any(isinstance(item, torch.Tensor) and id(item) not in held for item in items):
-                raise RegistrationRefused(
-                    f"attribute {f'{path}.{key}' if path else key!r}",
-                    "it is a tensor but not a parameter or buffer: use register_buffer",
-                )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import RegistrationRefused
+from ..factories import parameters_of, without_cache
 from ..nesting import Tree, flatten, items_of
 from ..values import dtype_name, flatten_outputs, is_tensor
 
@@ -34,7 +35,7 @@ class Flat(nn.Module):
         super().__init__()
         self.module = module
         self._example = example
-        self.fixed = _without_cache(module)
+        self.fixed = without_cache(module)
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the module itself answers."""
@@ -48,20 +49,6 @@ class Flat(nn.Module):
         return tuple(flatten_outputs(self.nested(inputs)).values())
 
 
-def _without_cache(module: nn.Module) -> dict[str, bool]:
-    """``use_cache=False`` for a decoder of transformers: a request stands alone."""
-    is_asked = getattr(getattr(module, "config", None), "use_cache", False)
-    return {"use_cache": False} if is_asked and "use_cache" in _parameters(module) else {}
-
-
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Those of ``forward``; none where it is silent."""
-    try:
-        return inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
     """What ``forward`` calls its first inputs; ``x``, or ``x0``…, where it is silent.
 
@@ -71,7 +58,7 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
     if count == 1 and type(module).__module__.startswith("torch.nn."):
         return ["x"]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, one in _parameters(module).items() if one.kind in kinds][:count]
+    names = [name for name, one in parameters_of(module).items() if one.kind in kinds][:count]
     if len(names) == count:
         return names
     return ["x"] if count == 1 else [f"x{index}" for index in range(count)]

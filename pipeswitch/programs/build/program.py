@@ -148,7 +148,9 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
         raise reason
     if not is_factory:
         raise RegistrationRefused(
-            reason.part, f"{reason.reason}; module mode needs package.module:factory"
+            reason.part,
+            f"{reason.reason}; module mode needs package.module:factory",
+            hint=reason.hint,
         )
     (out_dir / BUNDLE_FILE).unlink(missing_ok=True)
     settings.apply()

@@ -1,8 +1,9 @@
-"""Recurrent layers under export: one call each, whatever their length.
+"""Recurrent layers and short-time transforms under export.
 
 Torch's own trace writes LSTM, GRU and RNN out step by step, which fixes the length. While an export
 runs, their calls go to operators that only say what shapes come out; the encoder puts torch's in
-their place.
+their place. ``torch.stft`` is on no list, for its windows share memory: it is traced as copied
+windows and a transform of each, which computes the same bits.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ...errors import RegistrationRefused
 from ..contracts import recurrent_results
+from .advice import PACKED
 
 NAMESPACE: Final = "pipeswitch_export"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -25,7 +29,11 @@ _REST: Final = (
 
 
 class OneCallEach(TorchFunctionMode):
-    """Recurrent layers are traced as one call; packed sequences as torch does it."""
+    """Recurrent layers are traced as one call, ``stft`` as the two that it is.
+
+    Raises (where a module calls it):
+        RegistrationRefused: it packs sequences.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -34,7 +42,38 @@ class OneCallEach(TorchFunctionMode):
         is_layer = name in LAYERS and func == getattr(torch, name)
         if is_layer and len(args) == 9 and isinstance(args[3], bool):  # not of packed sequences
             return _operators()[name](*args)
+        if func is torch.stft:
+            return _stft(*args, **(kwargs or {}))
+        if name == "_pack_padded_sequence":
+            raise RegistrationRefused(
+                "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _stft(
+    input: torch.Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: torch.Tensor | None = None, center: bool = True, pad_mode: str = "reflect",
+    normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
+    **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``torch.stft`` of real numbers, by operators that share no memory."""
+    width = n_fft if win_length is None else win_length
+    if window is None and width < n_fft:
+        window = input.new_ones(width)
+    if window is not None and width < n_fft:
+        left = (n_fft - width) // 2
+        window = functional.pad(window, (left, n_fft - width - left))
+    rows = input if input.dim() == 2 else input.unsqueeze(0)
+    if center:
+        half = n_fft // 2
+        rows = functional.pad(rows.unsqueeze(0), (half, half), mode=pad_mode).squeeze(0)
+    frames = rows.unfold(-1, n_fft, hop_length or n_fft // 4)
+    frames = frames if window is None else frames * window
+    transform = torch.fft.fft if onesided is False else torch.fft.rfft
+    found = transform(frames, norm="ortho" if normalized else "backward").transpose(1, 2)
+    found = found if input.dim() == 2 else found.squeeze(0)
+    return found if return_complex else torch.view_as_real(found)
 
 
 @functools.cache

@@ -19,12 +19,14 @@ from torch import nn
 from ...commits.weights import load_weights
 from ...errors import RegistrationRefused
 from ..dims import Dim, typical
-from ..factories import factory
+from ..factories import factory, without_cache
 from ..layout import ITEM_BYTES, ValueSpec
+from ..loose import loose_tensors
 from ..matching import match
 from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import flatten_outputs
+from .advice import refuse_engines
 from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -70,14 +72,19 @@ class Loaded:
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
     is_wish: bool = False  # they are the source's own idea: what does not work is left out
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
         return list(arguments(self.takes, dict(zip(self.inputs, inputs, strict=True))).values())
 
+    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the plain module answers."""
+        return self.module(*self.arguments(inputs), **without_cache(self.module))
+
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the plain module answers, in order."""
-        return list(flatten_outputs(self.module(*self.arguments(inputs))).values())
+        """Its tensors, in order."""
+        return list(flatten_outputs(self.nested(inputs)).values())
 
 
 def load_source(spec: BuildSpec) -> Loaded:
@@ -88,12 +95,14 @@ def load_source(spec: BuildSpec) -> Loaded:
     """
     construct, usual = _constructor(spec)
     module = _with_weights(spec, construct)
+    refuse_engines(module)
     for child in module.modules():
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     inputs, dynamic = _checked_inputs(spec.inputs or usual)
-    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes)
+    loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
+    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes, loose)
 
 
 def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
@@ -197,6 +206,8 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
             model = bare.from_config(config)
         else:
             model = cls._from_config(config)  # what an auto class would call: heeds its dtype
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("batched_mm")  # the one of theirs that is a graph
         return _ByPosition(model, names)
 
     return construct, inputs

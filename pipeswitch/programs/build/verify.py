@@ -52,17 +52,23 @@ def acceptable_inputs(
     """Made-up inputs that ``plain`` can run on.
 
     A signature gives integers no meaning: where random ones are no valid indices (a table of
-    ten rows, the offsets of bags), zeros usually are.
+    ten rows, the offsets of bags), zeros usually are, or ones (lengths of sequences).
     """
     inputs = to_tensors(specs, values)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
         return inputs
-    try:
-        with torch.no_grad():
-            plain([value.clone() for value in inputs])
-    except Exception:  # whatever a model's code raises; raised again if zeros do not help
-        return [v if v.is_floating_point() else torch.zeros_like(v) for v in inputs]
-    return inputs
+    constant = [
+        [v if v.is_floating_point() else torch.full_like(v, number) for v in inputs]
+        for number in (0, 1)
+    ]
+    for tried in (inputs, constant[0]):
+        try:
+            with torch.no_grad():
+                plain([value.clone() for value in tried])
+        except Exception:  # whatever a model's code raises; raised again if ones do not help
+            continue
+        return tried
+    return constant[1]
 
 
 def to_tensors(specs: Sequence[ValueSpec], values: Values) -> list[torch.Tensor]:

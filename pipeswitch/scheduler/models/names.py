@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import InvalidInput, ModelNotFound, PermissionDenied
 from ...ipc.messages import ModelName
-from ..core import Core
+from ..core import Core, takes
 from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
 from ..machine import Machine
 from ..records import Model, Registration
@@ -81,6 +81,7 @@ class Names:
         for old in self._versions.outdated(model.base):
             self.leave(old, f"version {model.version} is there")
 
+    @takes(RollbackAsked)
     def rollback(self, event: RollbackAsked) -> None:
         """Another version that is still there becomes the current one, or gets a share."""
         core, current = self._core, self._versions.current(event.model)
@@ -150,6 +151,7 @@ class Names:
             for token in served.end_waiters:
                 core.answer(token, model=model.base)
 
+    @takes(PinAsked)
     def pin(self, event: PinAsked) -> None:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
         core = self._core

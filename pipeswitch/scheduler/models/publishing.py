@@ -38,7 +38,7 @@ from ...ipc.messages import (
 )
 from ...programs.layout import BUNDLE_FILE
 from ...programs.matching import match
-from ..core import ALL, Core
+from ..core import ALL, Core, takes
 from ..device_state import DeviceState
 from ..events import DropPublished, PublishAsked, Token, ToWorker
 from ..machine import Machine
@@ -80,6 +80,7 @@ class Publishing:
         self._versions = versions
         self._lines: dict[ModelName, list[Publication]] = {}
 
+    @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
         """By a client; answered when the version serves."""
         try:

@@ -31,7 +31,7 @@ from ...planning.profile import Found
 from ...programs.layout import Manifest
 from ...programs.signature import is_same_signature
 from .. import limits
-from ..core import PLACES, QUEUE, TURN, Core
+from ..core import PLACES, QUEUE, TURN, Core, takes
 from ..events import (
     Answer,
     BuilderExited,
@@ -74,6 +74,7 @@ class Registry:
 
     # -- register -----------------------------------------------------------------------------
 
+    @takes(RegisterAsked)
     def register(self, event: RegisterAsked) -> None:
         """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
         error; 3. a build starts; progress and one final answer follow."""
@@ -404,6 +405,7 @@ class Registry:
 
     # -- unregister, load, unload -------------------------------------------------------------
 
+    @takes(UnregisterAsked)
     def unregister(self, event: UnregisterAsked) -> None:
         """No new request is admitted; the answer comes when the queued ones are through.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ServerUnavailable
-from ..core import PINGS, Core
-from ..events import Token
+from ..core import PINGS, Core, takes
+from ..events import PingAsked, Token
 from ..machine import Machine
 from .health import SILENT_AFTER_MS
 
@@ -22,8 +22,9 @@ class Pings:
         self._answering: list[Token] = []  # of the round that is under way
         self._waiting: list[Token] = []
 
-    def asked(self, token: Token) -> None:
-        self._waiting.append(token)
+    @takes(PingAsked)
+    def asked(self, event: PingAsked) -> None:
+        self._waiting.append(event.token)
 
     def pump(self) -> int:
         """Answer a round that is complete or has waited long enough; begin the next."""

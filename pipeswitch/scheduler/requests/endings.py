@@ -15,6 +15,7 @@ from ...errors import (
 from ...ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ...programs.dims import BATCH
 from ...programs.layout import Manifest
+from ...wire.bill import Bill
 from ..core import DUE, MEASURED
 from ..device_state import DeviceState
 from ..events import Answer, Span, Spans
@@ -296,32 +297,32 @@ def _bill(
     replica: Replica,
     message: InferenceDone,
     now_ms: float,
-) -> dict[str, object]:
-    """Where the time went; all in milliseconds. Of a joined run each request is told all of it."""
+) -> Bill:
     copy_ms = 0.0
     if not activation.was_resident:
         ended = replica.transmit_ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
-    made_ms = request.preprocess_ms
-    return {
-        "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms - (made_ms or 0.0),
-        "switch_ms": max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
-        "copy_ms": copy_ms,
-        "stall_ms": message.stall_ms,
-        "compute_ms": max(0.0, compute_ms),
-        "total_ms": now_ms - request.arrived_at_ms,
-        "resident": activation.was_resident,
-        "preempted": activation.preempted,
-        "worker": activation.slot,
-        "epoch": activation.epoch,
-        "version": replica.model.version,
-        "batch": activation.batch,
-        "joined": len(activation.tokens),
-        **({"device": device.label, "placed": request.placed} if device.label else {}),
-        **({} if made_ms is None else {"preprocess_ms": made_ms}),
-        **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
-    }
+    made_ms = request.preprocess_ms or 0.0
+    return Bill(
+        queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
+        preprocess_ms=made_ms,
+        switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
+        copy_ms=copy_ms,
+        stall_ms=message.stall_ms,
+        compute_ms=max(0.0, compute_ms),
+        total_ms=now_ms - request.arrived_at_ms,
+        resident=activation.was_resident,
+        preempted=activation.preempted,
+        worker=activation.slot,
+        epoch=activation.epoch,
+        version=replica.model.version,
+        batch=activation.batch,
+        joined=len(activation.tokens),
+        kept_bytes=activation.kept_bytes,
+        device=device.label,
+        placed=request.placed if device.label else "",
+    )
 
 
 def _trace(

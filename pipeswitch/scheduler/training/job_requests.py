@@ -12,7 +12,7 @@ from ...errors import (
     ServerUnavailable,
 )
 from .. import limits
-from ..core import Core
+from ..core import Core, takes
 from ..events import JobAsked, Journal, Token, TrainAsked
 from ..records import Job
 from ..states import TASK_FINAL, TaskEvent, TaskState
@@ -53,6 +53,7 @@ class JobRequests:
             self._core.refuse(event.token, error)
         self._after_others.clear()
 
+    @takes(TrainAsked)
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
         core = self._core
@@ -100,6 +101,7 @@ class JobRequests:
             hint=" or ".join(f"--devices {kind}" for kind in kinds),
         )
 
+    @takes(JobAsked)
     def asked(self, event: JobAsked) -> None:
         """show, pause, resume, cancel, wait, export, rm, move."""
         core, job = self._core, self._jobs.get(event.job)

@@ -1,4 +1,4 @@
-"""``TorchSide`` over the fake GPU: tensors are host tensors over the fake's memory."""
+"""``CudaTorch`` over the fake GPU: tensors are host tensors over the fake's memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeswitch.devices.cuda.capture import Recorder
+from pipeswitch.devices.cuda.capture import CudaRecorder
+from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.programs.layout import TensorSpec
 from pipeswitch.programs.views import tensor_over
 
 from . import Stream, World
 
 
-class HostTorch:
+class HostTorch(CudaTorch):
     """Computes at once; a real device would compute when its stream comes to it."""
 
     device = "cpu"
@@ -60,7 +61,7 @@ class HostTorch:
     def check_slice(self) -> str:
         return "not a real slice"
 
-    def check_failed_capture(self, recorder: Recorder) -> None:
+    def check_failed_capture(self, recorder: CudaRecorder) -> None:
         pass
 
     def cap_private(self, size_bytes: int) -> None:
@@ -96,8 +97,8 @@ class Tape(TorchDispatchMode):
                         place.copy_(value)
 
 
-class TapeRecorder:
-    """``Recorder``: what is captured has run once already, which no result may depend on."""
+class TapeRecorder(CudaRecorder):
+    """``CudaRecorder``: what is captured has run once already, which no result may depend on."""
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()

@@ -1,0 +1,152 @@
+"""The memory daemon's side of a device: its arena, and the thread that copies models into it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from ..errors import RemoteProtocolError
+from ..ipc.board import ring
+from ..ipc.messages import ByteRange, Epoch, TransmitEnded, TransmitModel
+from .orders import WORD_BYTES, check_range
+from .view import now_ms
+
+OnEnd = Callable[[TransmitEnded], None]
+
+
+class Transmission:
+    """One order under way."""
+
+    __slots__ = ("cancelled", "on_end", "order")
+
+    def __init__(self, order: TransmitModel, on_end: OnEnd) -> None:
+        self.order = order
+        self.on_end = on_end
+        self.cancelled = threading.Event()
+
+    def ended(
+        self, started_at_ms: float, group_ends_at_ms: Sequence[float], copied_bytes: int
+    ) -> TransmitEnded:
+        """What to report now; it is complete when every group has an end."""
+        order = self.order
+        return TransmitEnded(
+            model=order.model,
+            epoch=order.epoch,
+            is_complete=len(group_ends_at_ms) == len(order.groups),
+            group_count=len(group_ends_at_ms),
+            copied_bytes=copied_bytes,
+            started_at_ms=started_at_ms,
+            ended_at_ms=now_ms(),
+            group_ends_at_ms=tuple(group_ends_at_ms),
+        )
+
+
+class DeviceMemory:
+    """The arena the memory daemon owns on one device. Sizes and offsets are bytes.
+
+    Orders are the daemon's, which has checked them (``orders.py``). Transmissions run one after the
+    other, on the copy thread; ``close`` ends it.
+    """
+
+    def __init__(
+        self, *, store: int, bells: Sequence[int], arena_bytes: int, store_bytes: int, words: int
+    ) -> None:
+        """The descriptors stay the caller's and must outlive this object.
+
+        Raises:
+            RemoteProtocolError: sizes that contradict each other.
+        """
+        if words * WORD_BYTES > arena_bytes:
+            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
+        check_range("store", 0, store_bytes, os.fstat(store).st_size)
+        self.arena_bytes = arena_bytes
+        self.store_bytes = store_bytes
+        self._bells = tuple(bells)
+        self._orders: SimpleQueue[Transmission | None] = SimpleQueue()
+        self._live: dict[Epoch, Transmission] = {}
+        self._copier = threading.Thread(target=self._copy_all, name="copy-to-device", daemon=True)
+
+    # -- what workers map ----------------------------------------------------------------------
+
+    def export_descriptors(self) -> list[int]:
+        """What a worker needs to map the same memory, in the order its view expects; owned by
+        this object."""
+        raise NotImplementedError
+
+    def export_handle(self) -> bytes:
+        """What it needs beside descriptors: an IPC handle, or nothing."""
+        return b""
+
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """Where tenants are separate: the file for this one's models; it stays the caller's.
+
+        Raises:
+            RemoteProtocolError: tenants share the arena, or it has another size.
+        """
+        raise RemoteProtocolError("tenants share this arena")
+
+    # -- host store and slices -----------------------------------------------------------------
+
+    def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """A writable view of the host store, its pages taken, to load a model into (blocks).
+
+        Raises:
+            RemoteProtocolError: outside of the store.
+            OSError: the machine has no memory for these pages.
+        """
+        raise NotImplementedError
+
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
+        """Device to host: concatenate pieces of a training slice into ``into`` (blocks)."""
+        raise NotImplementedError
+
+    def scrub(self, offset_bytes: int, size_bytes: int) -> None:
+        """Make a released range of a training slice read as zeros (blocks)."""
+        raise NotImplementedError
+
+    # -- host to device ------------------------------------------------------------------------
+
+    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
+        """Copy groups in order; after each, its arrival word becomes the epoch, then bells ring.
+
+        Returns at once; ``on_end`` comes exactly once, on the copy thread.
+        """
+        self._live[order.epoch] = job = Transmission(order, on_end)
+        self._orders.put(job)
+
+    def cancel(self, epoch: Epoch) -> None:
+        """Stop it within a chunk; its end still comes. Unknown: it has just ended, and is fine."""
+        job = self._live.get(epoch)
+        if job is not None:
+            job.cancelled.set()
+
+    def _perform(self, job: Transmission) -> TransmitEnded:
+        """Copy the groups; an error in between ends it incomplete, like a cancel."""
+        raise NotImplementedError
+
+    def _prepare(self) -> None:
+        """First on the copy thread."""
+
+    def _tidy(self) -> None:
+        """On the copy thread, when a transmission's end is told."""
+
+    def _copy_all(self) -> None:
+        self._prepare()
+        while (job := self._orders.get()) is not None:
+            ended = self._perform(job)
+            del self._live[job.order.epoch]
+            job.on_end(ended)
+            self._tidy()
+
+    def _ring_all(self) -> None:
+        for bell in self._bells:
+            ring(bell)
+
+    def close(self) -> None:
+        """Cancel what is under way and what waits, end the thread, let the memory go."""
+        for job in list(self._live.values()):
+            job.cancelled.set()
+        self._orders.put(None)
+        self._copier.join()

@@ -1,0 +1,201 @@
+"""A worker's side of a device: the daemon's memory mapped, and how its thread waits."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from ..errors import LocalProtocolError, PipeSwitchError, RemoteProtocolError
+from ..ipc.board import Board, ring
+from ..ipc.messages import Epoch, MoveTask
+from ..programs.layout import TensorSpec
+from .orders import WORD_BYTES, WORD_MASK
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..programs.executor import BoundProgram
+
+
+def now_ms() -> float:
+    """Milliseconds of the system-wide monotonic clock."""
+    return time.monotonic() * 1000.0
+
+
+class PoolView:
+    """The device's memory, mapped by one worker. Used by its main thread, but for ``settle``.
+
+    A device overrides what it has need of: the rest does nothing, as on a device that computes in
+    this very thread.
+    """
+
+    device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
+
+    def __init__(
+        self, words_descriptor: int, words: int, *, board: int, bell: int, bells: Sequence[int]
+    ) -> None:
+        """The descriptors stay the caller's; bells must outlive this object.
+
+        Args:
+            words_descriptor: the arrival words lie at its start.
+            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
+        """
+        self.board = Board(board)
+        self._bell, self._bells = bell, tuple(bells)
+        self._words_bytes = words * WORD_BYTES
+        self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
+        self._words = memoryview(self._words_map).cast("I")
+
+    # -- reach: on cpu a kernel can touch what its task was shown, and nothing else (ADR 19) -----
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """Take a region's page faults now (standby), not in its first inference."""
+
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: Epoch) -> None:
+        """A task on this region begins: no kernel can reach another's any more.
+
+        Of the region itself it can reach what ``show`` says, all when ``last_word`` has risen. A
+        task for the same region and epoch finds it as the last one left it.
+        """
+
+    def show(self, arrived_bytes: int) -> None:
+        """The region's first bytes have arrived: kernels may read them."""
+
+    def leave(self) -> None:
+        """No kernel can reach a region any more, until the next ``enter``."""
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
+        cpu, put it out of reach but for what is lent."""
+
+    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        """Let kernels reach this slab of the pool, and no other."""
+
+    def take_back(self) -> None:
+        """No kernel can reach a slab."""
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """A read-only tensor over a model's region.
+
+        Raises:
+            RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
+                wrong size.
+        """
+        if region_offset_bytes < self._words_bytes:
+            raise RemoteProtocolError(
+                f"a region at {region_offset_bytes} overlaps the arrival words"
+            )
+        return self._tensor(spec, region_offset_bytes)
+
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A writable uint8 tensor over a training slice.
+
+        Raises:
+            RemoteProtocolError, LocalProtocolError: out of bounds.
+        """
+        spec = TensorSpec(
+            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
+            size_bytes=size_bytes, file_offset_bytes=0,
+        )  # fmt: skip
+        return self._slice(spec)
+
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        raise NotImplementedError
+
+    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
+        """Copy the last slice to another device; the same addresses lead to it there (ADR 33).
+
+        Turns are passed on over there from now on, and nothing of the old device stays mapped.
+
+        Args:
+            descriptors: as ``MoveTask`` says; this object's from now on.
+
+        Returns:
+            Bytes that were copied.
+
+        Raises:
+            OSError, RemoteProtocolError: it cannot; half of it may be done.
+        """
+        raise NotImplementedError
+        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def program(self, bound: BoundProgram) -> BoundProgram:
+        """The program as this device runs it; takes inputs that lie in host memory."""
+        return bound
+
+    def can_improve(self, program: BoundProgram) -> bool:
+        """Whether ``improve`` would do something."""
+        return False
+
+    def improve(self, program: BoundProgram) -> None:
+        """An idle moment: make the next run of what ran last faster."""
+
+    def drop(self, program: BoundProgram) -> None:
+        """The program will not run again."""
+
+    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
+        """Around everything that a task enqueues, its copies in and out included."""
+        return nullcontext()
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait_group(self, word: int, epoch: Epoch) -> float:
+        """Return when the word carries ``epoch``, or the device waits for it by itself.
+
+        Milliseconds this thread was blocked.
+        """
+        words, wanted = self._words, epoch & WORD_MASK
+        return self._wait(lambda: words[word] == wanted)
+
+    def wait_turn(self, turn: int) -> float:
+        """Return when the board's turn word is exactly ``turn``; milliseconds blocked."""
+        board = self.board
+        return self._wait(lambda: board.turn == turn)
+
+    def _wait(self, is_true: Callable[[], bool]) -> float:
+        """Milliseconds blocked. No wake-up is lost: the word is written before the bell, and read
+        after it. Who waits for what will not come is killed by the controller."""
+        if is_true():
+            return 0.0
+        began_at_ms = now_ms()
+        while not is_true():
+            os.eventfd_read(self._bell)
+        return now_ms() - began_at_ms
+
+    def raise_turn(self, turn: int, slot: int) -> None:
+        """Hand the device to the worker in ``slot`` (called by the one who parks)."""
+        self.board.write_turn(turn)
+        ring(self._bells[slot])
+
+    def quiesce(self) -> None:
+        """Return when everything this worker's main thread enqueued has run."""
+
+    def settle(self) -> None:
+        """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
+
+    def pacer(self) -> Callable[[], None] | None:
+        """What a training script calls at every gate point, if it could run ahead of the device."""
+        return None
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether this process cannot use the device any more and must be replaced."""
+        return False
+
+    def fault(self) -> PipeSwitchError | None:
+        """After a loss: what the task itself did, if it would do the same to the next worker."""
+        return None
+
+    def close(self) -> None:
+        """Unmap."""
+        raise NotImplementedError

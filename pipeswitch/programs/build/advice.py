@@ -1,0 +1,68 @@
+"""What to do about a module that is no graph: a sentence for each kind, by torch's own words."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import nn
+
+from ...errors import RegistrationRefused
+
+FACTORY: Final = (
+    "put a function that makes it where the server imports from, and its owner types "
+    "pipeswitch register NAME package.module:function --input 1x8:float32"
+)
+DATA: Final = (
+    "a shape or a path depends on data (nonzero, torch.where of one argument, a loop over "
+    f"experts), so it runs in module mode: {FACTORY}; or compute all and choose with "
+    "torch.where(mask, a, b)"
+)
+PACKED: Final = (
+    f"packed sequences have shapes that depend on data, so it runs in module mode: {FACTORY}; or "
+    'leave packing out and let requests choose the length: dynamic={"x": {1: (1, 512)}}'
+)
+EXPERTS: Final = (
+    "call model.set_experts_implementation('batched_mm') before you register it: then what you "
+    "compute is what is served"
+)
+QUANTIZED: Final = (
+    "register the module as it was before, or with int8 weights alone, which stream as they are: "
+    "pip install torchao; from torchao.quantization import quantize_, Int8WeightOnlyConfig; "
+    "quantize_(module, Int8WeightOnlyConfig())"
+)
+UNLISTED: Final = (
+    f"its kernel is not known to keep to its arguments, so it runs in module mode: {FACTORY}"
+)
+OTHERS: Final = (
+    "a module must be traceable: no custom classes or libraries, no autocast inside its forward; "
+    f"one that is not runs in module mode: {FACTORY}"
+)
+_KINDS: Final = (
+    (EXPERTS, ("aten.histc", "aten._grouped_mm", "aten.grouped_mm")),
+    (DATA, ("data-dependent", "depends on data", "aten.where.default", "aten.nonzero", "aten.item",
+            "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount",
+            "aten._local_scalar_dense", "aten.repeat_interleave.Tensor", "torchvision.nms")),
+)  # fmt: skip
+_ENGINES: Final = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+
+
+def advice(reason: str) -> str:
+    """What helps where torch, or the closed list, gave this reason."""
+    rest = UNLISTED if reason.startswith("aten.") else OTHERS
+    return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
+
+
+def refuse_engines(module: nn.Module) -> None:
+    """Refuse a module whose weights an engine of torch's has packed: they are no tensors.
+
+    Raises:
+        RegistrationRefused: names the first such layer.
+    """
+    for name, child in module.named_modules():
+        if type(child).__module__.startswith(_ENGINES):
+            raise RegistrationRefused(
+                f"module {name!r}",
+                "it is quantized for an engine of torch's, which keeps its weights packed where "
+                "nothing can stream them",
+                hint=QUANTIZED,
+            )

@@ -1,0 +1,70 @@
+"""Tensors that are plain attributes of a module, neither parameters nor buffers (anchors, tables).
+
+A copy that is made on meta has no data for them, so in module mode they are tensors of the program
+like its weights. No hook sees who reads one: they belong to the first group, which has arrived
+before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+_MODULES_OWN: Final = ("_parameters", "_buffers", "_modules")
+Make = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """By where they are: ``rpn.anchor_generator.cell_anchors.0``."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return found.setdefault(name, tensor)
+
+    for _ in _attributes(module, note):
+        pass
+    return found
+
+
+def put_loose(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put others in their places."""
+    for owner, key, value in slots(module, tensors):
+        setattr(owner, key, value)
+
+
+def slots(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[nn.Module, str, Any]]:
+    """Each attribute that has such tensors, with these in their places."""
+    return list(_attributes(module, lambda name, tensor: tensors.get(name, tensor)))
+
+
+def _attributes(module: nn.Module, make: Make) -> Iterator[tuple[nn.Module, str, Any]]:
+    for path, owner in module.named_modules():
+        held = {id(one) for one in (*owner.parameters(), *owner.buffers())}
+
+        def own(name: str, tensor: torch.Tensor, held: set[int] = held) -> torch.Tensor:
+            return tensor if id(tensor) in held else make(name, tensor)
+
+        for key, value in list(vars(owner).items()):
+            if key not in _MODULES_OWN:
+                made = _replaced(value, f"{path}.{key}" if path else key, own)
+                if made is not value:
+                    yield owner, key, made
+
+
+def _replaced(value: Any, name: str, make: Make) -> Any:
+    """A tensor, or a container with its tensors, made anew; itself where nothing changed."""
+    if isinstance(value, torch.Tensor):
+        return make(name, value)
+    if type(value) is dict:
+        pairs = {key: _replaced(item, f"{name}.{key}", make) for key, item in value.items()}
+        return pairs if any(pairs[key] is not value[key] for key in value) else value
+    if type(value) in (list, tuple):
+        items = [_replaced(item, f"{name}.{n}", make) for n, item in enumerate(value)]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    return value

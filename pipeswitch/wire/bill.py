@@ -1,0 +1,47 @@
+"""The bill: where a request's time went. The scheduler writes it, all others read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, get_type_hints
+
+import msgspec
+
+SELDOM: Final = ("preprocess_ms", "kept_bytes", "device", "placed")  # told where they say something
+
+
+class Bill(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in ms; each request of a joined run is told all of it."""
+
+    queue_ms: Annotated[float, "Waiting for the device"] = 0.0
+    preprocess_ms: Annotated[
+        float, "Making the model's inputs of what clients sent, beside the device"
+    ] = 0.0  # of a model with a stage; in no other part but the total
+    switch_ms: Annotated[float, "From the order to the model's first layer group"] = 0.0
+    copy_ms: Annotated[float, "Copying the model to the device, while it computes already"] = 0.0
+    stall_ms: Annotated[float, "Waiting for layer groups that had not arrived"] = 0.0
+    compute_ms: Annotated[float, "Computing"] = 0.0
+    total_ms: Annotated[float, "In the server, from arrival to answer"] = 0.0
+    resident: bool = False
+    preempted: str = ""  # the job that stepped aside
+    worker: int = -1
+    epoch: int = 0
+    version: int = 1  # of the model
+    batch: int = 1  # rows of the run, all joined requests together
+    joined: int = 1  # requests that it computed
+    kept_bytes: int = 0  # of a resident prefix, which were not sent again
+    device: str = ""  # of a server with several
+    placed: str = ""  # why there
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``--json`` and the gateway tell it."""
+        told = msgspec.structs.asdict(self)
+        return {name: value for name, value in told.items() if value or name not in SELDOM}
+
+
+PARTS: Final[Mapping[str, str]] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Bill, include_extras=True).items()
+    if name.endswith("_ms")
+}
+"""Those of a request's time, and what is done meanwhile."""

@@ -1,0 +1,163 @@
+"""What is installed, not what is checked out: the image's steps in an empty environment, and a
+server as the compose file starts it. torch and its like are those that are here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "packaging/Dockerfile").read_text()
+(COMPOSED,) = yaml.safe_load((ROOT / "packaging/compose.yaml").read_text())["services"].values()
+TOKEN = "0123456789abcdef"
+SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "256MiB")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel, and a folder that stands for the image's root."""
+
+    root: Path
+    python: Path
+
+    def command(self, *words: str) -> list[str]:
+        return [str(self.python.with_name("pipeswitch")), *words]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The image's; its places below our root."""
+        image = dict(re.findall(r"\b([A-Z_]+)=(/(?:var|run)/\S+)", DOCKERFILE))
+        moved = {name: f"{self.root}{place}" for name, place in image.items()}
+        return {"PATH": os.environ["PATH"], **moved}
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            self.command(*words), cwd=self.root, env=self.environment, text=True,
+            capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed() -> Iterator[Installed]:
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as folder:  # short: sockets
+        root = Path(folder)
+        for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE):
+            *sources, target = [word for word in line.split() if not word.startswith("--")]
+            if target.startswith("/src"):
+                for source in sources:
+                    copy(ROOT / source, Path(f"{root}{target}"))
+        environment = root / "opt/pipeswitch"
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        python = environment / "bin/python"
+        packages = next(environment.glob("lib/*/site-packages"))
+        (packages / "there.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        wheels = root / "wheels"
+        made = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]  # make wheel
+        taken = ["install", "--no-index", "--find-links", wheels, "--force-reinstall", "pipeswitch"]
+        for who, words in ((sys.executable, made), (python, taken)):
+            pip = [who, "-m", "pip", words[0], "--quiet", "--no-deps", *words[1:]]
+            subprocess.run(pip, check=True, cwd=root, timeout=200)
+        shutil.rmtree(root / "src")
+        for place in ("var/lib/pipeswitch", "run/user/pipeswitch"):
+            (root / place).mkdir(mode=0o700, parents=True)
+        yield Installed(root, python)
+
+
+def copy(source: Path, target: Path) -> None:
+    """As a step of the image's does it: a file into a folder, a folder as the target."""
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+
+
+def files(folder: Path) -> set[str]:
+    found = [path for path in folder.rglob("*.*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)) for path in found if path.is_file()}
+
+
+def status(address: str, path: str, token: str = "") -> int:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    asked = urllib.request.Request(f"http://{address}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+@contextlib.contextmanager
+def served(installed: Installed, *args: str, **environment: str) -> Iterator[str]:
+    """The ready line of a server that is stopped as a container is."""
+    command = installed.command("serve", *args, *SMALL)
+    with subprocess.Popen(
+        command, cwd=installed.root, env=installed.environment | environment,
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def address_of(line: str, scheme: str) -> str:
+    found = re.search(rf"{scheme}://\S+:(\d+)", line)
+    assert found, line
+    return f"127.0.0.1:{found[1]}"
+
+
+@pytest.mark.slow
+def test_the_wheel_serves_as_the_compose_file_says(installed: Installed) -> None:
+    packages = next((installed.root / "opt").glob("pipeswitch/lib/*/site-packages"))
+    for name in ("pipeswitch", "workers", "memory_daemon"):
+        assert files(packages / name) == files(ROOT / name) != set()  # each package, each data file
+    tokens = installed.root / "tokens"
+    tokens.write_text(f"web {TOKEN} infer")
+    tokens.chmod(0o600)
+    verb, *args = COMPOSED["command"]
+    assert verb == "serve"
+    args = [re.sub(r":800[01]$", ":0", word) for word in args]
+    args = [str(tokens) if word.startswith("/run/secrets/") else word for word in args]
+    with served(installed, *args, **COMPOSED["environment"]) as line:
+        assert installed.run("ping").startswith("ready")  # the image's check
+        source = ("torchvision:mobilenet_v2", "--weights", "random:0")
+        installed.run("register", "m", *source, "--input", "1x3x32x32:float32")
+        assert installed.run("infer", "m", "-n", "2").endswith("\n")
+        http = address_of(line, "http")
+        paths = ("/v2/health/ready", "/ui", "/ui/page.js", "/ui/icon.svg")
+        assert [status(http, path) for path in paths] == 4 * [200]
+        asked = [status(http, "/v2/models/m", token) for token in ("", TOKEN)]
+        assert asked == [401, 200]
+        address_of(line, "grpc")
+
+
+@pytest.mark.slow
+def test_a_second_server_of_one_machine_takes_free_addresses(installed: Installed) -> None:
+    def args(name: str) -> tuple[str, ...]:
+        return ("--listen", "tcp://127.0.0.1:0", "--state-dir", str(installed.root / name))
+
+    with served(installed, *args("one")) as first, served(installed, *args("two")) as second:
+        for scheme in ("tcp", "http", "grpc"):
+            assert address_of(first, scheme) != address_of(second, scheme)
+        assert status(address_of(second, "http"), "/v2/health/ready") == 200

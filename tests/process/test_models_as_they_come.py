@@ -1,0 +1,342 @@
+"""What users bring: served in graph or module mode, or told in one sentence what to type."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.frontend import admission
+from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.recurrent import _stft
+from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.executor import BoundProgram
+from pipeswitch.programs.factories import without_cache
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
+from pipeswitch.programs.values import flatten_outputs
+from pipeswitch.programs.views import tensor_over
+from workers.inference.task import make_program, read_graph
+
+SEED = 5
+
+
+class Found(nn.Module):
+    """``torch.where`` of one argument: as many places as the data has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        places = torch.where(h > 0)
+        return torch.zeros_like(h).index_put(places, h[places] * 2)
+
+
+class Experts(nn.Module):
+    """Each expert computes the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 16)
+        weights, chosen = torch.topk(self.gate(flat).softmax(-1), 2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if len(token):
+                out.index_add_(0, token, expert(flat[token]) * weights[token, place, None])
+        return out.reshape(x.shape)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(30, 8), nn.LSTM(8, 16, batch_first=True)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(
+            self.table(ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        padded, _ = pad_packed_sequence(
+            self.layer(packed)[0], batch_first=True, total_length=ids.shape[1]
+        )
+        return padded
+
+
+class Sounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(48))
+        self.layer = nn.Linear(33, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.stft(x, 64, 16, 48, self.window, return_complex=True)
+        return self.layer(found.abs().transpose(1, 2))
+
+
+class Detector(nn.Module):
+    """Anchors that are no buffers, put anew in each call; as many rows as are over a threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.anchors = [torch.randn(3, 4), torch.randn(2, 4)]
+        self.offsets = {"first": (torch.randn(4), 2)}
+
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        self.anchors = [one.to(images[0].dtype) for one in self.anchors]
+        shift, times = self.offsets["first"]
+        rows = self.layer(images[0].mean() + torch.cat(self.anchors) * times) + shift
+        kept = rows[:, 0] > images[0].amax()
+        return [{"boxes": rows[kept], "scores": rows[kept, 0]}]
+
+
+class Appends(Detector):
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        self.anchors[0] += 1
+        return super().forward(images)
+
+
+def mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.MixtralForCausalLM(mixtral_config(transformers))
+
+
+def mixtral_config(transformers: Any) -> Any:
+    return transformers.MixtralConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=64, vocab_size=100, num_local_experts=4,
+        architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+
+
+FACTORIES: dict[str, Callable[[], nn.Module]] = {
+    "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
+    "quantized": lambda: quantized(), "detector": Detector, "appends": Appends,
+}  # fmt: skip
+PACKAGE = "as_they_come"
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in ``sys.modules`` for an operator's package."""
+    monkeypatch.setitem(sys.modules, PACKAGE, SimpleNamespace(**FACTORIES))  # type: ignore[arg-type]
+
+
+def fresh(name: str) -> nn.Module:
+    """As the builder makes it."""
+    torch.manual_seed(SEED)
+    return FACTORIES[name]().eval().requires_grad_(False)
+
+
+def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProgram]:
+    """Built as a registration is, and loaded as a worker does it."""
+    spec = BuildSpec(
+        name=name, source=f"{PACKAGE}:{name}", weights=f"random:{SEED}", allow_module_mode=True,
+        bucket_bytes=300, **options,
+    )  # fmt: skip
+    return loaded(spec, folder)
+
+
+def loaded(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
+    manifest = build(spec, folder, lambda stage, done: None)
+    image = load_image(folder / weights_file(manifest), manifest)
+    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
+    return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
+
+
+def check_bits(bound: BoundProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        wanted = flatten_outputs(module(*inputs, **without_cache(module))).values()
+    found = bound.run([value.clone() for value in inputs], lambda index: None)
+    assert len(found) == len(wanted)
+    assert all(map(same_bits, found, wanted))
+
+
+IDS = ((2, 7), "int64")
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "others"),
+    [
+        ("found", {"x": ((2, 8), "float32")}, [torch.randn(2, 8)]),
+        ("experts", {"x": ((1, 5, 16), "float32")}, [torch.randn(1, 5, 16)]),
+        ("packed", {"ids": IDS, "lengths": ((2,), "int64")},
+         [torch.randint(0, 30, (2, 7)), torch.tensor([3, 6])]),
+        ("mixtral", {"input_ids": IDS}, [torch.randint(0, 100, (2, 7))]),
+    ],
+)  # fmt: skip
+def test_what_depends_on_data_is_served_in_module_mode(
+    name: str, inputs: Any, others: list[torch.Tensor], tmp_path: Path
+) -> None:
+    manifest, bound = served(name, tmp_path, inputs=inputs)
+    assert manifest.mode == "module"
+    assert "package.module" not in manifest.mode_reason, "that is what its owner has done"
+    check_bits(bound, fresh(name), others)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "says"),
+    [
+        ("found", torch.randn(2, 8), "torch.where(mask, a, b)"),
+        ("experts", torch.randn(1, 5, 16), "pipeswitch register NAME package.module:function"),
+        ("packed", (torch.randint(0, 30, (2, 7)), torch.tensor([3, 7])), "leave packing out"),
+        ("mixtral", torch.randint(0, 90, (1, 7)), "set_experts_implementation('batched_mm')"),
+    ],
+)
+def test_who_has_the_module_alone_is_told_what_to_type(
+    name: str, inputs: Any, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RegistrationRefused) as refused:
+        export_module_to_bundle(fresh(name), inputs, tmp_path / "it.bundle")
+    assert says in refused.value.hint
+
+
+def test_experts_of_transformers_are_a_graph_of_any_length(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    mixtral_config(transformers).save_pretrained(tmp_path / "mixtral")
+    spec = BuildSpec(name="it", source=f"hf:{tmp_path / 'mixtral'}", weights="random:1")
+    manifest = build(spec, tmp_path / "out", lambda stage, done: None)
+    assert [(dim.name, dim.low, dim.high) for dim in manifest.dims][1:] == [("length", 1, 512)]
+
+
+def test_a_short_time_transform_is_a_graph(tmp_path: Path) -> None:
+    manifest, bound = served("sounds", tmp_path, inputs={"x": ((1, 400), "float32")})
+    assert manifest.mode == "graph", manifest.mode_reason
+    check_bits(bound, fresh("sounds"), [torch.randn(3, 400)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"onesided": False}, {"normalized": True}, {"center": False}, {"win_length": 20},
+        {"win_length": 20, "window": torch.hann_window(20)}, {"hop_length": 5},
+        {"window": torch.hann_window(33), "pad_mode": "constant"}, {"return_complex": False},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:stft with return_complex=False")
+def test_windows_that_are_copied_have_the_transforms_bits(options: dict[str, Any]) -> None:
+    options = {"return_complex": True, "window": None, **options}
+    if options["window"] is None:
+        options["window"] = torch.ones(options.get("win_length", 33))
+    for x in (torch.randn(2, 300), torch.randn(300)):
+        wanted, found = torch.stft(x, 33, **options), _stft(x, 33, **options)
+        assert wanted.shape == found.shape
+        parts = (torch.view_as_real(v) if v.is_complex() else v for v in (wanted, found))
+        assert same_bits(*(part.contiguous() for part in parts))
+
+
+# ---- int8 ----------------------------------------------------------------------------------------
+
+
+class Rows8(torch.Tensor):
+    """Int8 weights with a scale for each row, as libraries of quantization wrap them."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, q: torch.Tensor, scale: torch.Tensor) -> Rows8:
+        made = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
+        made.q, made.scale = q, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Rows8:
+        return Rows8(inner["q"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.q.to(x.dtype) * weight.scale, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return Rows8(args[0].q, args[0].scale)
+
+
+def test_int8_weights_that_a_library_wraps_are_streamed_as_int8(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    module = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    for layer in (module[0], module[2]):
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        q = (layer.weight.detach() / scale).round().to(torch.int8)
+        layer.weight = nn.Parameter(Rows8(q, scale), requires_grad=False)
+    path = tmp_path / "it.bundle"
+    made = export_module_to_bundle(module, torch.randn(2, 64), path)
+    int8, floats = 64 * 32 + 32 * 4, 2 * (32 + 4)
+    assert made["weight_bytes"] == int8 + 4 * floats
+    spec = BuildSpec(name="it", source=str(path))
+    _, bound = loaded(spec, tmp_path / "out")
+    check_bits(bound, module, [torch.randn(3, 64)])
+
+
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch itself advises against it
+        return torch.ao.quantization.quantize_dynamic(Sounds(), {nn.Linear}, dtype=torch.qint8)
+
+
+def test_what_is_quantized_for_an_engine_is_told_what_to_type(tmp_path: Path) -> None:
+    module = quantized()
+    with pytest.raises(RegistrationRefused, match="'layer'") as at_the_client:
+        export_module_to_bundle(module, torch.randn(1, 400), tmp_path / "it.bundle")
+    with pytest.raises(RegistrationRefused, match="'layer'") as at_the_server:
+        served("quantized", tmp_path / "out", inputs={"x": ((1, 400), "float32")})
+    for refused in (at_the_client, at_the_server):
+        assert "quantize_(module, Int8WeightOnlyConfig())" in refused.value.hint
+
+
+# ---- detectors -----------------------------------------------------------------------------------
+
+IMAGES: dict[str, Any] = {
+    "inputs": {"images.0": ((3, 6, 6), "float32")},
+    "takes": {"dict": [["images", {"list": ["images.0"]}]]},
+}
+
+
+def test_tensors_that_are_no_buffers_come_with_the_weights(tmp_path: Path) -> None:
+    manifest, bound = served("detector", tmp_path, **IMAGES)
+    names = {tensor.name for tensor in manifest.tensors}
+    assert names >= {"anchors.0", "anchors.1", "offsets.first.0", "layer.weight"}
+    counts = set()
+    for image in (torch.full((3, 6, 6), low) for low in (-9.0, 0.0, 9.0)):
+        with torch.no_grad():
+            [wanted] = fresh("detector")([image])
+        found = bound.run([image], lambda index: None)
+        assert all(map(same_bits, found, wanted.values()))
+        counts.add(len(found[0]))
+    assert {0, 5} <= counts, "as many boxes as the picture has"
+
+
+def test_an_answer_may_have_more_rows_than_the_examples(tmp_path: Path) -> None:
+    manifest, _ = served("detector", tmp_path, **IMAGES)
+    assert admission._reply_bytes("it", manifest, {}) >= 2 * (64 << 10)
+
+
+def test_one_that_a_call_changes_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match=r"anchors\.0"):
+        served("appends", tmp_path, **IMAGES)
