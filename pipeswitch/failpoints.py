@@ -94,6 +94,7 @@ POINTS: Final[Mapping[str, str]] = {
 }
 """Every point, and what is the case there."""
 
+is_on = False  # where calls are dear: ``if failpoints.is_on: reach(name)``
 _folder: str | None = None
 _seen: set[str] = set()  # by this process
 
@@ -104,15 +105,16 @@ class Injected(RuntimeError):
 
 def enable(environment: Mapping[str, str]) -> None:
     """Read the switch; called once at the start of a process, inherited by its forks."""
-    global _folder
+    global is_on, _folder
     _folder = environment.get(VARIABLE) or None
+    is_on = _folder is not None
     if _folder is not None:
         os.makedirs(os.path.join(_folder, REACHED), exist_ok=True)
 
 
 def are_enabled() -> bool:
     """Whether they may be armed: with files, which a confined process could not see."""
-    return _folder is not None
+    return is_on
 
 
 def reach(name: str) -> None:

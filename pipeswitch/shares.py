@@ -8,7 +8,6 @@ those who are not there, and no list of them is needed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -34,22 +33,22 @@ class Shares:
         self.size = size
         self.held = 0
         self._what = what
-        self._of: Counter[str] = Counter()
+        self._of: dict[str, int] = {}
 
     def of(self, holder: str) -> int:
         """How much it has."""
-        return self._of[holder]
+        return self._of.get(holder, 0)
 
     def left(self, holder: str) -> int:
         """How much more it may take."""
-        return left(self.size, self.held, self._of[holder])
+        return left(self.size, self.held, self._of.get(holder, 0))
 
     def refusal(self, holder: str, amount: int) -> QueueFull | None:
         """Why it may not take so much; what is larger than any share it may if nothing is held."""
         if amount <= self.left(holder) or not self.held:
             return None
         return QueueFull(
-            f"{self._what}: {self._of[holder]} of {self.size} are this client's, {amount} more are "
+            f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
             "over its share of what is free",
             hint="wait for answers, then send again",
             requested=amount,
@@ -66,15 +65,21 @@ class Shares:
     def take(self, holder: str, amount: int) -> None:
         """Raises as ``check_room``."""
         self.check_room(holder, amount)
+        self.add(holder, amount)
+
+    def add(self, holder: str, amount: int) -> None:
+        """``take`` where there is room: ``left`` was asked."""
         self.held += amount
-        self._of[holder] += amount
+        self._of[holder] = self._of.get(holder, 0) + amount
 
     def give(self, holder: str, amount: int) -> None:
         """It has them no more."""
         self.held -= amount
-        self._of[holder] -= amount
-        if not self._of[holder]:
-            del self._of[holder]
+        own = self._of.get(holder, 0) - amount
+        if own:
+            self._of[holder] = own
+        else:
+            self._of.pop(holder, None)
 
     @contextmanager
     def holding(self, holder: str, amount: int) -> Iterator[None]:

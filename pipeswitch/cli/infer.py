@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError
+from ..planning.fit import percentile
 from ..wire.bill import PARTS, SELDOM
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
@@ -132,7 +133,7 @@ def _summary(outcomes: list[Any]) -> dict[str, Any]:
         columns[column] = [getattr(outcome.result.timing, column) for outcome in good]
     for column, values in columns.items():
         if values:
-            p50, p99 = views.percentile(values, 0.5), views.percentile(values, 0.99)
+            p50, p99 = percentile(values, 0.5), percentile(values, 0.99)
             summary[column] = {"p50": round(p50, 3), "p99": round(p99, 3)}
     return summary
 

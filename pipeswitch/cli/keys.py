@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..roles import Role, in_order
 from ..wire.keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
-from .common import json_option
+from .common import json_option, print_done
 
 name_argument = click.argument("name")
 roles_option = click.option(
@@ -53,13 +53,6 @@ def _folder_for(out: str) -> Path:
     return folder
 
 
-def _print(row: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    if as_json:
-        views.print_json(row)
-    else:
-        views.echo("\n".join(lines))
-
-
 @keys.command("server")
 @click.option("--show", is_flag=True, help="Only print the public key; make nothing.")
 @json_option
@@ -70,7 +63,7 @@ def keys_server(show: bool, as_json: bool) -> None:
     if found is None:
         raise ConfigError(f"{folder.path} holds no server key", hint="pipeswitch keys server")
     public = found.public.decode()
-    _print({"server_key": public, "folder": str(folder.path)}, [public], as_json)
+    print_done({"server_key": public, "folder": str(folder.path)}, public, as_json)
 
 
 @keys.command("client")
@@ -100,7 +93,7 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
         f"  export PIPESWITCH_KEY={secret_file.name}",
         f"  export PIPESWITCH_SERVER_KEY='{row['server_key']}'",
     ]
-    _print(row, lines, as_json)
+    print_done(row, "\n".join(lines), as_json)
 
 
 @keys.command("pair")
@@ -116,7 +109,7 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
         f"wrote {secret_file}; on the server:",
         f"  pipeswitch keys admit {name} -- '{row['key']}'",  # a key may begin with a dash
     ]
-    _print(row, lines, as_json)
+    print_done(row, "\n".join(lines), as_json)
 
 
 class TakesKey(click.Command):
@@ -141,7 +134,7 @@ def keys_admit(name: str, key: str, roles: tuple[str, ...], as_json: bool) -> No
     folder.admit(name, public, roles)
     found = _roles(folder, name)
     row = {"client": name, "key": public.decode(), "roles": found}
-    _print(row, [f"{name} is admitted with {', '.join(found)}"], as_json)
+    print_done(row, f"{name} is admitted with {', '.join(found)}", as_json)
 
 
 @keys.command("roles")
@@ -156,7 +149,7 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
     folder = _folder()
     folder.give_roles(name, roles)
     found = _roles(folder, name)
-    _print({"client": name, "roles": found}, [f"{name} has {', '.join(found)}"], as_json)
+    print_done({"client": name, "roles": found}, f"{name} has {', '.join(found)}", as_json)
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:
@@ -185,4 +178,4 @@ def keys_ls(as_json: bool) -> None:
 def keys_revoke(name: str, as_json: bool) -> None:
     """Keep a client out; its connections end within two seconds."""
     _folder().revoke(name)
-    _print({"revoked": name}, [f"{name} is kept out"], as_json)
+    print_done({"revoked": name}, f"{name} is kept out", as_json)

@@ -49,18 +49,12 @@ CONVERT: Final = (
               help="Join up to this many rows of waiting requests into one run.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
               help="With --batch: how long a request waits for others (2ms).")  # fmt: skip
-@click.option(
-    "--preprocess",
-    default="",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Function of the server that makes the inputs from what clients send.",
-)
-@click.option(
-    "--raw",
-    multiple=True,
-    metavar="[NAME=]1..4194304:uint8",
-    help="With --preprocess: shape and dtype of what clients send (repeatable).",
-)
+@click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
+              help="Function of the server that makes the inputs from what clients send.",
+)  # fmt: skip
+@click.option("--raw", multiple=True, metavar="[NAME=]1..4194304:uint8",
+              help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)  # fmt: skip
 @devices_option
 @json_option
 def register(
@@ -146,31 +140,26 @@ def _converted(source: str, stack: contextlib.ExitStack) -> str:
     return bundle
 
 
-@click.command()
-@name_argument
-@json_option
-def unregister(name: str, as_json: bool) -> None:
-    """Drop a model."""
-    with connected() as client:
-        print_done(client.unregister(name), f"unregistered {name}", as_json)
+def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
+    """One of the verbs that take a name; they differ in nothing else."""
+
+    @click.command(verb, help=help_text)
+    @name_argument
+    @json_option
+    def act(name: str, as_json: bool) -> None:
+        with connected() as client:
+            print_done(getattr(client, verb)(name), f"{done} {name}", as_json)
+
+    return act
 
 
-@click.command()
-@name_argument
-@json_option
-def load(name: str, as_json: bool) -> None:
-    """Pin a model on the device (and give a quarantined one another chance)."""
-    with connected() as client:
-        print_done(client.load(name), f"pinned {name}", as_json)
-
-
-@click.command()
-@name_argument
-@json_option
-def unload(name: str, as_json: bool) -> None:
-    """Unpin a model: the server decides again what is resident."""
-    with connected() as client:
-        print_done(client.unload(name), f"unpinned {name}", as_json)
+unregister = _model_verb("unregister", "unregistered", "Drop a model.")
+load = _model_verb(
+    "load", "pinned", "Pin a model on the device (and give a quarantined one another chance)."
+)
+unload = _model_verb(
+    "unload", "unpinned", "Unpin a model: the server decides again what is resident."
+)
 
 
 @click.group(invoke_without_command=True)

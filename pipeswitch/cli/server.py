@@ -7,6 +7,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,82 +31,74 @@ PING_AGAIN_S: Final = 0.1  # of ping --wait
 EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 
 
+def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str | None:
+    return ",".join(names) or None
+
+
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="Default: pipeswitch.toml, if here.")
-@click.option("--device", multiple=True,
+@click.option("--device", "device__name", multiple=True, callback=_commas,
               help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.")  # fmt: skip
-@click.option("--listen", help="tcp://127.0.0.1:5555")
-@click.option("--name", help="Name of the owner's socket (default: the port).")
-@click.option("--arena", help="Device memory: auto, 20GiB or a fraction.")
-@click.option("--host-store", help="Host memory for models: auto, 32GiB or a fraction.")
-@click.option("--pool", help="Shared memory for waiting requests: 512MiB.")
-@click.option("--state-dir", type=click.Path(), help="Bundles, commits, journal, logs.")
-@click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
-@click.option("--keys-dir", type=click.Path(), help="Folder of keys, made by pipeswitch keys.")
-@click.option("--tcp-roles", metavar="ROLE,ROLE",
+@click.option("--listen", "server__listen", help="tcp://127.0.0.1:5555")
+@click.option("--name", "server__name", help="Name of the owner's socket (default: the port).")
+@click.option("--arena", "device__arena", help="Device memory: auto, 20GiB or a fraction.")
+@click.option("--host-store", "host__store",
+              help="Host memory for models: auto, 32GiB or a fraction.")  # fmt: skip
+@click.option("--pool", "server__pool", help="Shared memory for waiting requests: 512MiB.")
+@click.option("--state-dir", "server__state_dir", type=click.Path(),
+              help="Bundles, commits, journal, logs.")  # fmt: skip
+@click.option("--auth", "server__auth",
+              help="keys: TCP clients need a key on loopback too (default: auto).")  # fmt: skip
+@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="From pipeswitch keys.")
+@click.option("--tcp-roles", "server__tcp_roles", metavar="ROLE,ROLE",
               help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
 )  # fmt: skip
-@click.option("--standby", type=int, help="Warm workers beside the active one.")
-@click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
-@click.option("--policy", help="priority, fifo, edf, sjf, collate, … or module:name of your own.")
-@click.option(
-    "--admission",
-    type=click.Choice(["off", "deadline"]),
-    help="deadline: refuse at once what cannot be answered in time (default: off).",
-)
-@click.option("--default-deadline", help="Deadline of requests without one: 2s; 0 (default): none.")
-@click.option("--link-gbps", type=float, help="cpu device: model a link of this many GB/s.")
-@click.option("--commit-every", help="How often a job's state is kept: 5s.")
+@click.option("--standby", "workers__standby", type=int, help="Warm workers beside the active one.")
+@click.option("--threads", "workers__threads", type=int,
+              help="Compute threads of a worker on the cpu device.")  # fmt: skip
+@click.option("--policy", "scheduler__policy",
+              help="priority, fifo, edf, sjf, collate, … or module:name of your own.")  # fmt: skip
+@click.option("--admission", "scheduler__admission", type=click.Choice(["off", "deadline"]),
+              help="deadline: refuse at once what cannot be answered in time (default: off).",
+)  # fmt: skip
+@click.option("--default-deadline", "scheduler__default_deadline",
+              help="Deadline of requests without one: 2s; 0 (default): none.")  # fmt: skip
+@click.option("--link-gbps", "device__link_gbps", type=float,
+              help="cpu device: model a link of this many GB/s.")  # fmt: skip
+@click.option("--commit-every", "scheduler__commit_every",
+              help="How often a job's state is kept: 5s.")  # fmt: skip
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
-@click.option("--allow-code", multiple=True, metavar="PATTERN",
+@click.option("--allow-code", "server__allow_code", multiple=True, metavar="PATTERN",
               help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
-@click.option("--http", metavar="HOST:PORT", help="For KServe's clients, metrics and the page.")
-@click.option("--grpc", metavar="HOST:PORT", help="For gRPC's clients, if grpcio is installed.")
+@click.option("--http", "gateway__http", metavar="HOST:PORT",
+              help="For Triton's and KServe's clients, metrics and the page.")  # fmt: skip
+@click.option("--grpc", "gateway__grpc", metavar="HOST:PORT",
+              help="For gRPC's clients, if grpcio is installed.")  # fmt: skip
 @click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
-@click.option("--gateway-roles", metavar="ROLE,ROLE", help="Roles of every HTTP and gRPC caller.")
-@click.option("--gateway-tokens", type=click.Path(), help="File with lines NAME TOKEN ROLE,ROLE.")
-def serve(path: str | None, **flags: Any) -> None:
+@click.option("--gateway-roles", "gateway__roles", metavar="ROLE,ROLE",
+              help="Roles of every HTTP and gRPC caller.")  # fmt: skip
+@click.option("--gateway-tokens", "gateway__tokens", type=click.Path(),
+              help="File with lines NAME TOKEN ROLE,ROLE.")  # fmt: skip
+def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..config import load
 
-    config = load(path, flags=_flag_tree(flags))
+    config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
 
 
-def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags in the shape of the file; None means not given."""
-    off = "off" if flags["no_http"] else None
-    return {
-        "server": {
-            "listen": flags["listen"],
-            "name": flags["name"],
-            "pool": flags["pool"],
-            "state_dir": flags["state_dir"],
-            "auth": flags["auth"],
-            "keys_dir": flags["keys_dir"],
-            "tcp_roles": flags["tcp_roles"],
-            "allow_code": list(flags["allow_code"]) or None,
-        },
-        "device": {
-            "name": ",".join(flags["device"]) or None,
-            "arena": flags["arena"],
-            "link_gbps": flags["link_gbps"],
-        },
-        "host": {"store": flags["host_store"]},
-        "workers": {"standby": flags["standby"], "threads": flags["threads"]},
-        "scheduler": {
-            name: flags[name]
-            for name in ("policy", "admission", "default_deadline", "commit_every")
-        },
-        "gateway": {
-            "http": flags["http"] or off,
-            "grpc": flags["grpc"] or off,
-            "roles": flags["gateway_roles"],
-            "tokens": flags["gateway_tokens"],
-        },
-        "profiles_dir": flags["profiles_dir"],
-    }
+def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, Any]:
+    """Flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
+    tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
+    for name, value in flags.items():
+        section, _, key = name.partition("__")
+        given = list(value) or None if isinstance(value, tuple) else value
+        if not key:
+            tree[section] = given
+        elif given is not None:
+            tree.setdefault(section, {})[key] = given
+    return tree
 
 
 @click.command()
@@ -141,12 +134,7 @@ def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
 @watch_option
 def ps(as_json: bool, watch: bool) -> None:
     """Models, jobs and processes, and what they do now."""
-    listing(
-        lambda c: c.ps(),
-        lambda rows: views.ps_table(rows),
-        as_json,
-        watch,
-    )
+    listing(lambda c: c.ps(), views.ps_table, as_json, watch)
 
 
 @click.command()

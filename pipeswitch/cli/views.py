@@ -30,18 +30,8 @@ STATE_STYLES: Final = {
     "quarantined": "bold red", "done": "dim", "host": "dim", "standby": "dim",
 }  # fmt: skip
 
-PS_COLUMNS: Final = (
-    "name",
-    "kind",
-    "state",
-    "worker",
-    "on",
-    "device",
-    "host",
-    "prio",
-    "last_used",
-    "why",
-)
+PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "host", "prio",
+                     "last_used", "why")  # fmt: skip
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED"}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
@@ -215,10 +205,3 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
         yield lambda stage, part: bar.update(
             task, completed=part, description=printable(f"{title} {stage}", keep="")
         )
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least ``fraction`` of all do not exceed."""
-    ordered = sorted(values)
-    rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
-    return ordered[rank]

@@ -84,7 +84,7 @@ class Builds:
         self._sizes, self._places, self._processes = ground.sizes, ground.places, ground.processes
         self._take = ground.take  # an event, to be handled after the running one
         self._memory = ground.memory
-        self._disk, self._remove_files = ground.frontend.disk, ground.frontend.remove_files
+        self._disk, self._remove_files = ground.frontend.disk, ground.frontend.uploads.remove
         self._profile_folders = profile_folders
         self._builders: dict[Epoch, Child] = {}
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal

@@ -268,7 +268,7 @@ class DeviceEffects:
 
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
-            self._ground.frontend.tidy_pool(self._bound.pop((slot, generation), ""))
+            self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
             self._memory.leave_ring((self._index, slot, generation))
             self._take(
                 WorkerExited(

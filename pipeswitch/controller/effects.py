@@ -113,7 +113,7 @@ class Effects:
             case SweepPrograms():
                 self.builds.sweep(command)
             case DropPublished(directory=directory):
-                self._frontend.remove_files([Path(directory)])
+                self._frontend.uploads.remove([Path(directory)])
             case CreateCommits():
                 self._create_commits(command)
             case DropCommits(job=job):
@@ -221,6 +221,6 @@ class Effects:
         gone = self._places.commits / f".gone-{time.monotonic_ns()}"
         with contextlib.suppress(OSError):  # it has written none
             os.rename(self._places.commits / job, gone)
-            self._frontend.remove_files([gone])
+            self._frontend.uploads.remove([gone])
         for kind in ("log", "history", "progress"):
             (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)

@@ -33,7 +33,9 @@ class StageEffects:
             case KillStage(slot=slot):
                 self._ground.processes.kill(self._children[slot])
             case TakeResult(slot=slot):
-                self._ground.frontend.take_result(command, memoryview(self._results[slot][1]))
+                self._ground.frontend.inference.take_result(
+                    command, memoryview(self._results[slot][1])
+                )
 
     def _spawn(self, slot: Slot, generation: Epoch) -> None:
         take = self._ground.take

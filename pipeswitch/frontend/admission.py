@@ -69,14 +69,6 @@ def deadline_at_ms(deadline_ms: float | None, now_ms: float) -> float | None:
     return now_ms + deadline_ms
 
 
-def find_model(name: str, known: Mapping[str, Announce]) -> Announce:
-    """The announced model; ModelNotFound names the nearest one."""
-    found = known.get(name)
-    if found is None:
-        raise model_not_found(name, known)
-    return found
-
-
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
     """The announced version of a model that is there; InvalidInput names those it has."""
     found = known.get((name, version))

@@ -1,4 +1,4 @@
-"""Who is connected, and the bytes on their way out.
+"""Who is connected, and what is on its way to them.
 
 Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
 only to both together.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from ..roles import Standing
 from ..scheduler.events import Token
-
-
-def _nothing() -> None:
-    """For messages that hold no room and settle no request."""
-
 
 Outcome = Literal["ok", "error", "undeliverable"]
 
@@ -37,35 +34,18 @@ class Counters:
     def in_flight(self) -> int:
         return self.accepted - self.ok - self.error - self.undeliverable
 
-    def settle(self, outcome: Outcome) -> None:
-        """One accepted request got its final answer."""
-        setattr(self, outcome, getattr(self, outcome) + 1)
-
     def as_dict(self) -> dict[str, int]:
         """As ``stats`` shows them."""
-        return {
-            "accepted": self.accepted,
-            "ok": self.ok,
-            "error": self.error,
-            "undeliverable": self.undeliverable,
-            "in_flight": self.in_flight,
-            "rejected": self.rejected,
-        }
+        return {**asdict(self), "in_flight": self.in_flight}
 
 
-@dataclass(kw_only=True, eq=False)
-class Outgoing:
+class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     """A message for one client, until the kernel has taken all of it."""
 
     frames: list[Any]
-    since_ms: float
-    on_sent: Callable[[], None] = _nothing
-    on_lost: Callable[[], None] = _nothing
-    on_released: Callable[[], None] = _nothing  # nothing points at its pool bytes any more
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size_bytes = sum(map(len, self.frames))
+    on_end: Callable[[bool], None] | None = None  # it has left, or never will
+    size_bytes: int = 0  # the outbox's
+    since_ms: float = 0.0  # it waits there
 
 
 class Peer(Protocol):

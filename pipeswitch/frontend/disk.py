@@ -55,10 +55,6 @@ class Disk:
         with self._lock:
             self._uploads[file_name] = tenant
 
-    def owns_upload(self, tenant: str, file_name: str) -> bool:
-        with self._lock:
-            return self._uploads.get(file_name) == tenant
-
     # ---- how much ----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:

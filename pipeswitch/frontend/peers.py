@@ -1,19 +1,21 @@
 """Connections of clients, each a plain stream (docs/adr/0039).
 
 A peer is what stands for one connection: it hands on the messages that come, and takes ``Outgoing``
-ones. The owner's may have a share: a tensor that comes in it is copied once, into its request's
-slab, since the client can still change it; answers are copied to it a piece at a time, so that the
-loop never stands still for a large one.
+ones; ``Peers`` are all of them. The owner's may have a share: a tensor that comes in it is copied
+once, into its request's slab, since the client can still change it; answers are copied to it a
+piece at a time, so that the loop never stands still for a large one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import selectors
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Any, Final
 
@@ -25,7 +27,7 @@ from ..roles import Standing
 from ..wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
 from ..wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
 from .clients import Client, Outgoing
-from .connections import SESSIONLESS_BYTES, Connection
+from .connections import SESSIONLESS_BYTES, Connection, Connections
 from .listeners import Listener
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +37,26 @@ POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an 
 PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
 BURST_PEERS: Final = 16  # accepted in one turn
 BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
+COMPLAINTS_PER_MINUTE: Final = 10
 _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
+
+
+class Complaints:
+    """Messages that were not of the protocol: counted, and a few lines about them in the log."""
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
+        self._now_ms = now_ms
+        self.count = 0
+        self._written: deque[float] = deque(maxlen=COMPLAINTS_PER_MINUTE)  # when
+
+    def add(self, who: str, error: RemoteProtocolError) -> None:
+        """At most COMPLAINTS_PER_MINUTE lines, whatever is sent. ``who``: for the log."""
+        self.count += 1
+        now_ms = self._now_ms()
+        if len(self._written) < COMPLAINTS_PER_MINUTE or now_ms - self._written[0] > 60_000:
+            self._written.append(now_ms)
+            cause = error.message[:200]
+            _logger.warning("refused from=%s malformed=%d cause=%r", who, self.count, cause)
 
 
 class Shares:
@@ -129,7 +150,8 @@ class StreamPeer(Connection):
         for message in self._stream.receive(BURST_MESSAGES):
             if self.is_closed:  # by what an earlier one led to
                 return
-            self._took(message.taken_count)
+            if message.taken_count != self._taken_count:
+                self._took(message.taken_count)
             self._is_mapped |= bool(message.shared)
             if message.parts:
                 yield message
@@ -182,7 +204,9 @@ class StreamPeer(Connection):
         if outgoing is not self._begun:
             self._begin(outgoing.frames)
             self._begun = outgoing
-        if not self._copy_piece() or not self._flush():
+        if self._pieces:
+            self._copy_piece()
+        if self._pieces or not self._flush():
             return False
         self._begun = None
         return True
@@ -190,7 +214,7 @@ class StreamPeer(Connection):
     def send_now(self, frames: Sequence[Any]) -> None:
         """To a client without a session; nothing is kept for one that does not read."""
         if not self.is_closed and self._begun is None and not self._stream.is_sending:
-            self._put([(len(part), INLINE) for part in frames[1:]], frames[1:])
+            self._stream.put(pack_table([(len(part), INLINE) for part in frames[1:]]), frames[1:])
             with contextlib.suppress(OSError):
                 self._flush()
 
@@ -211,24 +235,19 @@ class StreamPeer(Connection):
                 (share.own(place + at, min(PIECE_BYTES, size - at)), source[at : at + PIECE_BYTES])
                 for at in range(0, size, PIECE_BYTES)
             ]
-        self._put(table, inline)
-
-    def _put(self, table: Sequence[tuple[int, int]], inline: Sequence[Any]) -> None:
         self._stream.put(pack_table(table), inline)
 
-    def _copy_piece(self) -> bool:
-        """What is in the share must be there before its table leaves; True: it is."""
-        if self._pieces:
-            target, source = self._pieces.popleft()
-            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
-        return not self._pieces
+    def _copy_piece(self) -> None:
+        """What is in the share must be there before its table leaves."""
+        target, source = self._pieces.popleft()
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
     def _flush(self) -> bool:
-        was_sending = self._stream.is_sending
         is_flushed = self._stream.flush()
-        if was_sending and is_flushed:
+        if self._owes_share and is_flushed:
             self._bring_share()
-        self._changed()
+        if self.wants_write != (self._owes_share or not is_flushed):
+            self._changed()
         return is_flushed
 
     def close(self) -> None:
@@ -239,6 +258,103 @@ class StreamPeer(Connection):
             if self._has_share:  # before the client can see that it is cut
                 self._shares.give_back()
             self._stream.close()
+
+
+class Peers:
+    """All connections. Those of strangers are held to ``Connections``' limits."""
+
+    def __init__(
+        self,
+        limits: Connections,
+        complaints: Complaints,
+        shares: Shares,
+        max_message_bytes: int,
+        *,
+        hear: Callable[[StreamPeer, Message], None],
+        gone: Callable[[Client, str], None],
+        now_ms: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            hear: takes a message; raises nothing.
+            gone: told whose connection ends, and why.
+        """
+        self._limits = limits
+        self._complaints = complaints
+        self.shares = shares
+        self._max_message_bytes = max_message_bytes
+        self._hear, self._gone, self._now_ms = hear, gone, now_ms
+        self.all: set[StreamPeer] = set()
+        self.turns: set[StreamPeer] = set()  # those that may have something to read
+        self._selector: selectors.BaseSelector | None = None  # that they are registered with
+
+    def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
+        """Accept, and have them call when they can be read."""
+        self._selector = selector
+        for listener in listeners:
+            welcome = functools.partial(self._welcome, listener)
+            selector.register(listener.sock, selectors.EVENT_READ, welcome)
+
+    def unwatch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
+        self._selector = None
+        for listener in listeners:
+            selector.unregister(listener.sock)
+        for peer in self.all:
+            selector.unregister(peer)
+
+    def _welcome(self, listener: Listener) -> None:
+        """Connections that wait there."""
+        if self._selector is None:
+            return
+        for peer in accept(listener, self._max_message_bytes, self.shares):
+            self.all.add(peer)
+            if not peer.is_owners:
+                self._limits.add(peer, self._now_ms() / 1000)
+            peer.on_change = functools.partial(self._follow, peer)
+            self._selector.register(
+                peer, selectors.EVENT_READ, functools.partial(self.turns.add, peer)
+            )
+
+    def _follow(self, peer: StreamPeer) -> None:
+        """Have the loop woken when it can go on sending, as long as it has to."""
+        if self._selector is not None and peer in self.all:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
+            self._selector.modify(peer, events, functools.partial(self.turns.add, peer))
+
+    def turn(self) -> None:
+        """What came by each."""
+        for peer in list(self.turns):
+            self.read(peer)
+            if not peer.wants_turn:
+                self.turns.discard(peer)
+
+    def read(self, peer: StreamPeer) -> None:
+        """What came by one; who sends nonsense, or is gone, is forgotten."""
+        cause = ""
+        try:
+            for message in peer.messages():
+                if not (peer.is_owners or self._limits.took(peer, self._now_ms() / 1000)):
+                    return  # it is being hung up: its end follows
+                self._hear(peer, message)
+        except EOFError:
+            cause = "disconnected"
+        except RemoteProtocolError as error:
+            self._complaints.add(peer.standing.tenant, error)
+            cause = "nonsense"
+        if cause:
+            if peer.client is not None:
+                self._gone(peer.client, cause)
+            self.part(peer)
+
+    def part(self, peer: StreamPeer) -> None:
+        """Its connection ends."""
+        if peer in self.all:
+            self.all.remove(peer)
+            self.turns.discard(peer)
+            self._limits.remove(peer)
+            if self._selector is not None:
+                self._selector.unregister(peer)
+        peer.close()
 
 
 def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[StreamPeer]:

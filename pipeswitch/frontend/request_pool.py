@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from ..errors import QueueFull
@@ -30,8 +30,7 @@ NUMPY_BYTES: Final = 64 << 10  # from there on to let other threads run is worth
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
-class Room:
+class Room(msgspec.Struct, kw_only=True, eq=False):
     """What one request holds of the pool. Offsets are bytes from the pool's start."""
 
     holder: str  # whose share it is of: who asks
@@ -104,9 +103,9 @@ class RequestPool:
         """The file that tenants share, or the owner's."""
         return self._files[""].memory
 
-    def memory_of(self, room: Room) -> memoryview:
-        """The file in which a room lies."""
-        return self._files[room.tenant].memory
+    def memory_of(self, room: Room | None) -> memoryview:
+        """The file in which a room lies; None: any."""
+        return self._files[room.tenant if room is not None else ""].memory
 
     def close(self) -> None:
         """Unmap. What still waits to be sent keeps the mapping."""
@@ -130,7 +129,8 @@ class RequestPool:
                 hint="wait for answers, or raise [server] pool",
                 requested_bytes=wanted_bytes,
             )
-        self._open(tenant)
+        if tenant not in self._files:
+            self._open(tenant)
         input_offset = self._slabs.take(input_bytes)
         reply_offset = self._slabs.take(reply_bytes)
         if input_offset is None or reply_offset is None:
@@ -144,7 +144,7 @@ class RequestPool:
                 requested_bytes=wanted_bytes,
                 largest_free_bytes=self._slabs.largest_free_bytes,
             )
-        self._shares.take(holder, wanted_bytes)
+        self._shares.add(holder, wanted_bytes)
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
                 self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
@@ -163,23 +163,20 @@ class RequestPool:
         Raises:
             QueueFull: this process has no descriptor or no address left.
         """
-        if tenant not in self._files:
-            assert self._file_of is not None, f"the pool has no file of {tenant!r}"
-            try:
-                self._files[tenant] = _File(self._file_of(tenant))
-            except OSError as error:
-                raise QueueFull(
-                    f"the server has no room for another tenant's requests: {error.strerror}",
-                    hint="try again later",
-                ) from None
+        assert self._file_of is not None, f"the pool has no file of {tenant!r}"
+        try:
+            self._files[tenant] = _File(self._file_of(tenant))
+        except OSError as error:
+            raise QueueFull(
+                f"the server has no room for another tenant's requests: {error.strerror}",
+                hint="try again later",
+            ) from None
 
-    def _free(self, tenant: str, offset: int) -> None:
-        """Where tenants are separate its pages are given back with it."""
-        self._slabs.free(offset)
-        if self._file_of is not None:
-            file = self._files[tenant]
-            give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
-            self.tidy(tenant)
+    def _give_back(self, tenant: str, offset: int) -> None:
+        """Where tenants are separate: a slab's pages, which is free."""
+        file = self._files[tenant]
+        give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
+        self.tidy(tenant)
 
     def tidy(self, tenant: str) -> None:
         """Where tenants are separate: give back what lies outside of this one's slabs, as a
@@ -192,7 +189,9 @@ class RequestPool:
     def release_inputs(self, room: Room) -> None:
         """Their last reader is done. KeyError: they were released before."""
         offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
-        self._free(room.tenant, offset)
+        self._slabs.free(offset)
+        if self._file_of is not None:
+            self._give_back(room.tenant, offset)
 
     def release_reply(self, room: Room) -> None:
         """It has left, or never will: the last of this room, and it counts to the share no more.
@@ -200,7 +199,9 @@ class RequestPool:
         KeyError: it was released before.
         """
         offset, room.reply_offset_bytes = room.reply_offset_bytes, _RELEASED
-        self._free(room.tenant, offset)
+        self._slabs.free(offset)
+        if self._file_of is not None:
+            self._give_back(room.tenant, offset)
         self._shares.give(room.holder, room.held_bytes)
 
     # ---- bytes ---------------------------------------------------------------------------------
@@ -212,9 +213,8 @@ class RequestPool:
         thread may, and numpy releases the interpreter lock meanwhile.
         """
         file = self._files[tenant]
-        pieces = sorted(zip(tensors, payload, strict=True), key=lambda piece: piece[0].offset_bytes)
-        filled_end = pieces[0][0].offset_bytes if pieces else 0
-        for tensor, data in pieces:
+        filled_end = tensors[0].offset_bytes if tensors else 0
+        for tensor, data in zip(tensors, payload, strict=True):  # in the order of their places
             at = tensor.offset_bytes
             file.memory[filled_end:at] = bytes(at - filled_end)
             filled_end = at + len(data)
@@ -226,10 +226,6 @@ class RequestPool:
         file.memory[filled_end:end] = bytes(end - filled_end)
 
     # ---- shown ---------------------------------------------------------------------------------
-
-    def held_bytes(self, holder: str) -> int:
-        """How much of its share a holder has taken."""
-        return self._shares.of(holder)
 
     @property
     def capacity_bytes(self) -> int:

@@ -8,11 +8,12 @@ Owned by the frontend.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+import msgspec
+
+from .. import failpoints
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
 from ..ipc.messages import ModelName
@@ -25,8 +26,7 @@ from .request_pool import RequestPool, Room
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False)
-class Pending:
+class Pending(msgspec.Struct, kw_only=True, eq=False):
     """An accepted request whose final answer is owed."""
 
     token: Token
@@ -34,6 +34,7 @@ class Pending:
     op: str
     model: ModelName
     client: Client
+    counts: list[Counters]  # that it is counted in
     room: Room | None = None  # an inference's, in the pool
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     is_copying: bool = False  # its payload is on the way into the pool
@@ -43,9 +44,8 @@ class Pending:
 class Requests:
     """All and only the requests that wait for their final answer; the counts of all there were."""
 
-    def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
+    def __init__(self, pool: RequestPool) -> None:
         self._pool = pool
-        self._now_ms = now_ms
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
         self.counts = Counters()  # every accepted request, whatever its verb
@@ -60,19 +60,22 @@ class Requests:
     def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
         """From here on exactly one final answer is owed, and its room is this request's."""
         self._last_token += 1
+        counts = [client.counts, self.counts]
+        if header.op == "infer":
+            counts.append(self.inference)
+        for one in counts:
+            one.accepted += 1
         pending = Pending(
             token=Token(self._last_token),
             request_id=header.id,
             op=header.op,
             model=ModelName(header.model),
             client=client,
+            counts=counts,
             room=room,
         )
         self._pending[pending.token] = pending
         client.requests[header.id] = pending.token
-        client.counts.accepted += 1
-        self.counts.accepted += 1
-        self.inference.accepted += header.op == "infer"
         return pending
 
     def reject(self, client: Client, op: str, error: PipeSwitchError) -> None:
@@ -106,58 +109,44 @@ class Requests:
 
     def progress(self, pending: Pending, answer: Answer) -> Outgoing:
         """The message of an answer that more will follow."""
-        return Outgoing(frames=self._frames(pending, answer), since_ms=self._now_ms())
+        frames = answer_frames(
+            pending.request_id, pending.client.session, answer, self._pool.memory_of(pending.room)
+        )
+        return Outgoing(frames=frames)
 
     def end(self, pending: Pending, answer: Answer) -> Outgoing | None:
         """The message of a final answer; None: its client is gone. The request ends here.
 
         It is counted, and its reply's slab is free, when the message has left or is lost.
         """
-        reach("frontend.reply")
-        client = pending.client
+        if failpoints.is_on:
+            reach("frontend.reply")
+        client, room = pending.client, pending.room
         del self._pending[pending.token]
         client.requests.pop(pending.request_id, None)
-        if pending.room is not None:
-            self._pool.release_inputs(pending.room)
+        if room is not None:
+            self._pool.release_inputs(room)
         if client.is_gone:
-            self._settle(pending, "undeliverable")
-            self._release(pending)
+            self._ended(pending, "undeliverable", is_sent=False)
             return None
+        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
+        if bad_output := output_outside(answer.outputs, at, size):
+            _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
+            error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
+            answer = Answer(token=answer.token, error=error)
         self.queue_full_count += isinstance(answer.error, QueueFull)
-        answer = self._checked(pending, answer)
-        frames = self._frames(pending, answer)
-        outcome: Outcome = "ok" if answer.error is None else "error"
+        memory = self._pool.memory_of(room)
         return Outgoing(
-            frames=frames,
-            since_ms=self._now_ms(),
-            on_sent=lambda: self._settle(pending, outcome),
-            on_lost=lambda: self._settle(pending, "undeliverable"),
-            on_released=lambda: self._release(pending),
+            frames=answer_frames(pending.request_id, client.session, answer, memory),
+            on_end=functools.partial(
+                self._ended, pending, "ok" if answer.error is None else "error"
+            ),
         )
 
-    def _checked(self, pending: Pending, answer: Answer) -> Answer:
-        """The answer, or an error in its place when it names bytes outside of its own reply."""
-        room = pending.room
-        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
-        bad_output = output_outside(answer.outputs, at, size)
-        if not bad_output:
-            return answer
-        _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
-        error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
-        return Answer(token=answer.token, error=error)
-
-    def _frames(self, pending: Pending, answer: Answer) -> list[Any]:
-        room = pending.room
-        memory = self._pool.memory if room is None else self._pool.memory_of(room)
-        return answer_frames(pending.request_id, pending.client.session, answer, memory)
-
-    def _settle(self, pending: Pending, outcome: Outcome) -> None:
-        pending.client.counts.settle(outcome)
-        self.counts.settle(outcome)
-        if pending.op == "infer":
-            self.inference.settle(outcome)
-
-    def _release(self, pending: Pending) -> None:
-        """Nothing points at its reply any more."""
+    def _ended(self, pending: Pending, outcome: Outcome, is_sent: bool) -> None:
+        """Its answer has left, or never will: nothing points at it any more."""
+        name = outcome if is_sent else "undeliverable"
+        for counts in pending.counts:
+            setattr(counts, name, getattr(counts, name) + 1)
         if pending.room is not None:
             self._pool.release_reply(pending.room)

@@ -1,7 +1,7 @@
 """``/metrics``: what Prometheus reads, in the controller's words and in base units.
 
 Everyone who may ask models is told of requests that came through the gateway, by model; operators
-are told of the server too, from its ``stats``, ``jobs`` and ``ps`` at each look.
+are told of the server too, from its listings at each look.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Metrics:
 
         Args:
             accept: the scraper's ``Accept``.
-            facts: ``stats``, ``jobs`` and ``ps`` of the server, and ``tally``, the rows of Triton's
-                statistics; None: not for this caller.
+            facts: ``stats``, ``jobs``, ``ps`` and ``models`` (all versions) of the server, and
+                ``tally``, the rows of Triton's statistics; None: not for this caller.
         """
         encode, content_type = choose_encoder(accept)
         self._server.facts = facts
@@ -200,6 +200,7 @@ class _Server:
             for key, tier in _TIERS.items():
                 tiers.add_metric([tier], stats[f"{key}_{part}_bytes"])
             yield tiers
+        yield self._shares(self.facts["models"])
         yield from self._workers(self.facts["ps"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:
@@ -270,6 +271,21 @@ class _Server:
             for row, value in zip(rows, values, strict=True):
                 family.add_metric([row["name"], row["version"]], value)
             yield family
+
+    @staticmethod
+    def _shares(rows: Iterable[Mapping[str, Any]]) -> Metric:
+        """Of names that several versions stand for. While one of them is quarantined the current
+        one has its share too."""
+        shares = GaugeMetricFamily(
+            "pipeswitch_model_share_ratio",
+            "Of the requests that name no version, each version's part of a split, from 0 to 1",
+            labels=["model", "version"],
+        )
+        split = {row["name"] for row in rows if 0 < row["share"] < 100}
+        for row in rows:
+            if row["name"] in split and row["share"]:
+                shares.add_metric([row["name"], str(row["version"])], row["share"] / 100)
+        return shares
 
     @staticmethod
     def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:

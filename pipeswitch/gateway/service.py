@@ -176,12 +176,14 @@ class Service:
         require(caller, "stats")
         facts: dict[str, Any] | None = None
         if caller.may_operate:
-            asked = ("stats", "jobs", "ps", "models")
-            stats, jobs, ps, models = await asyncio.gather(*map(self._upstream.ask, asked))
-            names = [row["name"] for row in models["models"]]
-            self._forget_others(names)
-            tally = [self._tally.row(row["name"], row["version"]) for row in models["models"]]
-            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "tally": tally}
+            asked = [self._upstream.ask(what) for what in ("stats", "jobs", "ps")]
+            versions = self._upstream.ask("models", body={"versions": True})
+            stats, jobs, ps, models = await asyncio.gather(*asked, versions)
+            rows = models["models"]
+            current = [(row["name"], row["version"]) for row in rows if row["current"]]
+            self._forget_others(name for name, _ in current)
+            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "models": rows,
+                     "tally": [self._tally.row(*one) for one in current]}  # fmt: skip
         return self._metrics.text(accept, facts)
 
     def _forget_others(self, names: Iterable[str]) -> None:

@@ -27,6 +27,13 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest value that at least ``fraction`` of all do not exceed."""
+    ordered = sorted(values)
+    rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
+    return ordered[rank]
+
+
 def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
     """Weighted least squares; where a number would be negative it is 0."""
     weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from ..ipc.messages import JobName, ModelName
-from ..planning.fit import MIB
+from ..planning.fit import MIB, percentile
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
@@ -380,8 +380,5 @@ class _Replay(World):
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:
-    """Of the latencies: the least that at least this fraction does not exceed; NaN for none."""
-    ordered = sorted(outcome.latency_ms)
-    if not ordered:
-        return math.nan
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+    """Of the latencies; NaN for none."""
+    return percentile(outcome.latency_ms, fraction) if outcome.latency_ms else math.nan

@@ -9,6 +9,7 @@ Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
 from struct import Struct
 from typing import Any, Final, Literal, NamedTuple
 
@@ -147,11 +148,12 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
     tensor_count = len(frames) - 2
     if tensor_count > MAX_TENSORS or len(header.inputs) > MAX_TENSORS:
         raise RemoteProtocolError(f"{tensor_count} tensor frames are over {MAX_TENSORS}")
-    if header.op != "put" and sorted(t.frame for t in header.inputs) != list(range(tensor_count)):
+    if header.op != "put" and sorted([t.frame for t in header.inputs]) != [*range(tensor_count)]:
         raise RemoteProtocolError("every tensor frame must be named by exactly one input")
     if not header.id or len(header.id) > 64:
         raise RemoteProtocolError("a request id has 1 to 64 characters")
-    refuse_deep(header.body, "a request's body")
+    if header.body:
+        refuse_deep(header.body, "a request's body")
     return header
 
 
@@ -181,9 +183,7 @@ class Table(NamedTuple):
 
 def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
     """Inverse of ``read_table``. A message of no parts asks for a share, or brings it."""
-    return b"".join(
-        [_STREAM.pack(MAGIC, len(parts), taken_count), *[_PART.pack(*part) for part in parts]]
-    )
+    return _STREAM.pack(MAGIC, len(parts), taken_count) + b"".join(starmap(_PART.pack, parts))
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:

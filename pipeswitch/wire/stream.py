@@ -146,7 +146,8 @@ class Stream:
 
     def put(self, table: bytes, inline: Sequence[Any] = ()) -> None:
         """Add a message to what leaves with ``flush``; its buffers must not change until then."""
-        self._unsent += [table, *(part for part in inline if len(part))]
+        self._unsent.append(table)
+        self._unsent += filter(len, inline)
 
     def bring(self, descriptor: int) -> None:
         """Send a share, or that there is none (-1), while nothing else waits. It stays open here.
@@ -187,7 +188,8 @@ class Stream:
             EOFError: the peer is gone.
             RemoteProtocolError: it sent what is no message: nothing can be read after that.
         """
-        messages = self._parse(at_most)
+        has_some = self._message is not None or self._end > self._start
+        messages = self._parse(at_most) if has_some else []
         if not messages:  # else the end of the connection would hide them
             is_begun = bool(self._unread)
             self._read()
@@ -272,11 +274,13 @@ class Stream:
         Raises:
             RemoteProtocolError: they are too large together, or a place is not in the share.
         """
-        inline = [size for size, place in table.parts if place == INLINE]
-        size_bytes = sum(inline)
+        size_bytes = room = 0
+        for size, place in table.parts:
+            if place == INLINE:
+                size_bytes += size
+                room += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
-        room = sum([size + -size % ALIGN_BYTES for size in inline])
         body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
         parts: list[Any] = [MAGIC] if table.parts else []
         shared, at = set(), 0

@@ -63,8 +63,8 @@ class _Connection:
         self.theirs = socket.create_connection(listener.sock.getsockname())
         ours, _ = listener.sock.accept()
         limit = gate._max_message_bytes
-        self._peer = StreamPeer(ours, listener.standing, limit, gate._memory_shares)
-        gate._peers.add(self._peer)
+        self._peer = StreamPeer(ours, listener.standing, limit, gate.peers.shares)
+        gate.peers.all.add(self._peer)
         if not self._peer.is_owners:
             gate.connections.add(self._peer, CLOCK_MS / 1000)
         gate._hello(self._peer, RequestHeader(v=1, op="hello", id="h"))
@@ -78,7 +78,7 @@ class _Connection:
         """All that has come."""
         is_heard = False
         while not is_heard:
-            self._gate._hear_peer(self._peer)
+            self._gate.peers.read(self._peer)
             is_heard = self._peer.is_closed or not (
                 self._peer.wants_turn or select.select([self._peer], [], [], 0)[0]
             )
@@ -94,7 +94,7 @@ class _Connection:
 
     def __exit__(self, *_: object) -> None:
         self._gate._drop(self.client, "the next one begins anew")
-        self._gate._part(self._peer)
+        self._gate.peers.part(self._peer)
         self.theirs.close()
 
 
@@ -114,7 +114,7 @@ class _Gate(Frontend):
         os.close(descriptor)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
-        self._memory_shares = Shares(0)
+        self.peers.shares = Shares(0)
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)
@@ -138,7 +138,7 @@ class _Gate(Frontend):
             events, self.taken[:] = list(self.taken), []
             self._clean_up()
             known.read_replies()
-        if not self._pool.is_empty or self.requests.counts.in_flight:
+        if not self.pool.is_empty or self.requests.counts.in_flight:
             raise AssertionError("a request that was answered still holds something")
         return events
 
@@ -146,12 +146,12 @@ class _Gate(Frontend):
         """Answer everything."""
         while True:
             try:
-                work: Any = self._uploads._writer._queue.get_nowait()
+                work: Any = self.uploads._writer._queue.get_nowait()
             except queue.Empty:
                 break
             (chunk,) = work.args  # or the session of a client that left
             if not isinstance(chunk, str):
-                self._uploads._queued -= 1
+                self.uploads._queued -= 1
                 chunk.reply({}, None)
         while self._calls:
             self._calls.popleft()()

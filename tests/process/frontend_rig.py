@@ -231,4 +231,4 @@ def until(look: Callable[[], Any], at_least: int = 1) -> Any:
 def assert_balanced(tcp: Frontend) -> None:
     counters = tcp.requests.counts
     assert counters.accepted == counters.ok + counters.error + counters.undeliverable
-    assert tcp._pool.is_empty
+    assert tcp.pool.is_empty

@@ -150,7 +150,7 @@ def test_a_reader_whose_role_is_taken_hears_no_more(keyed: Keyed) -> None:
         reader = client.subscribe("job.")
         assert heard(keyed.fake, reader)
         keyed.folder.give_roles("operator", [])
-        until(lambda: not any(one.standing.may_operate for one in keyed.fake.tcp._readers))
+        until(lambda: not any(one.standing.may_operate for one in keyed.fake.tcp._readers.clients))
         assert not heard(keyed.fake, reader)
 
 

@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
     yield scheduler
     scheduler.close()
     assert_balanced(scheduler.tcp)
-    scheduler.tcp._pool.check()
+    scheduler.tcp.pool.check()
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -108,7 +108,7 @@ def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.C
     x = np.random.default_rng(0).random((1, 1 << 16), dtype=np.float32)
     for _ in range(10):  # 256 KiB each
         assert np.array_equal(client.infer("wide", x=x)["y"], x * 2)
-    until(lambda: server.tcp._pool.is_empty)
+    until(lambda: server.tcp.pool.is_empty)
 
 
 def test_concurrent_requests_get_their_own_answers(
@@ -192,11 +192,11 @@ class HeldCopier(Lane):
 def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
     server.announce("wide", width=1 << 18)
-    copier, before = HeldCopier(), server.tcp._copier
+    copier, before = HeldCopier(), server.tcp.inference.copier
     copier.start()
-    server.tcp._copier = copier
+    server.tcp.inference.copier = copier
     yield copier
-    server.tcp._copier = before
+    server.tcp.inference.copier = before
     copier.stop()
 
 
@@ -236,7 +236,7 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     until(lambda: len(server.tcp._clients) == 0)
     held.held[0]()
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
-    until(lambda: server.tcp._pool.is_empty)
+    until(lambda: server.tcp.pool.is_empty)
 
 
 def test_an_output_outside_of_its_slab_is_not_sent(
@@ -416,7 +416,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
 def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.tcp._uploads, "unpin", lambda names: None)  # it would be removed
+    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would be removed
     data = os.urandom((9 << 20) + 17)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
@@ -473,12 +473,12 @@ def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Pat
     first.close()
     second = FakeScheduler(tmp_path)
     try:
-        until(lambda: second.tcp._readers)
+        until(lambda: second.tcp._readers.clients)
         second.post(Publish(topic="switch.m", body={"n": 2}))
         assert next(events) == {"topic": "switch.m", "n": 2}
         client.close()
         assert next(events, None) is None
-        until(lambda: not second.tcp._readers)
+        until(lambda: not second.tcp._readers.clients)
     finally:
         second.close()
 
@@ -489,7 +489,7 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         assert ask(deaf, op="events", id="e", session=session).more
         for number in range(40):
             server.post(Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
-        (client,) = server.tcp._readers
+        (client,) = server.tcp._readers.clients
         assert client.unsent_bytes < 2 << 20
         server.post(Publish(topic="job.t", body={"n": "missed"}))
         found = [decode_reply(deaf.hear()).body["n"]]

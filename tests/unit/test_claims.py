@@ -159,7 +159,7 @@ class Rig:
         )  # fmt: skip
         ground = SimpleNamespace(
             sizes=sizes, places=self.places, processes=self.children, take=self.taken.append,
-            frontend=SimpleNamespace(disk=disk, remove_files=lambda _: None),
+            frontend=SimpleNamespace(disk=disk, uploads=SimpleNamespace(remove=lambda _: None)),
             memory=SimpleNamespace(environment=99),
         )  # fmt: skip
         spec = msgspec.msgpack.encode(

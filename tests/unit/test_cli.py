@@ -28,6 +28,7 @@ from pipeswitch.client.tensors import Signature
 from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.programs.signature import parse_input
 from pipeswitch.wire.addresses import default_address, is_refused
@@ -174,7 +175,7 @@ def test_constant_arrivals_are_evenly_spaced_and_poisson_ones_keep_the_rate() ->
 
 @pytest.mark.parametrize(("fraction", "value"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
 def test_percentiles_are_values_that_occurred(fraction: float, value: int) -> None:
-    assert views.percentile(range(1, 101), fraction) == value
+    assert percentile(range(1, 101), fraction) == value
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ def facts() -> dict[str, Any]:
     workers = [{"kind": "worker", "state": "standby"}] * 2
     tally = Tally()
     tally.succeeded("m", 40.0, BILL)
-    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)]}
+    models = [
+        {"name": name, "version": version, "share": share}
+        for name, version, share in (("m", 1, 0), ("m", 2, 90), ("m", 3, 10), ("whole", 1, 100))
+    ]
+    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)],
+            "models": models}  # fmt: skip
     return {"stats": {**stats, **own}, **rows}
 
 
@@ -100,6 +105,8 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert found["pipeswitch_job_step", "j", "running"] == 7
     assert found["pipeswitch_job_suspensions_total", "j"] == 2
     assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
+    shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
+    assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
     assert told(metrics) == {}
 
 

@@ -67,7 +67,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "gateway": "client errors frontend ipc programs roles shares units wire",
     "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
     "sandbox scheduler simulator units watchdog wire",
-    "demo": "__init__ cli client errors job machine programs programs/build testing",
+    "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",

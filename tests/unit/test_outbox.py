@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeswitch.frontend.clients import Client, Outgoing
 from pipeswitch.frontend.outbox import SLOW_CLIENT_MS, Outbox
 from pipeswitch.roles import OWNER
@@ -22,37 +20,47 @@ class FullPeer:
         pass
 
 
-def rig(budget_bytes: int = 100) -> tuple[Outbox, FullPeer, Client, list[str], Any]:
-    outbox, peer, said = Outbox(budget_bytes), FullPeer(), list[str]()
-    client = Client(peer=peer, standing=OWNER)
+class Rig:
+    """An outbox with one client, and a clock."""
 
-    def send(now_ms: float = 0.0) -> bool:
-        outgoing = Outgoing(
-            frames=[b"x" * 40],
-            since_ms=now_ms,
-            on_sent=lambda: said.append("sent"),
-            on_lost=lambda: said.append("lost"),
-        )
-        return outbox.send(client, outgoing, now_ms)
+    def __init__(self) -> None:
+        self.now_ms, self.peer, self.said = 0.0, FullPeer(), list[bool]()
+        self.client = Client(peer=self.peer, standing=OWNER)
+        self.dropped: list[Client] = []
+        self.outbox = Outbox(100, lambda: self.now_ms, self.dropped.append)
 
-    return outbox, peer, client, said, send
+    def send(self) -> None:
+        self.outbox.send(self.client, Outgoing(frames=[b"x" * 40], on_end=self.said.append))
+
+    @property
+    def state(self) -> tuple[bool, int, list[bool]]:
+        return bool(self.outbox.backlogged), self.client.unsent_bytes, self.said
 
 
 def test_what_does_not_leave_waits_in_order_and_leaves_when_it_is_read() -> None:
-    outbox, peer, client, said, send = rig()
-    assert [send(), send()] == [True, True]
-    assert (bool(outbox.backlogged), client.unsent_bytes, said) == (True, 80, [])
-    peer.is_full = False
-    assert outbox.sweep(1.0) == []
-    assert (bool(outbox.backlogged), client.unsent_bytes, said) == (False, 0, ["sent", "sent"])
+    rig = Rig()
+    rig.send()
+    rig.send()
+    assert rig.state == (True, 80, [])
+    rig.peer.is_full = False
+    rig.outbox.sweep()
+    assert (rig.state, rig.dropped) == ((False, 0, [True, True]), [])
 
 
 def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_lost() -> None:
-    outbox, _, client, said, send = rig()
-    assert [send(), send(), send()] == [True, True, False]
-    outbox.drop(client)
-    assert (bool(outbox.backlogged), client.unsent_bytes, said) == (False, 0, ["lost"] * 3)
-    outbox, _, client, said, send = rig()
-    assert send(0.0)
-    assert outbox.sweep(SLOW_CLIENT_MS) == []
-    assert outbox.sweep(SLOW_CLIENT_MS + 1) == [client]
+    rig = Rig()
+    rig.send()
+    rig.send()
+    assert not rig.dropped
+    rig.send()
+    assert rig.dropped == [rig.client]
+    rig.outbox.forget(rig.client)
+    assert rig.state == (False, 0, [False] * 3)
+    rig = Rig()
+    rig.send()
+    rig.now_ms = SLOW_CLIENT_MS
+    rig.outbox.sweep()
+    assert not rig.dropped
+    rig.now_ms += 1
+    rig.outbox.sweep()
+    assert rig.dropped == [rig.client]

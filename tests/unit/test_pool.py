@@ -61,12 +61,12 @@ def test_inputs_lie_in_their_room_and_every_mapping_shows_them() -> None:
     mask = CheckedInput(
         name="mask", dtype="bool", shape=(2,), frame=0, offset_bytes=0, size_bytes=2
     )
-    placed = room.place((x, mask))
+    placed = room.place((mask, x))
     assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in placed] == [
-        ("x", "int8", (3,)),
         ("mask", "bool", (2,)),
+        ("x", "int8", (3,)),
     ]
-    pool.fill(placed, [memoryview(b"abc"), b"de"])
+    pool.fill(placed, [b"de", memoryview(b"abc")])
     with mmap.mmap(descriptor, 0) as workers:
         at = room.input_offset_bytes
         for mapping in (workers, pool.memory):
@@ -85,9 +85,9 @@ def test_pages_of_a_request_hold_nothing_of_the_one_before() -> None:
         CheckedInput(
             name=name, dtype="int8", shape=(size,), frame=i, offset_bytes=at, size_bytes=size
         )
-        for i, (name, at, size) in enumerate([("x", 64, PAGE + 6), ("empty", 0, 0), ("m", 0, 2)])
+        for i, (name, at, size) in enumerate([("empty", 0, 0), ("m", 0, 2), ("x", 64, PAGE + 6)])
     ]
-    pool.fill(room.place(inputs), [b"x" * (PAGE + 6), b"", b"mm"])
+    pool.fill(room.place(inputs), [b"", b"mm", b"x" * (PAGE + 6)])
     at = room.input_offset_bytes
     expected = b"mm" + bytes(62) + b"x" * (PAGE + 6) + bytes(PAGE - 70)
     assert pool.memory[at : at + 2 * PAGE] == expected
@@ -165,7 +165,7 @@ def test_releasing_a_reply_twice_gives_nobody_a_larger_share(pool: RequestPool) 
     release(pool, first)
     with pytest.raises(KeyError):
         pool.release_reply(first)
-    assert pool.held_bytes("a") == 2 * PAGE
+    assert pool._shares.of("a") == 2 * PAGE
     release(pool, second)
     assert pool.is_empty
 
@@ -197,12 +197,12 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
             try:
                 whole.append(pool.reserve(what, number, reply_bytes))
             except QueueFull:
-                is_over = pool.held_bytes(what) + number + reply_bytes > SHARE_BYTES
+                is_over = pool._shares.of(what) + number + reply_bytes > SHARE_BYTES
                 assert is_over or not pool.is_empty
         pool.check()
         for holder in "abc":
             held = [room.held_bytes for room in (*whole, *halves) if room.holder == holder]
-            assert pool.held_bytes(holder) == sum(held)
+            assert pool._shares.of(holder) == sum(held)
     for room in whole:
         pool.release_inputs(room)
     for room in (*whole, *halves):

@@ -33,7 +33,7 @@ def pool() -> Iterator[RequestPool]:
 
 @pytest.fixture
 def requests(pool: RequestPool) -> Requests:
-    return Requests(pool, now_ms=lambda: 5.0)
+    return Requests(pool)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def ended(requests: Requests, pending: Pending, answer: Answer) -> Outgoing:
 
 
 def sent(outgoing: Outgoing) -> None:
-    outgoing.on_sent()
-    outgoing.on_released()
+    if outgoing.on_end is not None:
+        outgoing.on_end(True)
 
 
 def test_a_request_is_owed_its_answer_until_it_has_one(requests: Requests, client: Client) -> None:
@@ -94,7 +94,7 @@ def test_its_inputs_are_free_at_its_end_and_its_reply_when_that_has_left(
 ) -> None:
     pending = infer(requests, client, size=LARGE_BYTES)
     outgoing = ended(requests, pending, output(pending, LARGE_BYTES))
-    assert outgoing.size_bytes > LARGE_BYTES
+    assert sum(map(len, outgoing.frames)) > LARGE_BYTES
     assert pool.as_dict()["pool_slabs"] == 1
     sent(outgoing)
     assert pool.is_empty
@@ -105,8 +105,7 @@ def test_a_message_that_is_lost_is_undeliverable_and_keeps_nothing(
 ) -> None:
     pending = infer(requests, client)
     outgoing = ended(requests, pending, output(pending))
-    outgoing.on_lost()
-    outgoing.on_released()
+    outgoing.on_end(False)
     assert (requests.counts.undeliverable, requests.counts.in_flight) == (1, 0)
     assert pool.is_empty
 

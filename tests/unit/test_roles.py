@@ -39,7 +39,7 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
     config = load(flags={"server": {"state_dir": str(tmp_path)}}, environ={})
     made = Frontend(config, descriptor, lambda event: None)
     yield made
-    made._pool.close()
+    made.pool.close()
     os.close(descriptor)
 
 
@@ -145,8 +145,8 @@ def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> No
 
 
 def tcp_roles(text: str | None) -> tuple[str, ...]:
-    flags = {param.name: None for param in serve.params} | {"allow_code": (), "device": ()}
-    tree = _flag_tree({**flags, "tcp_roles": text})
+    assert "server__tcp_roles" in [param.name for param in serve.params]
+    tree = _flag_tree({"server__tcp_roles": text, "server__allow_code": ()})
     config: Config = load(flags=tree, environ={})
     return config.server.tcp_roles
 

@@ -2281,6 +2281,37 @@ def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: 
     assert versions.served("net").shares == {}
 
 
+def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    rig.job_ends(job, "done")
+    versions = rig.scheduler.versions
+    assert rig.error(rig.ask(ev.RollbackAsked, model="net", version=1, share=50)) is None
+    lineage = versions.served("net").born
+
+    def answers(count: int) -> list[str]:
+        """Of which version each was, to requests that name none."""
+        tokens = [rig.infer("net@2", lineage=lineage) for _ in range(count)]
+        of = []
+        while rig.state.current is not None:
+            of.append(rig.state.current.model)
+            if rig.state.replicas[of[-1]].is_being_sent:
+                rig.arrived(of[-1])
+            rig.done()
+        assert [rig.error(token) for token in tokens] == count * [None]
+        return sorted(of)
+
+    assert answers(10) == 5 * ["net"] + 5 * ["net@2"]
+    tokens = [rig.infer("net") for _ in range(3)]
+    for _ in tokens:
+        rig.worker_restarts(rig.state.current.slot)
+    assert isinstance(rig.error(rig.infer("net")), ModelQuarantined)
+    answers(0)  # what was dispatched before may still end
+    assert answers(10) == 10 * ["net@2"]
+    assert [versions.share(model) for model in versions.all_of("net")] == [50, 50]
+
+
 def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
     job = net_and_job(rig)
     rig.job_ends(job, "done")

@@ -1,0 +1,236 @@
+"""Inference requests: from a message to the pool and the scheduler, whoever made their inputs.
+
+The models are those that the scheduler announced. A small payload is copied into the pool at once,
+a large one by another thread, and its request goes on when that is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from .. import failpoints
+from ..errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
+from ..failpoints import reach
+from ..ipc.messages import ModelName
+from ..lane import Lane
+from ..roles import URGENT_PRIORITY, Role
+from ..scheduler.events import (
+    Announce,
+    Answer,
+    Event,
+    InferArrived,
+    PrefetchHint,
+    Prepared,
+    TakeResult,
+)
+from ..scheduler.models.versions import split_name
+from ..wire.frames import VERSION, RequestHeader, WireTensor
+from . import admission
+from .admission import Admitted, Body
+from .clients import Client
+from .request_pool import RequestPool
+from .requests import Pending, Requests
+
+INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
+MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+
+
+class Inference:
+    """Used by the loop's thread."""
+
+    def __init__(
+        self,
+        pool: RequestPool,
+        requests: Requests,
+        *,
+        take: Callable[[Event], None],
+        answer: Callable[[Answer], None],
+        call_soon: Callable[[Callable[[], None]], None],
+        now_ms: Callable[[], float],
+        max_bytes: int,
+        deadline_ms: float | None,
+    ) -> None:
+        """
+        Args:
+            take: takes an event for the scheduler.
+            answer: ends a request.
+            call_soon: has the loop's thread call, from any other.
+            max_bytes: of all inputs of a request.
+            deadline_ms: of requests that name none.
+        """
+        self._pool = pool
+        self._requests = requests
+        self._take, self._answer, self._call_soon = take, answer, call_soon
+        self._now_ms = now_ms
+        self._max_bytes = max_bytes
+        self._deadline_ms = deadline_ms
+        self.copier = Lane("pipeswitch-copy")
+        self.models: dict[str, Announce] = {}  # the current versions
+        self._versions: dict[tuple[str, int], Announce] = {}  # all of them
+        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+
+    def announce(self, announced: Announce) -> None:
+        """A model is there, or another one is current."""
+        self._fitting.clear()
+        base = announced.base or announced.model
+        self._versions[base, announced.version] = announced
+        if announced.is_current:
+            self.models[base] = announced
+
+    def retract(self, model: ModelName) -> None:
+        """It is gone."""
+        self._versions = {k: one for k, one in self._versions.items() if one.model != model}
+        self.models = {k: one for k, one in self.models.items() if one.model != model}
+
+    def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        """One request."""
+        arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
+        if header.body:
+            body = Body("infer", header.body)
+            version = body.count("version", 0)
+            caller = admission.tenant_of(body, caller)
+            body.done()
+        announced = self.models.get(header.model)
+        if announced is None:
+            raise admission.model_not_found(header.model, self.models)
+        if version:
+            announced = admission.find_version(header.model, version, self._versions)
+        admitted = self._admit(header, [*map(len, tensors)], announced)
+        priority, deadline_ms = announced.priority, header.deadline_ms
+        if header.priority:
+            if header.priority == URGENT_PRIORITY:
+                client.standing.require(Role.URGENT, "priority high")
+            priority = admission.priority_number(header.priority, priority)
+        if deadline_ms is None:
+            deadline_ms = self._deadline_ms
+        if deadline_ms is not None:
+            deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+        room = self._pool.reserve(
+            caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+        )
+        payload = [tensors[item.frame] for item in admitted.inputs]
+        pending = self._requests.accept(client, header, room)
+        if failpoints.is_on:
+            reach("frontend.accepted")
+        event = InferArrived(
+            token=pending.token,
+            request_id=header.id,
+            model=announced.model,
+            digest=announced.manifest.digest,
+            priority=priority,
+            deadline_at_ms=deadline_ms,
+            inputs=room.place(admitted.inputs),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+            caller=caller,
+            tenant=room.tenant,
+            lineage=0 if version else announced.lineage,
+            arrived_at_ms=arrived_at_ms,
+        )
+        if admitted.input_bytes <= INLINE_COPY_BYTES:
+            self._pool.fill(event.inputs, payload, event.tenant)
+            self._take(event)
+        else:
+            pending.is_copying = True
+            self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
+            copied = functools.partial(self._copied, pending, event)
+            self.copier.put(functools.partial(self._copy, event, payload, event.tenant, copied))
+
+    def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
+        """A hint; it has no answer."""
+        if header.model in self.models:
+            self._take(PrefetchHint(model=ModelName(header.model)))
+
+    def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
+        """As ``check_infer``, which answers the same to the same."""
+        key = (announced.model, announced.stage is None, header.inputs, *sizes)
+        admitted = self._fitting.get(key)
+        if admitted is None:
+            admitted = admission.check_infer(header, sizes, announced, self._max_bytes)
+            if len(self._fitting) >= MAX_FITTING:
+                self._fitting.clear()
+            self._fitting[key] = admitted
+        return admitted
+
+    def _copy(
+        self, event: InferArrived | Prepared, payload: Sequence[Any], tenant: str,
+        then: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """On the copier's thread: a large payload into the pool."""
+        self._pool.fill(event.inputs, payload, tenant)
+        self._call_soon(then)
+
+    def _copied(self, pending: Pending, event: InferArrived) -> None:
+        """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
+        pending.is_copying = False
+        reach("frontend.copied")
+        if pending.is_cancelled:
+            error = Cancelled(f"request {pending.request_id} was taken back")
+            self._answer(Answer(token=pending.token, error=error))
+        else:
+            self._take(event)
+
+    # ---- inputs that a function made -----------------------------------------------------------
+
+    def take_result(self, command: TakeResult, memory: memoryview) -> None:
+        """Into the pool, in place of what came, if the model takes it; then ``Prepared``.
+
+        ``memory``: of the slot, whose process waits meanwhile.
+        """
+        pending = self._requests.find(command.token)
+        prepared = Prepared(token=command.token, slot=command.slot)
+        if pending is None:
+            self._take(prepared)
+            return
+        try:
+            tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
+            admitted, announced = self._admit_result(command, [len(one) for one in tensors])
+            holder = pending.room.holder if pending.room is not None else ""
+            self._requests.clear(pending)  # it holds its share no longer
+            room = pending.room = self._pool.reserve(
+                holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+            )
+        except PipeSwitchError as error:
+            self._take(msgspec.structs.replace(prepared, error=error))
+            return
+        prepared = msgspec.structs.replace(
+            prepared,
+            inputs=room.place(admitted.inputs),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+            digest=announced.manifest.digest,
+        )
+        payload = [tensors[item.frame] for item in admitted.inputs]
+        taken = functools.partial(self._take, prepared)
+        if admitted.input_bytes <= INLINE_COPY_BYTES:
+            self._pool.fill(prepared.inputs, payload, room.tenant)
+            taken()
+        else:
+            self.copier.put(functools.partial(self._copy, prepared, payload, room.tenant, taken))
+
+    def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+        """Whether a model takes what its function returned.
+
+        Raises:
+            TaskFailed: it does not; with both signatures, and the function.
+            InvalidInput: it left meanwhile.
+        """
+        announced = admission.find_version(*split_name(command.model), self._versions)
+        announced = msgspec.structs.replace(announced, stage=None)
+        inputs = tuple(
+            WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
+            for number, one in enumerate(command.outputs)
+        )
+        header = RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
+        try:
+            return self._admit(header, sizes, announced), announced
+        except InvalidInput as error:
+            raise TaskFailed(
+                f"preprocess {command.function} returned what its model does not take: "
+                f"{error.message}",
+                hint=error.hint,
+            ) from None
