@@ -71,7 +71,7 @@ fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in ou
 model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
 	$(BIN)/python -m tests.model --all --processes 2 --out out/model.json
 
-models: $(STAMP)  ## Ninety models from torchvision, transformers and others: served to the bit, or why not; goes on where it was cut short.
+models: $(STAMP)  ## 144 models from torchvision, transformers and others: served to the bit, or why not; goes on where it was cut short.
 	$(BIN)/python -m tests.models --rows out/models --out out/models.json
 
 reliability: $(STAMP)  ## The long tests of reliability one after the other, then whether docs/reliability.md still says so; an hour.

@@ -90,7 +90,7 @@ def api() -> str:
         f"## ps.Timing\n\n{_text(ps.Timing)} [python.md](python.md#the-bill) lists the fields.",
         "## job\n\n`from pipeswitch import job`; [jobs.md](jobs.md).",
         *(_function(f"job.{name}", getattr(job, name))
-          for name in ("epochs", "steps", "shared", "log", "publish")),
+          for name in ("epochs", "steps", "trainer", "shared", "log", "publish")),
     ]  # fmt: skip
     return _page("Every method", API, *parts)
 

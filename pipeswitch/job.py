@@ -30,7 +30,9 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from .errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
+_Trainer = TypeVar("_Trainer")
+LIBRARIES: Final = {
+    "transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"
+}  # fmt: skip
 
 device: str  # where the model belongs: "cpu", "cuda:0"
 step: int  # bodies finished so far, over all epochs and loops; survives preemption and restarts
@@ -72,6 +78,7 @@ class Session(Protocol):
         extra_state: Any,
         name: str | None,
     ) -> Iterator[_Batch]: ...
+    def trainer(self, trainer: Any, library: str) -> None: ...
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]: ...
     def log(self, values: Mapping[str, Any]) -> None: ...
     def publish(self, name: str, part: str) -> None: ...
@@ -113,6 +120,28 @@ def steps(
         scheduler=scheduler,
         extra_state=extra_state,
         name=name,
+    )
+
+
+def trainer(trainer: _Trainer) -> _Trainer:
+    """Let the loop of a ``transformers.Trainer`` or ``lightning.Trainer`` be the job's.
+
+    ``trainer = job.trainer(Trainer(...))``, then ``train()`` or ``fit()`` as ever. It returns the
+    trainer that it was given; run by hand it does nothing else.
+
+    Raises:
+        InvalidInput: it is neither, or (from its loop) trains in a way that cannot be resumed.
+    """
+    for kind in type(trainer).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if kind.__name__ == "Trainer" and library in LIBRARIES:
+            _session.trainer(trainer, LIBRARIES[library])
+            return trainer
+    given = trainer.__name__ if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+    raise InvalidInput(
+        f"job.trainer: {given} is no Trainer of transformers or Lightning",
+        hint="give it the Trainer, made: job.trainer(Trainer(...)); in a loop of your own wrap the "
+        "loader: for batch in job.steps(loader, model=model, optimizer=optimizer)",
     )
 
 
@@ -202,6 +231,9 @@ class _PlainSession:
             yield batch
             self.step += 1
             self.step_in_epoch += 1
+
+    def trainer(self, trainer: Any, library: str) -> None:
+        pass
 
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]:
         from .inputs.loader import SharedLoader

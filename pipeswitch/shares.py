@@ -45,7 +45,7 @@ class Shares:
 
     def refusal(self, holder: str, amount: int) -> QueueFull | None:
         """Why it may not take so much; what is larger than any share it may if nothing is held."""
-        if amount <= self.left(holder) or not self.held:
+        if not self.held or amount <= self.left(holder):
             return None
         return QueueFull(
             f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
@@ -54,17 +54,10 @@ class Shares:
             requested=amount,
         )
 
-    def check_room(self, holder: str, amount: int) -> None:
-        """
-        Raises:
-            QueueFull: see ``refusal``.
-        """
+    def take(self, holder: str, amount: int) -> None:
+        """Raises QueueFull: see ``refusal``."""
         if refusal := self.refusal(holder, amount):
             raise refusal
-
-    def take(self, holder: str, amount: int) -> None:
-        """Raises as ``check_room``."""
-        self.check_room(holder, amount)
         self.add(holder, amount)
 
     def add(self, holder: str, amount: int) -> None:
@@ -75,11 +68,8 @@ class Shares:
     def give(self, holder: str, amount: int) -> None:
         """It has them no more."""
         self.held -= amount
-        own = self._of.get(holder, 0) - amount
-        if own:
-            self._of[holder] = own
-        else:
-            self._of.pop(holder, None)
+        if rest := self._of.pop(holder, 0) - amount:
+            self._of[holder] = rest
 
     @contextmanager
     def holding(self, holder: str, amount: int) -> Iterator[None]:

@@ -185,7 +185,8 @@ class Worker:
             for environment in descriptors:
                 take_environment(environment)
             return
-        self._programs.take_files(message.model, descriptors)
+        if descriptors:
+            self._programs.take_files(message.model, descriptors)
         if self._settings.is_sandboxed and not self._is_confined:
             if not self._settings.separates_tenants:
                 warm_up()

@@ -68,35 +68,28 @@ def checked_plot(path: Path) -> str:
     return str(path)
 
 
-def _completing(ctx: click.Context) -> Any:
-    from ..client.client import Client
+def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Shell completion from a listing; silent when there is no server."""
 
-    given = ctx.find_root().params
-    key, server_key, host = given.get("key"), given.get("server_key"), given.get("host")
-    address = full_address(host) if host else None
-    return Client(address, timeout_s=0.5, key=key, server_key=server_key)
+    def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+        from ..client.client import Client
 
+        given = ctx.find_root().params
+        host = given.get("host")
+        keys: Any = {name: given.get(name) for name in ("key", "server_key")}
+        try:
+            with Client(full_address(host) if host else None, timeout_s=0.5, **keys) as client:
+                rows = getattr(client, verb)()
+        except PipeSwitchError:
+            return []
+        return [row["name"] for row in rows if row["name"].startswith(incomplete)]
 
-def _model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Shell completion; silent when there is no server."""
-    try:
-        with _completing(ctx) as client:
-            return [r["name"] for r in client.models() if r["name"].startswith(incomplete)]
-    except PipeSwitchError:
-        return []
-
-
-def _job_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    try:
-        with _completing(ctx) as client:
-            return [r["name"] for r in client.jobs() if r["name"].startswith(incomplete)]
-    except PipeSwitchError:
-        return []
+    return complete
 
 
-name_argument = click.argument("name", shell_complete=_model_names)
-names_argument = click.argument("names", nargs=-1, shell_complete=_model_names)
-job_argument = click.argument("name", shell_complete=_job_names)
+name_argument = click.argument("name", shell_complete=_names_of("models"))
+names_argument = click.argument("names", nargs=-1, shell_complete=_names_of("models"))
+job_argument = click.argument("name", shell_complete=_names_of("jobs"))
 
 
 def listing(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -25,6 +25,8 @@ from .common import (
     print_done,
     watch_option,
 )
+
+FIRST_LOOK_S: Final = 1.0
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -74,6 +76,9 @@ def train(
                 f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}",
                 as_json,
             )
+        for task in tasks:
+            with contextlib.suppress(TimeoutError):
+                task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
 
 
 @click.group(invoke_without_command=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -27,9 +28,11 @@ from .common import (
     watch_option,
 )
 
-CONVERT: Final = (
-    "import sys; from pipeswitch.programs.build.pt2 import convert_pt2; convert_pt2(*sys.argv[1:])"
-)
+CONVERT: Final = """\
+import json, sys
+from pipeswitch.programs.build.files import convert
+print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
+"""
 
 
 @click.command()
@@ -39,9 +42,15 @@ CONVERT: Final = (
               help="Make the job's newest commit the model's next version.")  # fmt: skip
 @click.option("--part", default="", metavar="NAME",
               help="With --from-job: the part of the job, if several fit the model.")  # fmt: skip
-@click.option("--weights", default="", help="FILE.safetensors, pretrained or random:SEED.")
+@click.option(
+    "--weights",
+    default="",
+    help="FILE.safetensors, FILE.pt (a state dict), pretrained or random:SEED.",
+)
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
               help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
+@click.option("--example", type=click.Path(exists=True, dir_okay=False), metavar="FILE.npz",
+              help="For package.module:factory: values of its inputs, by their names.")  # fmt: skip
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
 @click.option("--pin", is_flag=True, help="Keep it on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
@@ -64,6 +73,7 @@ def register(
     part: str,
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
+    example: str | None,
     batch: int | None,
     batch_delay: str,
     as_json: bool,
@@ -71,8 +81,9 @@ def register(
 ) -> None:
     """Make a model servable.
 
-    SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2 or
-    package.module:factory; or --from-job names the job that trained a registered one.
+    SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2, FILE.pt (of
+    TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
+    a registered one.
     """
     if bool(source) == bool(from_job):
         raise click.UsageError("give SOURCE, or --from-job JOB[@STEP]")
@@ -81,25 +92,43 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
+    from ..client.client import FILES
+
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw")
+    options["example_inputs"] = _arrays(example) if example else None
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
-        if source.endswith(".pt2"):
-            source = _converted(source, stack)
+        notes: list[str] = []
+        if source.endswith(FILES):
+            source, notes = _converted(source, signature, stack)
+            signature = {}
         client = stack.enter_context(connected())
         row = client.register(name, source, inputs=signature, progress=report, **options)
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""
-    notes = "".join(f"\n  {note}" for note in row["notes"])
+    row["notes"] = [*notes, *row["notes"]]
+    notes_text = "".join(f"\n  {note}" for note in row["notes"])
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
-        notes += "\n  the last bits of an answer depend on the batch that computes it"
-    text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
+        notes_text += "\n  the last bits of an answer depend on the batch that computes it"
+    text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
     print_done(row, text, as_json)
+
+
+def _arrays(path: str) -> dict[str, Any]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(
+            f"{path}: {error}; numpy.savez(FILE, x=x) writes one", param_hint="--example"
+        ) from None
 
 
 def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
@@ -125,19 +154,21 @@ def _signature(texts: tuple[str, ...], option: str) -> dict[str, tuple[list[int]
     return found
 
 
-def _converted(source: str, stack: contextlib.ExitStack) -> str:
-    """A .pt2 file as a bundle; torch.export.load is torch's, so a child does it."""
+def _converted(
+    source: str, signature: dict[str, Any], stack: contextlib.ExitStack
+) -> tuple[str, list[str]]:
+    """A file of torch's as a bundle, with notes; its loaders are torch's, so a child does it."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
     bundle = str(Path(folder, "program.bundle"))
-    command = [sys.executable, "-P", "-c", CONVERT, source, bundle]
+    command = [sys.executable, "-P", "-c", CONVERT, source, bundle, json.dumps(signature)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         reason = lines[-1].removeprefix(f"{RegistrationRefused.__module__}.RegistrationRefused: ")
         raise RegistrationRefused(source, reason.removeprefix(f"{source}: "))
-    return bundle
+    return bundle, json.loads(child.stdout.splitlines()[-1])
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:

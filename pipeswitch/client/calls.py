@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -78,13 +77,12 @@ def as_wait_s(timeout_s: float | None) -> float | None:
     return seconds if seconds <= MAX_WAIT_S else None
 
 
-@dataclass(kw_only=True, eq=False)
-class _Call:
+class Call(msgspec.Struct, kw_only=True, eq=False):
     header: dict[str, Any]  # RequestHeader's fields but the session
     frames: Sequence[Any]
     is_safe: bool
     future: Any  # of ``Calls._new_future``
-    convert: Callable[[Reply], Any]
+    convert: Callable[[Reply], Any] | None
     on_progress: Callable[[dict[str, Any]], None] | None
     is_sent: bool = False
     tries: int = 0
@@ -107,7 +105,7 @@ class Calls:
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
         self.address = address
         self._watcher = watcher
-        self._calls: dict[str, _Call] = {}  # by request id, oldest first
+        self._calls: dict[str, Call] = {}  # by request id, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
@@ -140,23 +138,25 @@ class Calls:
         deadline_ms: float | None = None,
         priority: str = "",
         is_safe: bool = False,
-        convert: Callable[[Reply], Any] = lambda reply: reply,
+        convert: Callable[[Reply], Any] | None = None,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
-    ) -> _Call:
+        future: Any = None,
+    ) -> Call:
         """A call that is not sent yet.
 
         Args:
             is_safe: sending it twice does the same as sending it once.
-            convert: makes the future's value of the final reply.
+            convert: makes the future's value of the final reply; None: it is the value.
             on_progress: called with each progress reply's body.
+            future: None: a new one.
         """
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
-        return _Call(
+        return Call(
             header=header,
             frames=frames,
             is_safe=is_safe,
-            future=self._new_future(header["id"]),
+            future=self._new_future(header["id"]) if future is None else future,
             convert=convert,
             on_progress=on_progress,
         )
@@ -169,7 +169,7 @@ class Calls:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: Call) -> None:
         if call.future.cancelled():
             return
         self._calls[call.header["id"]] = call
@@ -179,7 +179,7 @@ class Calls:
         elif self._link.session:
             self._send(self._link, call)
 
-    def _send(self, link: AnyLink, call: _Call) -> None:
+    def _send(self, link: AnyLink, call: Call) -> None:
         """Not a frame that the server cuts the connection at, and with it all that is under way."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
@@ -208,14 +208,15 @@ class Calls:
             header = self._header("cancel", "", {"id": request_id})
             self._transmit(self._link, header, ())
 
-    def _fail(self, call: _Call, error: PipeSwitchError) -> None:
+    def _fail(self, call: Call, error: PipeSwitchError) -> None:
         self._calls.pop(call.header["id"], None)
         error.request_id = call.header["id"]
         with contextlib.suppress(InvalidStateError):
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
 
-    def _fail_all(self, make: Callable[[], PipeSwitchError]) -> None:
+    def _fail_all(self, make: Callable[[], PipeSwitchError], linger_ms: int = 0) -> None:
+        self._shut(linger_ms)  # the link ends with them
         for call in list(self._calls.values()):
             self._fail(call, make())
 
@@ -249,16 +250,15 @@ class Calls:
             link.detach(self._watcher)
             link.close(linger_ms)
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[..., None], *args: Any) -> None:
         """Whatever goes wrong here ends the calls with an error.
 
         A thread that ended instead would leave them, and all later ones, waiting for ever.
         """
         try:
-            action()
+            action(*args)
         except Exception as error:
             logger.exception("client=%s failed", self.address)
-            self._shut()
             reason = f"the connection to {self.address} failed: {type(error).__name__}: {error}"
             self._fail_all(lambda: PipeSwitchError(reason))
 
@@ -293,7 +293,6 @@ class Calls:
         self._open()
 
     def _unavailable(self) -> None:
-        self._shut()
         self._fail_all(lambda: no_server(self.address))
 
     # ---- what arrives ----------------------------------------------------------------------------
@@ -312,7 +311,6 @@ class Calls:
                     return
         except RemoteProtocolError as error:
             refusal = self._explained(error)
-            self._shut()
             self._fail_all(lambda: refusal)
         except EOFError:
             self._broken()
@@ -320,7 +318,6 @@ class Calls:
     def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
         if header.error is not None:
             refusal = _error(header)
-            self._shut()
             self._fail_all(lambda: refusal)
             return
         link.session, link.facts = header.session, header.body
@@ -346,11 +343,12 @@ class Calls:
         if not call.future.set_running_or_notify_cancel():
             return
         try:
-            call.future.set_result(call.convert(_reply(header, frames)))
+            reply = _reply(header, frames)
+            call.future.set_result(reply if call.convert is None else call.convert(reply))
         except Exception as error:  # a bad reply, or the caller's own convert
             call.future.set_exception(error)
 
-    def _progressed(self, call: _Call, body: dict[str, Any]) -> None:
+    def _progressed(self, call: Call, body: dict[str, Any]) -> None:
         """Tell the caller; an error of its callback is its answer, and no one else's."""
         call.tries = 0
         try:

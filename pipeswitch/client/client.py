@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +36,16 @@ LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event
 
 Inputs = Mapping[str, Any]
 """``{name: (shape, dtype)}``, and what nests around such pairs."""
+FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
+PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
+_NO_PROGRAMS: Final = {
+    ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
+    "example_inputs=(x,))",
+    ".safetensors": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+    ".ckpt": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+}
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
@@ -162,7 +174,7 @@ class Client(Verbs):
             "priority": priority or "",
             "body": {"version": version} if version else None,
             "is_safe": True,
-            "convert": lambda reply: from_reply(model, reply, wants_torch),
+            "convert": partial(from_reply, model, wants_torch),
         }
 
     def prefetch(self, model: str) -> None:
@@ -199,16 +211,21 @@ class Client(Verbs):
         Args:
             name: what requests will call it.
             source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``, a ``.bundle`` or ``.pt2`` file of
-                this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
-                which is exported here and sent as graph and safetensors.
-            weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
+                this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
+                ``example_inputs``; ``package.module:factory`` (of the server's), or an
+                ``nn.Module``, which is exported here and sent as graph and safetensors.
+            weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
+                what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes, nested as it is.
+            example_inputs: for a module: what its ``forward`` takes, nested as it is. For
+                ``package.module:factory`` the same by name; values are not made up then.
             dynamic: for a module: the dimensions beside the batch that requests choose, and their
                 ranges: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
                 ranges with equal extents in the example are one dimension; a name sets one apart:
-                ``("source", 1, 512)``.
+                ``("source", 1, 512)``. ``"cache.*.k"`` is each input of such a name. Torch's own
+                form will do too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the
+                inputs' order.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
@@ -242,7 +259,16 @@ class Client(Verbs):
                 )
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
             notes: list[str] = []
-            source = self._as_source(source, example_inputs, options, progress, stack, notes)
+            source = self._as_source(
+                source, signature, example_inputs, options, progress, stack, notes
+            )
+            example = ""
+            if example_inputs is not None and ":" in source and not source.startswith("put:"):
+                takes, signature, example = self._example(
+                    example_inputs, takes, signature, _folder(stack)
+                )
+            if weights.endswith(PICKLED) and os.path.isfile(weights):
+                weights = _as_safetensors(weights, _folder(stack))
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
         future = self._connection.request(
@@ -253,6 +279,7 @@ class Client(Verbs):
                 "weights": weights,
                 "inputs": signature,
                 **({} if takes is None else {"takes": takes}),
+                **({"example": example} if example else {}),
                 "priority": priority,
                 "pin": pin,
                 "max_batch": max_batch,
@@ -267,9 +294,30 @@ class Client(Verbs):
         row: dict[str, Any] = future.result().body
         return {**row, "notes": [*notes, *row.get("notes", ())]}
 
+    def _example(
+        self, given: Any, takes: Tree, signature: dict[str, list[Any]], folder: Path
+    ) -> tuple[Tree, dict[str, list[Any]], str]:
+        """Values of a named model's inputs, as an upload; they say how its arguments nest."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        if not isinstance(given, Mapping):
+            raise InvalidInput(
+                "example_inputs of a named model are by its arguments' names",
+                hint='example_inputs={"x": x}',
+            )
+        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
+        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        save_file(arrays, folder / "example.safetensors")
+        if not signature:
+            signature = {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()}
+            takes = tree if list(arrays) != list(given) else None
+        return takes, signature, self.upload(folder / "example.safetensors", "safetensors")
+
     def _as_source(
         self,
         source: Any,
+        signature: Mapping[str, Any],
         example_inputs: Any,
         options: Mapping[str, Any],
         progress: Progress | None,
@@ -277,19 +325,22 @@ class Client(Verbs):
         notes: list[str],
     ) -> str:
         """What the server is told; files and modules become uploads first, with ``notes``."""
+        options = {key: value for key, value in options.items() if value is not None}
         if not isinstance(source, str | os.PathLike):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            return self._export(source, example_inputs, options, Path(folder), progress, notes)
+            return self._export(source, example_inputs, options, _folder(stack), progress, notes)
         text = os.fspath(source)
-        if text.endswith(".pt2"):
+        suffix = os.path.splitext(text)[1]
+        if suffix in _NO_PROGRAMS:
+            hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
+            raise InvalidInput(f"{text!r} is no program", hint=hint)
+        if suffix in FILES:
             if not os.path.isfile(text):
                 raise InvalidInput(f"no file {text!r}")
-            from ..programs.build.pt2 import convert_pt2
+            from ..programs.build.files import convert
 
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            bundle = Path(folder, "program.bundle")
+            bundle = _folder(stack) / "program.bundle"
             _report(progress, "export", 0.0)
-            notes += convert_pt2(text, bundle)["notes"]
+            notes += convert(text, bundle, signature, example_inputs, **options)["notes"]
             return self.upload(bundle, "bundle", progress)
         if text.endswith(".bundle"):
             return self.upload(text, "bundle", progress)
@@ -313,8 +364,7 @@ class Client(Verbs):
 
         bundle = folder / "program.bundle"
         _report(progress, "export", 0.0)
-        given = {key: value for key, value in options.items() if value is not None}
-        notes += export_module_to_bundle(module, example_inputs, bundle, **given)["notes"]
+        notes += export_module_to_bundle(module, example_inputs, bundle, **options)["notes"]
         return self.upload(bundle, "bundle", progress)
 
     def upload(
@@ -380,9 +430,14 @@ class Client(Verbs):
             share: jobs of one group find each other's ``job.shared`` batches.
             devices: the server's devices that may train it, of one kind, by name or kind; none:
                 all of the first one's kind.
+
+        Raises:
+            InvalidInput: there is no such script, or it is no Python.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
+        if is_script:
+            _refuse_bad_syntax(text)
         body = {
             "name": name or job_name(text),
             "entry": os.path.abspath(text) if is_script else text,
@@ -452,8 +507,7 @@ class Task:
         Raises:
             InvalidInput: there is no such device, or the job is over.
         """
-        row: dict[str, Any] = self._client.job(self.name, "move", to=to)["job"]
-        return row
+        return self._row("move", to=to)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Block until the job is over; its last row.
@@ -464,8 +518,7 @@ class Task:
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
-        row: dict[str, Any] = future.result(wait_s).body["job"]
-        return row
+        return dict(future.result(wait_s).body["job"])
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
@@ -475,14 +528,10 @@ class Task:
             while True:
                 # Asked before reading: what is written before the end is read after it.
                 is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
-                while True:
-                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                for piece in self._pieces("logs", offset):
+                    offset = piece["offset_bytes"]
                     if piece["text"]:
                         yield piece["text"]
-                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
-                    offset = piece["offset_bytes"]
-                    if is_at_end:
-                        break
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
@@ -536,9 +585,9 @@ class Task:
         """Drop what is kept of it; it must be over."""
         return self._row("rm")
 
-    def _pieces(self, kind: str) -> Iterator[dict[str, Any]]:
-        """All of a file, from its start; from there again when another has taken its place."""
-        offset, digest = 0, None
+    def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """All of a file from there on; from its start again when another has taken its place."""
+        digest = None
         while True:
             piece = self._client.job(self.name, kind, offset_bytes=offset)
             if digest not in (None, piece.get("digest")):
@@ -550,12 +599,24 @@ class Task:
                 return
             offset = piece["offset_bytes"]
 
-    def _row(self, action: str) -> dict[str, Any]:
-        row: dict[str, Any] = self._client.job(self.name, action)["job"]
-        return row
+    def _row(self, action: str, **fields: Any) -> dict[str, Any]:
+        return dict(self._client.job(self.name, action, **fields)["job"])
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def _refuse_bad_syntax(path: str) -> None:
+    """Of a script that is there: it may be on the server's machine alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(Path(path).read_bytes(), path, "exec")
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        raise InvalidInput(f"{where}: {error.msg}", hint=(error.text or "").strip()) from None
+    except (OSError, ValueError):
+        return
 
 
 def job_name(entry: str) -> str:
@@ -563,6 +624,20 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _folder(stack: contextlib.ExitStack) -> Path:
+    """One that is gone with the stack."""
+    made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
+    return Path(stack.enter_context(made))
+
+
+def _as_safetensors(weights: str, folder: Path) -> str:
+    from ..programs.build.files import convert_weights
+
+    out = str(folder / "weights.safetensors")
+    convert_weights(weights, out)
+    return out
 
 
 def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 from ..errors import (
@@ -60,6 +61,34 @@ class _Answer(Future[Any]):
         if not self.done():
             self._check_thread()
         return super().exception(timeout)
+
+
+class _Own:
+    """What the thread that does the I/O waits for itself: no other one knows of it."""
+
+    is_done = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def cancelled(self) -> bool:
+        return False
+
+    def set_running_or_notify_cancel(self) -> bool:
+        return True
+
+    def set_result(self, value: Any) -> None:
+        self.value, self.is_done = value, True
+
+    def set_exception(self, error: BaseException) -> None:
+        self.error, self.is_done = error, True
+
+    def result(self) -> Any:
+        if self.error is None:
+            return self.value
+        try:
+            raise self.error
+        finally:
+            self.error = None  # its frames lead back here
 
 
 _BRING: Final = (
@@ -107,16 +136,14 @@ class Connection(Calls):
 
     # ---- any thread ----------------------------------------------------------------------------
 
-    def request(self, op: str, *, is_quiet: bool = False, **options: Any) -> Future[Any]:
+    def request(self, op: str, **options: Any) -> Future[Any]:
         """Send a request; its future gets ``convert(reply)`` or an error of errors.py.
 
-        Args:
-            is_quiet: no thread needs to be woken: the caller holds the role.
-            **options: of ``Calls._call``; the thread that does the I/O calls what is to be called.
+        ``options``: of ``Calls._call``; the thread that does the I/O calls what is to be called.
         """
         self._check_process()
         call = self._call(op, **options)
-        self._post(lambda: self._begin(call), is_quiet=is_quiet)
+        self._post(partial(self._begin, call))
         future: Future[Any] = call.future
         return future
 
@@ -132,15 +159,18 @@ class Connection(Calls):
             return self.request(op, **options).result()
         self._holder = threading.get_ident()
         try:
-            future = self.request(op, is_quiet=True, **options)
-            while not future.done() and not self._is_closing:
+            own = _Own()
+            self._posts.append(partial(self._begin, self._call(op, future=own, **options)))
+            while not own.is_done:
+                if self._is_closing:
+                    raise Cancelled("this client is closed")
                 self._guard(self._turn)
         finally:
             self._holder = 0
             self._role.release()
             if not self._is_idle or self._is_closing:
                 self._needed.set()  # others' calls are under way: back to the thread
-        return future.result()
+        return own.result()
 
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
@@ -186,13 +216,12 @@ class Connection(Calls):
             return
         self._thread.join()
 
-    def _post(self, action: Callable[[], None], *, is_quiet: bool = False) -> None:
+    def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closing:
                 raise Cancelled("this client is closed")
             self._posts.append(action)
-            if not is_quiet:
-                self._rouse()
+            self._rouse()
 
     def _rouse(self) -> None:
         """Wake the poller; without one, the I/O thread."""
@@ -223,8 +252,7 @@ class Connection(Calls):
             self._needed.wait()
             self._needed.clear()
         with self._holding():
-            self._fail_all(lambda: Cancelled("the client was closed"))
-            self._shut(CLOSE_FLUSH_MS)
+            self._fail_all(lambda: Cancelled("the client was closed"), CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
         if self._context is not None:
@@ -252,14 +280,14 @@ class Connection(Calls):
         anything is sent: a call must not go out on a connection that is known to be dead.
         """
         link = self._link
-        ready = dict(self._poller.poll(0 if self._posts else self._poll_ms()))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        if link is not None and link.has_arrived(ready):
-            self._receive(link)
-        if self._link is link and link is not None and link.has_news(ready):
-            self._watch(link)
-        link = self._link
+        if ready := dict(self._poller.poll(0 if self._posts else self._poll_ms())):
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if link is not None and link.has_arrived(ready):
+                self._receive(link)
+            if self._link is link and link is not None and link.has_news(ready):
+                self._watch(link)
+            link = self._link
         if link is not None and not link.session and time.monotonic() > link.hello_until_s:
             self._unavailable()
         elif link is None and self._waits_until_s and time.monotonic() > self._again_at_s:
@@ -314,5 +342,4 @@ class Connection(Calls):
                 return  # thrown away, its monitor too
 
     def _refused(self, text: str, hint: str) -> None:
-        self._shut()
         self._fail_all(lambda: PermissionDenied(f"{self.address}: {text}", hint=hint))

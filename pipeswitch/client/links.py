@@ -58,6 +58,7 @@ class StreamLink(Link):
     stream: Stream
     may_share: bool
     _poller: Watcher | None = None
+    _number: int = -1  # the socket's
     _is_watched: bool = False  # by the poller, for writing
     _has_asked: bool = False
     _places: dict[str, dict[int, int]] = field(
@@ -95,18 +96,19 @@ class StreamLink(Link):
         return StreamLink(stream=stream, may_share=may_share, **hello)
 
     def attach(self, poller: Watcher) -> None:
-        self._poller = poller
-        poller.register(self.stream.fileno(), select.POLLIN)
+        self._poller, self._number = poller, self.stream.fileno()
+        poller.register(self._number, select.POLLIN)
 
     def detach(self, poller: Watcher) -> None:
-        poller.unregister(self.stream.fileno())
+        poller.unregister(self._number)
         self._poller = None
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         """``may_share``: the server takes its tensors out of the share."""
         table, inline = [], []
         places = self._places.get(request_id, {})  # staged
-        if may_share and self.may_share and not places:
+        has_large = may_share and max(map(len, parts)) >= SHARED_BYTES
+        if has_large and self.may_share and not places:
             self.stage(parts[2:], request_id)()
             places = self._places.get(request_id, {})
         for number, part in enumerate(parts[1:]):
@@ -147,18 +149,17 @@ class StreamLink(Link):
 
     def _flush(self) -> None:
         """What does not leave now leaves when the socket is writable."""
-        was_sending = self._is_watched
         try:
-            self.stream.flush()
+            is_sending = not self.stream.flush()
         except OSError:
             return  # it is gone: there is nothing more to read either, which says so
-        if self.stream.is_sending != was_sending and self._poller is not None:
-            events = select.POLLIN | (select.POLLOUT if self.stream.is_sending else 0)
-            self._poller.register(self.stream.fileno(), events)
-            self._is_watched = self.stream.is_sending
+        if is_sending != self._is_watched and self._poller is not None:
+            events = select.POLLIN | (select.POLLOUT if is_sending else 0)
+            self._poller.register(self._number, events)
+            self._is_watched = is_sending
 
     def has_arrived(self, ready: Container[Any]) -> bool:
-        return self.stream.fileno() in ready
+        return self._number in ready
 
     def messages(self) -> Iterator[Sequence[Any]]:
         """The parts of what has arrived; tensors of the share are copied out of it.
@@ -167,17 +168,16 @@ class StreamLink(Link):
             EOFError: the server is gone.
             RemoteProtocolError: it sent nonsense.
         """
-        if self.stream.is_sending:
+        if self._is_watched:
             self._flush()
         while True:
             for message in self.stream.receive(BURST_MESSAGES):
                 for descriptor in message.descriptors:
                     self._adopt(descriptor)
+                for number in message.shared:
+                    message.parts[number] = self._own(message.parts[number])
                 if message.parts:
-                    yield [
-                        self._own(part) if number in message.shared else part
-                        for number, part in enumerate(message.parts)
-                    ]
+                    yield message.parts
             if not self.stream.has_more:
                 return
 

@@ -7,31 +7,77 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from ..errors import Cancelled, no_server
-from .calls import AnyLink, Calls
+from .calls import AnyLink, Call, Calls, logger
 from .links import StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
 
-class _Answer(asyncio.Future[Any]):
+class Awaited(asyncio.Future[Any]):
     """A future as ``Calls`` ends it, of an event loop."""
 
-    def __init__(self, taken_back: Callable[[], None]) -> None:
-        super().__init__()
-        self._taken_back = taken_back
+    taken_back: Callable[[], None]
+    at_once: Callable[[Any], None] | None = None
+    """One of its callbacks, which goes first: in this turn of the loop, when there is a value."""
 
     def cancel(self, msg: Any = None) -> bool:
         is_cancelled = super().cancel(msg)
         if is_cancelled:
-            self._taken_back()
+            self.taken_back()
         return is_cancelled
+
+    def set_result(self, value: Any) -> None:
+        if self.at_once is not None:
+            self.remove_done_callback(self.at_once)
+        super().set_result(value)
+        if self.at_once is not None:
+            self.at_once(self)
 
     def set_running_or_notify_cancel(self) -> bool:
         return not self.done()
+
+
+class Prompt:
+    """A coroutine that begins with the first ``step``, and goes on in the turn of the loop that
+    brings what it waits for; a task's would take two turns more, each a look at all sockets. No
+    task is current to it: ``asyncio.timeout`` needs one.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self._awaited: asyncio.Future[Any] | None = None
+        self._is_cancelled = False  # and is to be told
+
+    def cancel(self) -> None:
+        """What it waits for is cancelled, else it is told at its next step."""
+        self._is_cancelled = self._awaited is None or not self._awaited.cancel()
+
+    def step(self, _: Any = None) -> None:
+        """Until it waits or ends."""
+        work, is_cancelled = self._work, self._is_cancelled
+        self._awaited, self._is_cancelled = None, False
+        try:
+            awaited = work.throw(asyncio.CancelledError()) if is_cancelled else work.send(None)
+        except (StopIteration, asyncio.CancelledError):
+            return
+        except Exception:
+            logger.exception("coroutine=%s failed", work)
+            return
+        if awaited is None:  # a turn for others
+            asyncio.get_running_loop().call_soon(self.step)
+            return
+        self._awaited = awaited
+        awaited._asyncio_future_blocking = False  # as a task says that it has it
+        if isinstance(awaited, Awaited):
+            awaited.at_once = self.step
+        awaited.add_done_callback(self.step)
+        if self._is_cancelled:
+            self._is_cancelled = not awaited.cancel()
 
 
 class _Loop:
@@ -65,8 +111,8 @@ class LoopConnection(Calls):
         """
         super().__init__(address, timeout_s, _Loop(self._on_ready))
 
-    async def ask(self, op: str, **options: Any) -> Any:
-        """Send a request and await ``convert(reply)``; ``options`` are those of ``Calls._call``.
+    def ask(self, op: str, **options: Any) -> Awaitable[Any]:
+        """Send a request, for ``convert(reply)``; ``options`` are those of ``Calls._call``.
 
         To cancel this takes the request back.
 
@@ -75,15 +121,19 @@ class LoopConnection(Calls):
             PipeSwitchError: what the server says.
         """
         call = self._call(op, **options)
-        link, request_id = self._link, call.header["id"]
-        is_large = sum(map(len, call.frames)) > INLINE_BYTES
-        if not (is_large and isinstance(link, StreamLink) and link.session):
-            self._guard(lambda: self._begin(call))
-            return await call.future
+        link, is_large = self._link, sum(map(len, call.frames)) > INLINE_BYTES
+        if is_large and isinstance(link, StreamLink) and link.session:
+            return self._ask_large(call, link)
+        self._guard(self._begin, call)
+        future: Awaited = call.future
+        return future
+
+    async def _ask_large(self, call: Call, link: StreamLink) -> Any:
+        request_id = call.header["id"]
         copying = asyncio.create_task(asyncio.to_thread(link.stage(call.frames, request_id)))
         try:
             await asyncio.shield(copying)
-            self._guard(lambda: self._begin(call))
+            self._guard(self._begin, call)
             return await call.future
         finally:
             if not call.is_sent:
@@ -92,15 +142,16 @@ class LoopConnection(Calls):
     def close(self) -> None:
         """Calls without an answer end in Cancelled."""
         self._fail_all(lambda: Cancelled("the client was closed"))
-        self._shut()
 
     def _on_ready(self) -> None:
         link = self._link
         if link is not None:
-            self._guard(lambda: self._receive(link))
+            self._guard(self._receive, link)
 
-    def _new_future(self, request_id: str) -> asyncio.Future[Any]:
-        return _Answer(lambda: self._cancel(request_id))
+    def _new_future(self, request_id: str) -> Awaited:
+        future = Awaited()
+        future.taken_back = partial(self._cancel, request_id)
+        return future
 
     def _absent(self, hello_until_s: float) -> None:
         self._fail_all(lambda: no_server(self.address))

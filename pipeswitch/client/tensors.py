@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
@@ -32,8 +34,7 @@ class Bits:
     dtype: str
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """The answer to one request: ``r["y"]``, ``r.value``, ``r.timing.switch_ms``."""
 
     model: str
@@ -112,7 +113,8 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
         raise InvalidInput(f"{len(named)} inputs are more than {MAX_TENSORS}")
     headers, frames, wants_torch = [], [], False
     for number, (name, value) in enumerate(named):
-        wants_torch = wants_torch or _is_torch(value)
+        if _is_torch(value):
+            wants_torch, value = True, _torch_as_numpy(value)
         dtype, shape, buffer = _as_bytes(name, value)
         headers.append(WireTensor(name=name, dtype=dtype, shape=shape, frame=number))
         frames.append(buffer)
@@ -121,6 +123,8 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
 
 def _named(given: Any) -> list[tuple[str, Any]]:
     """Flat inputs: by name, by place among the arguments where these nest, else in call order."""
+    if hasattr(given, "dtype"):
+        return [("", given)]
     if isinstance(given, list | tuple) and all(hasattr(v, "dtype") for v in given):
         return [("", value) for value in given]
     is_nested = isinstance(given, list | tuple) and _nests(given)
@@ -166,8 +170,6 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     import numpy as np
 
     part = f'input "{name}"' if name else "an input"
-    if _is_torch(value):
-        value = _torch_as_numpy(value)
     if isinstance(value, Bits):
         array, dtype = np.ascontiguousarray(value.array), value.dtype
     else:
@@ -211,7 +213,7 @@ def _torch_as_numpy(tensor: Any) -> Any:
     return tensor.numpy()
 
 
-def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
+def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
     """Outputs as the caller's kind of array; numpy ones share the received message's memory.
 
     Raises:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..errors import LocalProtocolError, PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 def now_ms() -> float:
     """Milliseconds of the system-wide monotonic clock."""
     return time.monotonic() * 1000.0
+
+
+_NOTHING: Final = nullcontext()
 
 
 class PoolView:
@@ -146,7 +149,7 @@ class PoolView:
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Around everything that a task enqueues, its copies in and out included."""
-        return nullcontext()
+        return _NOTHING
 
     # -- waiting -------------------------------------------------------------------------------
 

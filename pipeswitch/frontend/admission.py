@@ -60,10 +60,8 @@ def priority_number(name: str, default: int) -> int:
     return PRIORITIES[name]
 
 
-def deadline_at_ms(deadline_ms: float | None, now_ms: float) -> float | None:
+def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
     """The instant a relative deadline falls on."""
-    if deadline_ms is None:
-        return None
     if not math.isfinite(deadline_ms) or deadline_ms <= 0:
         raise InvalidInput(f"deadline_ms must be a positive number, got {deadline_ms}")
     return now_ms + deadline_ms

@@ -2,9 +2,9 @@
 
 It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing
 about models or devices: a message that is well formed and allowed becomes an event for the
-scheduler, an answer becomes a message. Its parts: ``RequestPool`` (the
-memory of inputs and replies), ``Requests`` (what is owed), ``StreamPeer`` and ``Outbox`` (to whom,
-and on its way), ``Connections`` (what strangers may hold). The protocol: docs/protocol.md.
+scheduler, an answer becomes a message. Its parts: ``Peers`` (the connections) and ``Connections``
+(what strangers may hold), ``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests``
+(what is owed), ``Outbox`` (what leaves), ``VERBS`` (all else). The protocol: docs/protocol.md.
 """
 
 from __future__ import annotations

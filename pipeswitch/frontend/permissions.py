@@ -27,12 +27,19 @@ class CheckedSource:
 
     source: str
     weights: str
+    example: str = ""
     is_code: bool
     owner_files: tuple[str, ...] = ()  # named by path, so their content may change under the name
 
 
 def check_source(
-    source: str, weights: str, *, is_owner: bool, allow_code: Sequence[str], uploads_dir: str
+    source: str,
+    weights: str,
+    example: str = "",
+    *,
+    is_owner: bool,
+    allow_code: Sequence[str],
+    uploads_dir: str,
 ) -> CheckedSource:
     """May this client register this, and which file is meant?
 
@@ -73,8 +80,14 @@ def check_source(
             )
         weights = _owners_file(weights, is_owner)
         owner_files.append(weights)
+    if example:
+        example = _uploaded(example, uploads_dir, "safetensors")
     return CheckedSource(
-        source=source, weights=weights, is_code=is_code, owner_files=tuple(owner_files)
+        source=source,
+        weights=weights,
+        example=example,
+        is_code=is_code,
+        owner_files=tuple(owner_files),
     )
 
 
@@ -204,6 +217,7 @@ def encode_spec(
         name=name,
         source=checked.source,
         weights=checked.weights,
+        example=checked.example,
         inputs=_declared(inputs),
         takes=takes,
         max_batch=max_batch or DEFAULT_MAX_BATCH,

@@ -94,7 +94,8 @@ def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -
     """
     question = Question(header, token, standing, rules)
     parse = VERBS[header.op].parse
-    assert parse is not None, f"{header.op} is no question to the scheduler"
+    if parse is None:
+        raise InvalidInput(f"{header.op} is no question to the scheduler")
     asked = parse(question)
     question.body.done()
     return asked
@@ -105,7 +106,11 @@ def _register(q: Question) -> Event:
     standing = replace(q.standing, tenant=admission.tenant_of(body, q.standing.tenant))
     code: Any = {"is_owner": standing.is_owner, "allow_code": rules.allow_code}
     source = permissions.check_source(
-        body.text("source"), body.text("weights", ""), uploads_dir=rules.uploads_dir, **code
+        body.text("source"),
+        body.text("weights", ""),
+        body.text("example", ""),
+        uploads_dir=rules.uploads_dir,
+        **code,
     )
     if source.is_code:
         standing.require(Role.CODE, "a factory")

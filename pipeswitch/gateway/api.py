@@ -24,7 +24,7 @@ from ..roles import URGENT_PRIORITY, Role, Standing
 from ..units import nearest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
-from .http import Answer, Head, json_answer
+from .http import Answer, Head, Work, json_answer
 from .openapi import document
 from .refusals import MethodNotAllowed, NotFound
 from .upstream import Upstream
@@ -35,6 +35,8 @@ HINT: Final = "GET /api/openapi.json tells what is there"
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
 MAX_OFFSET: Final = 1 << 50
+OFFSET: Final = {"offset": ("integer", "Where to begin, in bytes; below 0: so far before the end")}
+MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
@@ -127,13 +129,13 @@ class Api:
         self.routes = (
             Route(method="GET", path="openapi.json", role=infer, run=self._document,
                   what="This description"),
-            Route(method="GET", path="about", role=operate, run=self._ask("ping"),
+            Route(method="GET", path="about", role=operate, run=self._verb("ping"),
                   what="The server: device, sizes, addresses"),
-            Route(method="GET", path="ps", role=operate, run=self._ask("ps"),
+            Route(method="GET", path="ps", role=operate, run=self._verb("ps"),
                   what="Models, jobs and processes, what they do and hold now"),
-            Route(method="GET", path="stats", role=operate, run=self._ask("stats"),
+            Route(method="GET", path="stats", role=operate, run=self._verb("stats"),
                   what="Counters and sizes"),
-            Route(method="GET", path="plan", role=operate, run=self._ask("plan"),
+            Route(method="GET", path="plan", role=operate, run=self._verb("plan"),
                   what="Each model's profile, and the arena"),
             Route(method="GET", path="trace", role=operate, run=self._trace,
                   what="The end of the timeline, as a Chrome trace; now_ms is its clock",
@@ -143,7 +145,7 @@ class Api:
                   what="Events as they come; Last-Event-ID goes on behind one; an event named "
                   "dropped counts those a slow reader missed",
                   query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
-            Route(method="GET", path="jobs", role=operate, run=self._ask("jobs"),
+            Route(method="GET", path="jobs", role=operate, run=self._verb("jobs"),
                   what="One row for each job"),
             Route(method="GET", path="jobs/{job}", role=operate, run=self._job("show"),
                   what="A job's row"),
@@ -156,15 +158,16 @@ class Api:
                     ("cancel", "End it"),
                 )
             ),
-            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._logs, gives=TEXT,
-                  what="What it printed",
-                  query={"offset": ("integer", "Where to begin, in bytes; below 0: so far before "
-                                               "the end"),
-                         "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._text("logs"),
+                  gives=TEXT, what="What it printed",
+                  query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="jobs/{job}/history", role=operate,
+                  run=self._text("history"), gives=TEXT, query=OFFSET,
+                  what="What job.log reported, a line of JSON for each time"),
             Route(method="GET", path="models", role=infer, run=self._models,
                   what="One row for each model; in full with the role operate"),
             Route(method="GET", path="models/{model}", role=infer, run=self._model,
-                  what="A model's row"),
+                  what="A model's row", query={"version": ("integer", "0: the current one's")}),
             Route(method="POST", path="models/{model}", role=register, run=self._register,
                   what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
                   "body then; to pin needs operate, a factory code and --allow-code",
@@ -176,15 +179,15 @@ class Api:
                          "batch": ("integer", "With a bundle: up to which requests are joined"),
                          "batch_delay_ms": ("number", "With a bundle: for which one waits")}),
             Route(method="DELETE", path="models/{model}", role=operate,
-                  run=self._of_model("unregister", is_safe=False), what="Unregister"),
+                  run=self._verb("unregister", is_safe=False), what="Unregister"),
             Route(method="POST", path="models/{model}/load", role=operate,
-                  run=self._of_model("load"), what="Pin it on the device"),
+                  run=self._verb("load"), what="Pin it on the device"),
             Route(method="POST", path="models/{model}/unload", role=operate,
-                  run=self._of_model("unload"), what="Unpin it"),
+                  run=self._verb("unload"), what="Unpin it"),
         )  # fmt: skip
         self._description = document(self.routes, prefix=PREFIX, version=version)
 
-    def find(self, head: Head, caller: Standing) -> Callable[[Head, Any], Awaitable[Answer]]:
+    def find(self, head: Head, caller: Standing) -> Work:
         """What a request asks for.
 
         Raises:
@@ -201,16 +204,10 @@ class Api:
         for route, names in here:
             if route.method == method:
                 require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
-                return _task(route, caller, names, _query(head, route))
+                return _work(route, caller, head, names, _query(head, route))
         raise MethodNotAllowed(head.method, head.path, ", ".join(route.method for route, _ in here))
 
     # ---- the server ----------------------------------------------------------------------------
-
-    def _ask(self, op: str) -> Verb:
-        async def run(asked: Asked) -> Answer:
-            return _json(await self._upstream.ask(op))
-
-        return run
 
     async def _document(self, asked: Asked) -> Answer:
         return _json(self._description)
@@ -237,21 +234,24 @@ class Api:
 
         return run
 
-    async def _logs(self, asked: Asked) -> Answer:
-        is_followed = asked.flag("follow")
-        offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
-        piece = await self._upstream.job(
-            asked.names["job"], "logs", offset_bytes=offset if offset >= 0 else MAX_OFFSET
-        )
-        if offset < 0:
-            offset = max(0, piece["end_bytes"] + offset)
-        if is_followed:
-            await self._upstream.follow(self._feed.add)
-        log = JobLog(
-            self._upstream, self._feed, asked.names["job"], offset,
-            peer=asked.head.peer, is_followed=is_followed,
-        )  # fmt: skip
-        return Answer(content_type=TEXT, headers=GUARDS, stream=log)
+    def _text(self, kind: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            is_followed = asked.flag("follow")
+            offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
+            piece = await self._upstream.job(
+                asked.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
+            )
+            if offset < 0:
+                offset = max(0, piece["end_bytes"] + offset)
+            if is_followed:
+                await self._upstream.follow(self._feed.add)
+            text = JobText(
+                self._upstream, self._feed, asked.names["job"], kind, offset,
+                peer=asked.head.peer, is_followed=is_followed,
+            )  # fmt: skip
+            return Answer(content_type=TEXT, headers=GUARDS, stream=text)
+
+        return run
 
     # ---- models --------------------------------------------------------------------------------
 
@@ -260,11 +260,15 @@ class Api:
         return _json({"models": [told(row, asked.caller) for row in rows]})
 
     async def _model(self, asked: Asked) -> Answer:
-        return _json(told(await self._upstream.show(asked.names["model"]), asked.caller))
+        version = int(asked.number("version", 0, MAX_VERSION))
+        return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
 
-    def _of_model(self, op: str, *, is_safe: bool = True) -> Verb:
+    def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
+        """Of the server, or of the model that the path names."""
+
         async def run(asked: Asked) -> Answer:
-            return _json(await self._upstream.ask(op, asked.names["model"], is_safe=is_safe))
+            model = asked.names.get("model", "")
+            return _json(await self._upstream.ask(op, model, is_safe=is_safe))
 
         return run
 
@@ -290,14 +294,15 @@ class Api:
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 
 
-class JobLog:
-    """A job's log from a place on; an ``http.Stream``, one of those that the feed counts."""
+class JobText:
+    """A job's log or history from a place on; an ``http.Stream``, one that the feed counts."""
 
     def __init__(
-        self, upstream: Upstream, feed: Feed, job: str, offset: int, *, peer: str, is_followed: bool
-    ) -> None:
+        self, upstream: Upstream, feed: Feed, job: str, kind: str, offset: int,
+        *, peer: str, is_followed: bool,
+    ) -> None:  # fmt: skip
         feed.enter(peer)
-        self._upstream, self._feed, self._job = upstream, feed, job
+        self._upstream, self._feed, self._job, self._kind = upstream, feed, job, kind
         self._offset = offset
         self._peer = peer
         self._is_followed = is_followed
@@ -306,7 +311,7 @@ class JobLog:
         while True:
             # Asked before reading: what is written before the end is read after it.
             is_over = not self._is_followed or await self._has_ended()
-            piece = await self._upstream.job(self._job, "logs", offset_bytes=self._offset)
+            piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
             self._offset = piece["offset_bytes"]
             if piece["text"] or is_over:
                 return str(piece["text"]).encode()
@@ -320,10 +325,10 @@ class JobLog:
         self._feed.leave(self._peer)
 
 
-def _task(
-    route: Route, caller: Standing, names: Mapping[str, str], query: Mapping[str, str]
-) -> Callable[[Head, Any], Awaitable[Answer]]:
-    async def run(head: Head, body: Any) -> Answer:
+def _work(
+    route: Route, caller: Standing, head: Head, names: Mapping[str, str], query: Mapping[str, str]
+) -> Work:
+    async def run(body: Any) -> Answer:
         if len(body) and not route.takes:
             raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
         return await route.run(Asked(caller=caller, head=head, body=body, names=names, query=query))

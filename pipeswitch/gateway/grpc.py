@@ -106,11 +106,11 @@ class Calls:
         verbs: dict[str, Verb] = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
-            "ModelReady": self._model_ready,
+            "ModelReady": _of_model("ModelReady", self._service.is_model_ready, "ready"),
             "ServerMetadata": self._about,
-            "ModelMetadata": self._metadata,
-            "ModelConfig": self._config,
-            "ModelStatistics": self._statistics,
+            "ModelMetadata": _of_model("ModelMetadata", self._service.metadata),
+            "ModelConfig": _of_model("ModelConfig", self._service.config, "config"),
+            "ModelStatistics": _of_model("ModelStatistics", self._service.statistics),
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
@@ -280,22 +280,6 @@ class Calls:
 
     # ---- a model -------------------------------------------------------------------------------
 
-    async def _model_ready(self, caller: Standing, request: Any) -> Any:
-        ready = await self._service.is_model_ready(caller, request.name, request.version)
-        return INFERENCE["ModelReadyResponse"](ready=ready)
-
-    async def _metadata(self, caller: Standing, request: Any) -> Any:
-        found = await self._service.metadata(caller, request.name, request.version)
-        return INFERENCE["ModelMetadataResponse"](**found)
-
-    async def _config(self, caller: Standing, request: Any) -> Any:
-        config = await self._service.config(caller, request.name, request.version)
-        return INFERENCE["ModelConfigResponse"](config=config)
-
-    async def _statistics(self, caller: Standing, request: Any) -> Any:
-        found = await self._service.statistics(caller, request.name, request.version)
-        return INFERENCE["ModelStatisticsResponse"](**found)
-
     async def _infer(self, caller: Standing, address: str, data: bytes) -> Any:
         rest, raw = split_raw(data)
         if len(rest) <= oip.LONG_BYTES:
@@ -305,8 +289,8 @@ class Calls:
         model = request.model_name
         outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
         size_bytes = sum(len(output.data) for output in outputs)
-        self._shared.answers.check_room(address, size_bytes)  # before it is copied
-        return encode_answer(model, asked, outputs, bill)
+        with self._shared.answers.holding(address, size_bytes):  # before it is copied
+            return encode_answer(model, asked, outputs, bill)
 
     async def _stream(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -359,6 +343,16 @@ async def _only(requests: AsyncIterator[bytes]) -> bytes:
         raise InvalidInput("the call has no message") from None
     except TimeoutError:
         raise RequestTimeout("the message came too slowly") from None
+
+
+def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
+    """What the service says of a model: all of the answer, or that field of it."""
+
+    async def verb(caller: Standing, request: Any) -> Any:
+        found = await ask(caller, request.name, request.version)
+        return INFERENCE[f"{name}Response"](**({field: found} if field else found))
+
+    return verb
 
 
 def _small(message: Any, verb: Verb) -> Answered:
@@ -476,13 +470,9 @@ def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
         dtype = oip.dtype_of(given.name, given.datatype)
         shape = tuple(given.shape)
         size = oip.check_shape(given.name, dtype, shape)
-        if place is not None:
-            oip.check_place(given.name, dtype, shape, place, size)
-            frames.append(place)
-        elif raw:
-            data = next(raws)
-            oip.check_bytes(given.name, dtype, shape, len(data), size)
-            frames.append(data)
+        if place is not None or raw:
+            frames.append(next(raws) if place is None else place)
+            oip.check_bytes(given.name, dtype, shape, frames[-1], size)
         else:
             frames.append(_typed(given.name, dtype, shape, given.contents))
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=shape, frame=number))
@@ -531,9 +521,8 @@ def encode_answer(
     Raises:
         InvalidInput: an output is asked for that the model does not have.
     """
-    answer = INFERENCE["ModelInferResponse"](
-        model_name=model, model_version=oip.version_of(bill), id=asked.id
-    )
+    version = str(bill.get("version", oip.FIRST_VERSION))
+    answer = INFERENCE["ModelInferResponse"](model_name=model, model_version=version, id=asked.id)
     _set(answer.parameters, bill)
     for output, _ in oip.wanted(asked, outputs):
         row = answer.outputs.add(

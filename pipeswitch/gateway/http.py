@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import zlib
 from collections import Counter, deque
@@ -21,6 +22,7 @@ import httptools
 import msgspec
 import numpy as np
 
+from ..client.looped import Prompt
 from ..errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ..units import format_bytes
 from .refusals import (
@@ -31,6 +33,7 @@ from .refusals import (
     TooLarge,
     Unauthenticated,
     UnknownCoding,
+    as_ours,
     body_of,
     status_of,
 )
@@ -56,6 +59,11 @@ ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
+KEPT_HEAD_BYTES: Final = 2 << 10  # of a head, kept to know it again
+MAX_DIGITS: Final = 6  # of the length of a body that came with it
+# 499 is nginx's own.
+_REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
+_LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +88,7 @@ class Limits:
         return self.body_bytes * 3 // 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, kw_only=True):
     """A request before its body."""
 
     method: str
@@ -111,8 +118,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What goes back."""
 
     status: int = 200
@@ -123,11 +129,22 @@ class Answer:
 
 
 Work = Callable[[Any], Awaitable[Answer]]
-"""What a request asks for, given its body. It raises nothing: errors are answers. It is cancelled
-when the peer hangs up."""
+"""What a request asks for, given its body; see ``answered``. It may be asked again, for a request
+whose head is the same. It is cancelled when the peer hangs up."""
 
 Admit = Callable[[Head], Work | Answer]
 """What to do for a request, or a refusal before a byte of its body is taken."""
+
+
+async def answered(work: Work, body: Any) -> Answer:
+    """Errors are answers."""
+    try:
+        return await work(body)
+    except PipeSwitchError as error:
+        return refusal(error)
+    except Exception as error:
+        log.exception("http=failed")  # no head: it may have a token
+        return refusal(as_ours(error))
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
@@ -166,6 +183,11 @@ class HttpServer:
     def __call__(self) -> Connection:
         """The protocol of one more connection, for ``loop.create_server``."""
         return Connection(self)
+
+    def admit_anew(self) -> None:
+        """What callers may do has changed: no head is known any more."""
+        for connection in self.connections:
+            connection.known = None
 
     async def watch(self) -> None:
         """Look at all connections for ever: what takes too long is cut off."""
@@ -242,8 +264,7 @@ class HttpServer:
             largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is whole."""
 
     work: Work | Answer
@@ -251,6 +272,11 @@ class _Asked:
     is_compressed: bool
     is_kept: bool  # the connection, afterwards
     has_body: bool  # its answer
+
+
+Known = tuple[bytes, bytes, Work]
+"""A head that was admitted, before and behind the digits of its body's length: one that differs in
+these alone is not parsed again."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -265,6 +291,8 @@ class Connection(asyncio.BufferedProtocol):
         self._marked_bytes = 0  # of it, when since_s was set
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
+        self._is_between = True  # two requests: the parser has none that is not whole
+        self.known: Known | None = None  # the last head
         self._url = b""
         self._headers: dict[str, str] = {}
         self._head_bytes = 0  # of a head that is not whole yet
@@ -277,7 +305,7 @@ class Connection(asyncio.BufferedProtocol):
         self._error: PipeSwitchError | None = None  # what is wrong with what was parsed
         self._is_ending = False  # nothing that is read counts any more
         self._queue: deque[_Asked] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._task: Prompt | None = None
         self._is_streaming = False
         self._has_answered = False  # a whole request
         self._can_write = asyncio.Event()
@@ -318,7 +346,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_ending:
             return
         if self._rest is None:
-            self._parse(_scratch[:nbytes])
+            is_next = self._is_between and self._task is None
+            if not (is_next and self.known is not None and self._is_known(nbytes, *self.known)):
+                self._parse(_scratch[:nbytes])
+                if is_next and self._is_between and len(self._queue) == 1:
+                    self._learn(nbytes, self._queue[0])
         else:
             self._rest = self._rest[nbytes:]
             self._receive(nbytes)
@@ -328,8 +360,11 @@ class Connection(asyncio.BufferedProtocol):
                 self.on_message_complete()
         if self._error is not None:
             self.refuse(self._error)
-        else:
+        elif self._server.unfinished_bytes:
             self._server.make_room()
+        if self._queue and self._task is None:
+            self._task = Prompt(self._answer_all())
+            self._task.step()
 
     def eof_received(self) -> bool:
         return False  # a peer that sends no more has hung up: its request is taken back
@@ -341,6 +376,28 @@ class Connection(asyncio.BufferedProtocol):
         self._can_write.set()
 
     # ---- what is read --------------------------------------------------------------------------
+
+    def _is_known(self, nbytes: int, before: bytes, behind: bytes, work: Work) -> bool:
+        """One whole request with the last one's head, and no more: then it is queued."""
+        data, at = bytes(_scratch[:nbytes]), len(before)
+        end = data.find(b"\r", at, at + MAX_DIGITS + 1)
+        digits, start = data[at:end], end + len(behind)
+        is_known = data.startswith(before) and data.startswith(behind, end) and digits.isdigit()
+        if not is_known or int(digits) != nbytes - start or int(digits) > self._limits.body_bytes:
+            return False
+        self._queue_up(work, data[start:])
+        return True
+
+    def _learn(self, nbytes: int, asked: _Asked) -> None:
+        """The head of a request that came whole, and alone."""
+        self.known, size = None, nbytes - len(asked.body)
+        if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
+            return
+        is_plain = asked.has_body and "expect" not in self._headers and size <= KEPT_HEAD_BYTES
+        head = bytes(_scratch[:size]) if is_plain else b""
+        found = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
+        if found is not None and int(found[1]) == len(asked.body):
+            self.known = head[: found.start(1)], head[found.end(1) :], asked.work
 
     def _parse(self, data: memoryview) -> None:
         if self._head is None:
@@ -377,6 +434,7 @@ class Connection(asyncio.BufferedProtocol):
             self._rest = self._body[self.received_bytes :]
 
     def on_message_begin(self) -> None:
+        self._is_between = False
         self._url, self._headers = b"", {}
 
     def on_url(self, url: bytes) -> None:
@@ -425,7 +483,7 @@ class Connection(asyncio.BufferedProtocol):
             self._work = refusal(_body_too_large(self._limits))
         if isinstance(self._work, Answer) and length != 0:
             self._is_kept = False
-            self._queue_up(self._work, head, bytearray())
+            self._queue_up(self._work, bytearray(), head)
             self._stop_reading()  # its body would be a waste
             return
         self._head = head
@@ -433,7 +491,8 @@ class Connection(asyncio.BufferedProtocol):
         self._forget_head()
         self._marked_bytes = self._raw_bytes = 0
         self.since_s = time.monotonic()
-        if headers.get("expect", "").lower() == "100-continue" and self._task is None:
+        is_due = self._task is not None or self._queue  # another answer
+        if headers.get("expect", "").lower() == "100-continue" and not is_due:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -451,6 +510,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         head, self._head = self._head, None
+        self._is_between = True
         if self._error is not None or head is None:
             return
         body = self._body
@@ -458,12 +518,8 @@ class Connection(asyncio.BufferedProtocol):
         if len(self._queue) >= MAX_AHEAD:
             self._error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
             raise self._error  # parse no more of what has come: others wait for their turn
-        if self._work is None:
-            return
-        try:
-            self._queue_up(self._work, head, body)
-        except QueueFull as error:
-            self._error = error
+        if self._work is not None:
+            self._queue_up(self._work, body, head)
 
     def _stop_reading(self) -> None:
         self._is_ending = True
@@ -495,24 +551,27 @@ class Connection(asyncio.BufferedProtocol):
         """Say what is wrong with what comes, unless another answer is due: that is the last."""
         if not self._is_ending:
             self._stop_reading()
-            if self._task is None:
-                loop = asyncio.get_running_loop()
-                self._task = loop.create_task(self._end_with(refusal(error)))
+            if self._task is None and not self._queue:
+                self._task = Prompt(self._end_with(refusal(error)))
+                self._task.step()
 
-    def _queue_up(self, work: Work | Answer, head: Head, body: Any) -> None:
-        self._server.shared.waiting.take(self.peer, len(body))
+    def _queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
+        """What is asked when what has come is parsed; ``head``: None: it is known."""
+        try:
+            self._server.shared.waiting.take(self.peer, len(body))
+        except QueueFull as error:
+            self._error = error
+            return
         asked = _Asked(
             work=work,
             body=body,
-            is_compressed=head.coding != "identity",
-            is_kept=self._is_kept,
-            has_body=head.method != "HEAD",
+            is_compressed=head is not None and head.coding != "identity",
+            is_kept=head is None or self._is_kept,
+            has_body=head is None or head.method != "HEAD",
         )
-        self._queue.append(asked)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._answer_all())
-        else:
+        if self._task is not None or self._queue:
             self._transport.pause_reading()  # the next is read when this one is answered
+        self._queue.append(asked)
 
     async def _end_with(self, answer: Answer) -> None:
         try:
@@ -526,13 +585,22 @@ class Connection(asyncio.BufferedProtocol):
             while self._queue:
                 asked = self._queue.popleft()
                 try:
-                    answer = await self._answer(asked)
+                    if isinstance(asked.work, Answer):
+                        answer = asked.work
+                    elif asked.is_compressed:
+                        answer = await self._inflated(asked.work, asked.body)
+                    else:
+                        answer = await answered(asked.work, asked.body)
                 finally:
                     self._server.shared.waiting.give(self.peer, len(asked.body))
                 is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
                 del asked  # its body, before the answer is on its way
                 if answer.stream is not None:
-                    await self._write_stream(answer, answer.stream, has_body=has_body)
+                    writing = self._write_stream(answer, answer.stream, has_body=has_body)
+                    try:
+                        await asyncio.create_task(writing)  # it has timeouts
+                    finally:
+                        answer.stream.close()
                     return
                 await self._write(answer, is_kept=is_kept, has_body=has_body)
                 self._has_answered = True
@@ -547,24 +615,20 @@ class Connection(asyncio.BufferedProtocol):
             self._forget_queue()
             self.since_s = time.monotonic()
 
-    async def _answer(self, asked: _Asked) -> Answer:
-        work, shared = asked.work, self._server.shared
-        if isinstance(work, Answer):
-            return work
-        if not asked.is_compressed:
-            return await work(asked.body)
+    async def _inflated(self, work: Work, data: Any) -> Answer:
+        shared = self._server.shared
         most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
         try:
-            if len(asked.body) <= INLINE_BYTES:
-                body = _inflated(asked.body, most)
+            if len(data) <= INLINE_BYTES:
+                body = _inflated(data, most)
             else:
                 # Inflated it may be as large as any: one at a time, the others as they were sent.
-                body = await shared.aside.run(self.peer, _inflated, asked.body, most)
+                body = await shared.aside.run(self.peer, _inflated, data, most)
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
             return refusal(error)
         try:
-            return await work(body)
+            return await answered(work, body)
         finally:
             shared.waiting.give(self.peer, len(body))
 
@@ -611,7 +675,6 @@ class Connection(asyncio.BufferedProtocol):
                 await self._can_write.wait()
         finally:
             self._is_streaming = False
-            stream.close()
         self._end()
 
     def _end(self) -> None:
@@ -708,18 +771,14 @@ def _inflated(data: Any, most: int) -> bytes:
 
 def _head_of(answer: Answer, size: int | None, *, is_kept: bool) -> bytes:
     """``size``: of the body in bytes; None: it ends with the connection."""
-    try:
-        reason = HTTPStatus(answer.status).phrase
-    except ValueError:
-        reason = "Client Closed Request"  # 499 is nginx's own
     lines = [
-        f"HTTP/1.1 {answer.status} {reason}",
+        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
         *([] if size is None else [f"Content-Length: {size}"]),
-        *(f"{name}: {value}" for name, value in answer.headers),
+        *[f"{name}: {value}" for name, value in answer.headers],
+        f"Connection: {'keep-alive' if is_kept else 'close'}\r\n\r\n",  # said for HTTP/1.0
     ]
-    lines.append(f"Connection: {'keep-alive' if is_kept else 'close'}")  # said for HTTP/1.0
-    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return "\r\n".join(lines).encode("latin-1")
 
 
 def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> bytes:

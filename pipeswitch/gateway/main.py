@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import disable_created_metrics
-
 from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages import GatewaySettings
@@ -73,7 +71,6 @@ def main(descriptor: int) -> None:
         raise TypeError(f"a gateway is not started with a {type(settings).__name__}")
     wake_when_orphaned()
     _refuse_huge_pages()
-    disable_created_metrics()  # each counter's time of birth: twice the page for nothing
     keyed = settings.keyed
     connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
@@ -120,7 +117,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if regions is not None:
             stack.callback(regions.close)
         if settings.tokens:
-            stack.callback(loop.create_task(_follow(Path(settings.tokens), callers)).cancel)
+            stack.callback(loop.create_task(_follow(settings.tokens, callers, http)).cancel)
         if settings.http:
             listening = socket.socket(fileno=descriptors[1])
             protocol: Callable[[], asyncio.BaseProtocol] = http
@@ -158,18 +155,19 @@ def _callers(settings: GatewaySettings) -> Callers:
     )
 
 
-async def _follow(path: Path, callers: Callers) -> None:
+async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
     """Tokens that are given or taken count soon. A file that is no good changes nothing."""
     seen: tuple[int, ...] = ()
     while True:
         found: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
-            facts = path.stat()
+            facts = Path(tokens).stat()
             found = facts.st_mtime_ns, facts.st_ino, facts.st_size
         if found != seen:
             seen = found
             try:
-                callers.learn(read_tokens(path))
+                callers.learn(read_tokens(Path(tokens)))
+                http.admit_anew()
             except ConfigError as error:
                 log.error("tokens=unchanged: %s", error)
         await asyncio.sleep(TOKENS_EVERY_S)

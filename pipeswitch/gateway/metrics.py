@@ -7,22 +7,15 @@ are told of the server too, from its listings at each look.
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
-from ..wire.bill import PARTS
+from .tally import OK, Tally, counters, gauges
 
-SECONDS: Final = (
-    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
-)  # fmt: skip
-PHASES: Final[Mapping[str, str]] = {
-    **{name.removesuffix("_ms"): text for name, text in PARTS.items()},
-    "gateway": "In the gateway, beside that",
-}
 _COUNTERS: Final[Mapping[str, str]] = {
     "switches": "Models that took the device from another one",
     "preemptions": "Times that training stepped aside for a request",
@@ -38,7 +31,6 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "queue_full": "Requests refused because a queue was full",
     "slow_clients": "Clients dropped because they did not read",
 }
-OK: Final = "ok"
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
@@ -64,70 +56,15 @@ _JOB_COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
-MAX_NAME_CHARS: Final = 64  # a longer one is no model's
-MAX_COUNTED: Final = 1 << 14  # models and outcomes; an operator's look forgets what is gone
-
-
 class Metrics:
-    """What was counted since the gateway began, and how it is told."""
+    """How what was counted is told."""
 
-    def __init__(self, *, has_nv_names: bool = False) -> None:
+    def __init__(self, tally: Tally, *, has_nv_names: bool = False) -> None:
         """``has_nv_names``: tell Triton's metrics by their names too."""
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "pipeswitch_gateway_requests",
-            "Requests to models through the gateway",
-            ["model", "outcome"],
-            registry=self._registry,
-        )
-        self._phases = {
-            phase: Histogram(
-                f"pipeswitch_request_{phase}_seconds",
-                f"{text}; of requests through the gateway",
-                ["model"],
-                buckets=SECONDS,
-                registry=self._registry,
-            )
-            for phase, text in PHASES.items()
-        }
-        self._seen: set[tuple[str, str]] = set()  # models and outcomes
-        self._parts: dict[str, list[tuple[str, Any]]] = {}  # of each model's bill
+        self._registry.register(tally)
         self._server = _Server(has_nv_names=has_nv_names)
         self._registry.register(self._server)
-
-    def answered(self, model: str, bill: Mapping[str, Any]) -> None:
-        self._count(model, OK)
-        if model not in self._parts:  # to look them up costs more than to count
-            self._parts[model] = [
-                (f"{phase}_ms", histogram.labels(model))
-                for phase, histogram in self._phases.items()
-            ]
-        for key, part in self._parts[model]:
-            part.observe(bill.get(key, 0.0) / 1000.0)
-
-    def failed(self, model: str, outcome: str) -> bool:
-        """``outcome``: the error's name. False: it is not counted: not every failure tells that
-        there is such a model, and a stranger can ask for one name after the other."""
-        is_counted = (model, outcome) in self._seen or (
-            len(self._seen) < MAX_COUNTED and len(model) <= MAX_NAME_CHARS
-        )
-        if is_counted:
-            self._count(model, outcome)
-        return is_counted
-
-    def _count(self, model: str, outcome: str) -> None:
-        self._seen.add((model, outcome))
-        self._requests.labels(model, outcome).inc()
-
-    def forget_others(self, models: set[str]) -> None:
-        """Of models that are registered no more."""
-        for model, outcome in {one for one in self._seen if one[0] not in models}:
-            self._seen.remove((model, outcome))
-            self._requests.remove(model, outcome)
-            if outcome == OK:
-                del self._parts[model]
-                for histogram in self._phases.values():
-                    histogram.remove(model)
 
     def text(self, accept: str, facts: Mapping[str, Any] | None) -> tuple[bytes, str]:
         """The page and its type.
@@ -159,49 +96,41 @@ class _Server:
             return
         stats = self.facts["stats"]
         for key, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"pipeswitch_{key}", text, value=stats[key])
-        requests = CounterMetricFamily(
-            "pipeswitch_requests", "Accepted requests to models, by how they ended",
-            labels=["outcome"],
+            yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
+        yield counters(
+            "pipeswitch_requests", "Accepted requests to models, by how they ended", ["outcome"],
+            {(outcome,): stats["inference"][outcome] for outcome in _OUTCOMES},
         )  # fmt: skip
-        for outcome in _OUTCOMES:
-            requests.add_metric([outcome], stats["inference"][outcome])
-        yield requests
-        yield _gauge(
-            "in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]
-        )
-        yield _gauge("queued_requests", "Waiting for the device", stats["queued"])
-        yield _gauge("ready", "1 when a request would be served now", stats["ready"])
-        yield _gauge("draining", "1 when the server is leaving", stats["draining"])
-        dispatches = CounterMetricFamily(
+        for key, text, value in (
+            ("in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]),
+            ("queued_requests", "Waiting for the device", stats["queued"]),
+            ("ready", "1 when a request would be served now", stats["ready"]),
+            ("draining", "1 when the server is leaving", stats["draining"]),
+            ("uptime_seconds", "Since the server began", stats["up_s"]),
+            ("models", "Registered", stats["models"]),
+            ("clients", "With a session", stats["clients"]),
+        ):
+            yield gauges(f"pipeswitch_{key}", text, [], {(): value})
+        yield counters(
             "pipeswitch_dispatches",
             "Requests that got the device, by what of their model had to be sent: all (cold), what "
             "lies behind its prefix, nothing (resident)",
-            labels=["kind"],
-        )
-        for kind, count in stats["dispatches"].items():
-            dispatches.add_metric([kind], count)
-        yield dispatches
-        yield _gauge("uptime_seconds", "Since the server began", stats["up_s"])
-        yield from self._device_time(stats)
-        used = CounterMetricFamily(
-            "pipeswitch_tenant_device_seconds", "Device time of runs, by who asked",
-            labels=["tenant"],
+            ["kind"], {(kind,): count for kind, count in stats["dispatches"].items()},
         )  # fmt: skip
-        for name, seconds in stats["tenant_s"].items():
-            used.add_metric([name], seconds)
-        yield used
-        yield _gauge("models", "Registered", stats["models"])
-        yield _gauge("clients", "With a session", stats["clients"])
+        yield from self._device_time(stats)
+        yield counters(
+            "pipeswitch_tenant_device_seconds", "Device time of runs, by who asked", ["tenant"],
+            {(name,): seconds for name, seconds in stats["tenant_s"].items()},
+        )  # fmt: skip
         for part in ("capacity", "free"):
-            tiers = GaugeMetricFamily(
-                f"pipeswitch_memory_{part}_bytes", f"Memory, {part}", labels=["tier"]
-            )
-            for key, tier in _TIERS.items():
-                tiers.add_metric([tier], stats[f"{key}_{part}_bytes"])
-            yield tiers
+            yield gauges(
+                f"pipeswitch_memory_{part}_bytes", f"Memory, {part}", ["tier"],
+                {(tier,): stats[f"{key}_{part}_bytes"] for key, tier in _TIERS.items()},
+            )  # fmt: skip
+        states = Count(row["state"] for row in self.facts["ps"] if row["kind"] == "worker")
+        by_state = {(state,): count for state, count in sorted(states.items())}
+        yield gauges("pipeswitch_workers", "By state", ["state"], by_state)
         yield self._shares(self.facts["models"])
-        yield from self._workers(self.facts["ps"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:
             yield from self._triton(self.facts["tally"])
@@ -214,31 +143,28 @@ class _Server:
             self._idle_s, self._up_s, self._busy_s = {}, 0.0, 0.0
         busy_s = sum(stats["device_s"].values())
         several = stats.get("devices", [])
-        times = CounterMetricFamily(
-            "pipeswitch_device_seconds",
-            "Device time: requests compute (infer), a request waits for its model (switch), a job "
-            "computes (train), none of it (idle)",
-            labels=["kind", "device"] if several else ["kind"],
-        )
+        times: dict[tuple[str, ...], float] = {}
         for row in several or [stats]:
             name, spent_s = row["device"], row["device_s"]
             idle_s = max(self._idle_s.get(name, 0.0), up_s - sum(spent_s.values()))
             self._idle_s[name] = idle_s
             for kind, seconds in {**spent_s, "idle": idle_s}.items():
-                times.add_metric([kind, name] if several else [kind], seconds)
-        yield times
+                times[(kind, name) if several else (kind,)] = seconds
+        yield counters(
+            "pipeswitch_device_seconds",
+            "Device time: requests compute (infer), a request waits for its model (switch), a job "
+            "computes (train), none of it (idle)",
+            ["kind", "device"] if several else ["kind"], times,
+        )  # fmt: skip
         if several:
-            served = CounterMetricFamily(
-                "pipeswitch_device_inferences", "Answered with outputs", labels=["device"]
-            )
-            ready = GaugeMetricFamily(
-                "pipeswitch_device_ready", "1 when it would serve a request", labels=["device"]
-            )
-            for row in several:
-                served.add_metric([row["device"]], row["inferences"])
-                ready.add_metric([row["device"]], float(row["ready"]))
-            yield served
-            yield ready
+            yield counters(
+                "pipeswitch_device_inferences", "Answered with outputs", ["device"],
+                {(row["device"],): row["inferences"] for row in several},
+            )  # fmt: skip
+            yield gauges(
+                "pipeswitch_device_ready", "1 when it would serve a request", ["device"],
+                {(row["device"],): row["ready"] for row in several},
+            )  # fmt: skip
         if self._has_nv_names:
             since_s = max(1e-9, up_s - self._up_s)
             share = (busy_s - self._busy_s) / since_s / (len(several) or 1)
@@ -249,9 +175,7 @@ class _Server:
                 ("memory_used_bytes", "Of the arena", used),
                 ("memory_total_bytes", "Of the arena", stats["arena_capacity_bytes"]),
             ):
-                gauge = GaugeMetricFamily(f"nv_gpu_{name}", text, labels=["gpu_uuid"])
-                gauge.add_metric([stats["device"]], value)
-                yield gauge
+                yield gauges(f"nv_gpu_{name}", text, ["gpu_uuid"], {(stats["device"],): value})
         self._up_s, self._busy_s = up_s, busy_s
 
     @staticmethod
@@ -264,52 +188,30 @@ class _Server:
         }
         told["nv_inference_count"] = [row["inference_count"] for row in rows]
         told["nv_inference_exec_count"] = [row["execution_count"] for row in rows]
+        names = [(row["name"], row["version"]) for row in rows]
         for name, values in told.items():
-            family = GaugeMetricFamily(
-                name, "As Triton's, through the gateway", labels=["model", "version"]
-            )
-            for row, value in zip(rows, values, strict=True):
-                family.add_metric([row["name"], row["version"]], value)
-            yield family
+            by_name = dict(zip(names, values, strict=True))
+            yield gauges(name, "As Triton's, through the gateway", ["model", "version"], by_name)
 
     @staticmethod
     def _shares(rows: Iterable[Mapping[str, Any]]) -> Metric:
         """Of names that several versions stand for. While one of them is quarantined the current
         one has its share too."""
-        shares = GaugeMetricFamily(
+        split = {row["name"] for row in rows if 0 < row["share"] < 100}
+        return gauges(
             "pipeswitch_model_share_ratio",
             "Of the requests that name no version, each version's part of a split, from 0 to 1",
-            labels=["model", "version"],
-        )
-        split = {row["name"] for row in rows if 0 < row["share"] < 100}
-        for row in rows:
-            if row["name"] in split and row["share"]:
-                shares.add_metric([row["name"], str(row["version"])], row["share"] / 100)
-        return shares
+            ["model", "version"],
+            {(row["name"], str(row["version"])): row["share"] / 100
+             for row in rows if row["name"] in split and row["share"]},
+        )  # fmt: skip
 
     @staticmethod
-    def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
-        states = Count(row["state"] for row in rows if row["kind"] == "worker")
-        workers = GaugeMetricFamily("pipeswitch_workers", "By state", labels=["state"])
-        for state, count in sorted(states.items()):
-            workers.add_metric([state], count)
-        yield workers
-
-    @staticmethod
-    def _jobs(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
-        jobs = list(rows)
+    def _jobs(jobs: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
         for key, text in _JOB_STEPS.items():
-            steps = GaugeMetricFamily(f"pipeswitch_job_{key}", text, labels=["job", "state"])
-            for job in jobs:
-                steps.add_metric([job["name"], job["state"]], job[key])
-            yield steps
+            steps = {(job["name"], job["state"]): job[key] for job in jobs}
+            yield gauges(f"pipeswitch_job_{key}", text, ["job", "state"], steps)
         for key, text in _JOB_COUNTERS.items():
             name = key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
-            family = CounterMetricFamily(f"pipeswitch_job_{name}", text, labels=["job"])
-            for job in jobs:
-                family.add_metric([job["name"]], job[key])
-            yield family
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"pipeswitch_{name}", text, value=float(value))
+            counts = {(job["name"],): job[key] for job in jobs}
+            yield counters(f"pipeswitch_job_{name}", text, ["job"], counts)

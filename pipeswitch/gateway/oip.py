@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final
 
 import msgspec
@@ -63,8 +63,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
         return place_of(self.name, self.parameters or {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
 
     region: str
@@ -97,8 +96,7 @@ class _Body(msgspec.Struct, kw_only=True):
     outputs: list[RequestedOutput] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of a model, by whichever protocol."""
 
     id: str
@@ -110,8 +108,7 @@ class InferRequest:
     is_binary: bool = False  # what an output is that does not say it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, kw_only=True):
     """One of an answer's tensors."""
 
     name: str
@@ -140,7 +137,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         raise InvalidInput(
             f"Inference-Header-Content-Length is {json_bytes}, the body has {len(whole)} bytes"
         )
-    head, rest = (whole, whole[:0]) if json_bytes is None else split(whole, json_bytes)
+    end = len(whole) if json_bytes is None else json_bytes
+    head, rest = whole[:end], whole[end:]
     if len(head) > MAX_JSON_BYTES:
         raise TooLarge(
             f"{format_bytes(len(head))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
@@ -154,19 +152,21 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
         ) from None
     check_count(len(asked.inputs))
-    check_outputs(asked.outputs or ())
+    if asked.outputs:
+        check_outputs(asked.outputs)
     check_parameters(asked.parameters)
     tensors: list[WireTensor] = []
     frames: list[Any] = []
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
-        check_parameters(given.parameters)
-        parameters = given.parameters or {}
-        binary = parameters.get("binary_data_size")
-        place = place_of(given.name, parameters)
+        binary = place = None
+        if given.parameters:
+            check_parameters(given.parameters)
+            binary = given.parameters.get("binary_data_size")
+            place = place_of(given.name, given.parameters)
         if place is not None:
-            check_place(given.name, dtype, given.shape, place, size)
+            check_bytes(given.name, dtype, given.shape, place, size)
             frames.append(place)
         elif binary is None:
             if given.data is None:
@@ -183,8 +183,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
                     "are left behind the JSON",
                     hint="Inference-Header-Content-Length says where the JSON ends",
                 )
-            data, rest = split(rest, binary)
-            check_bytes(given.name, dtype, given.shape, len(data), size)
+            data, rest = rest[:binary], rest[binary:]
+            check_bytes(given.name, dtype, given.shape, data, size)
             frames.append(data)
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
     if len(rest):
@@ -195,8 +195,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         inputs=tuple(tensors),
         frames=frames,
         outputs=None if asked.outputs is None else tuple(asked.outputs),
-        is_binary=flag("binary_data_output", parameters),
-        **schedule(parameters),
+        is_binary=bool(parameters) and flag("binary_data_output", parameters),
+        **(schedule(parameters) if parameters else {}),
     )
 
 
@@ -283,7 +283,8 @@ def encode_answer(
         else:
             row["data"] = as_numbers(output)
         rows.append(row)
-    answer: dict[str, Any] = {"model_name": model, "model_version": version_of(bill)}
+    version = str(bill.get("version", FIRST_VERSION))
+    answer: dict[str, Any] = {"model_name": model, "model_version": version}
     if asked.id:
         answer["id"] = asked.id
     if bill:
@@ -294,17 +295,19 @@ def encode_answer(
 
 def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
     """Whether ``encode_answer`` takes long: it has many numbers to tell."""
-    size_bytes = sum(len(output.data) for output in outputs)  # one is a byte at the least
+    size_bytes = 0  # a number is a byte at the least
+    for output in outputs:
+        size_bytes += len(output.data)
     return size_bytes > LONG_NUMBERS and _numbers_of(wanted(asked, outputs)) > LONG_NUMBERS
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
     """How many of an answer's numbers are told as text."""
-    return sum(
-        len(output.data) // ITEM_BYTES[output.dtype]
-        for output, is_binary in chosen
-        if not is_binary and output.place is None
-    )
+    count = 0
+    for output, is_binary in chosen:
+        if not is_binary and output.place is None:
+            count += len(output.data) // ITEM_BYTES[output.dtype]
+    return count
 
 
 def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
@@ -314,7 +317,7 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
         InvalidInput: the model has none of a name.
     """
     if not asked.outputs:
-        return [(output, asked.is_binary) for output in outputs]
+        return [*zip(outputs, repeat(asked.is_binary), strict=False)]
     by_name = {output.name: output for output in outputs}
     chosen = []
     for one in asked.outputs:
@@ -439,20 +442,16 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
     )
 
 
-def check_bytes(
-    name: str, dtype: str, shape: Sequence[int], given: int, size: int, where: str = "came"
-) -> None:
-    """Raises InvalidInput: the bytes are not those of the shape."""
+def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
+    """Raises InvalidInput: the bytes, or their place, are not as many as the shape says."""
+    is_placed = isinstance(data, Place)
+    given = data.size_bytes if is_placed else len(data)
+    where = "are in shared memory" if is_placed else "came"
     if given != size:
         raise InvalidInput(
             f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
             f"{given} {where}"
         )
-
-
-def check_place(name: str, dtype: str, shape: Sequence[int], place: Place, size: int) -> None:
-    """Raises InvalidInput: it is not as large as the tensor."""
-    check_bytes(name, dtype, shape, place.size_bytes, size, "are in shared memory")
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
@@ -529,15 +528,6 @@ def _to_bfloat16(values: Any) -> Any:
 def _dense(array: Any) -> memoryview:
     raw: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(raw)
-
-
-def split(whole: memoryview, at: int) -> tuple[memoryview, memoryview]:
-    return whole[:at], whole[at:]
-
-
-def version_of(bill: Mapping[str, Any] | None) -> str:
-    """Which version an answer is of."""
-    return str((bill or {}).get("version", FIRST_VERSION))
 
 
 def shown(extents: Sequence[int | str]) -> list[int]:

@@ -14,8 +14,10 @@ import re
 import stat
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ..errors import AlreadyExists, InvalidInput, QueueFull
 from ..roles import Role, Standing

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from ..units import nearest
-from ..wire.bill import PARTS
 from . import oip
 from .api import PREFIX, Api
 from .callers import Callers
-from .http import Answer, Head, Work, json_answer, refusal
-from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, as_ours, body_of, status_of
+from .http import Answer, Head, Work, answered, json_answer, refusal
+from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .service import Service
 from .sharing import Aside
+from .tally import PHASES
 from .ui import Page
 
-log = logging.getLogger(__name__)
-
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
+OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
 HEALTH: Final = "/v2/health/"  # a probe has no token
 # What a page of another site may do where the owner has named that site (CORS).
 ASKED: Final = "access-control-request-method"  # before it does
@@ -40,8 +40,6 @@ MAY: Final = Answer(
 )  # fmt: skip
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
 HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else; /ui shows it to people"
-
-Task = Callable[[Head, Any], Awaitable[Answer]]
 
 
 class Rest:
@@ -65,10 +63,10 @@ class Rest:
             "/v2/repository/index": ("POST", self._index),
         }
         self._of_model: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
-            "": ("GET", self._metadata),
+            "": ("GET", _told(service.metadata)),
             "ready": ("GET", self._model_ready),
-            "config": ("GET", self._config),
-            "stats": ("GET", self._statistics),
+            "config": ("GET", _told(service.config)),
+            "stats": ("GET", _told(service.statistics)),
             "infer": ("POST", self._infer),
         }
 
@@ -81,7 +79,7 @@ class Rest:
             return _shown_to(origin, asked)
 
         async def work(body: Any) -> Answer:
-            return _shown_to(origin, await asked(body))
+            return _shown_to(origin, await answered(asked, body))
 
         return work
 
@@ -95,20 +93,9 @@ class Rest:
                 return shown
             is_probe = head.path.startswith(HEALTH)
             token = head.headers.get("authorization", "")
-            task = self._task(head, Callers.PROBE if is_probe else self._callers.standing(token))
+            return self._work(head, Callers.PROBE if is_probe else self._callers.standing(token))
         except PipeSwitchError as error:
             return refusal(error)
-
-        async def work(body: Any) -> Answer:
-            try:
-                return await task(head, body)
-            except PipeSwitchError as error:
-                return refusal(error)
-            except Exception as error:
-                log.exception("path=%s failed", head.path)
-                return refusal(as_ours(error))
-
-        return work
 
     def _check_site(self, head: Head) -> None:
         """A browser says whose page asks: no other site's may."""
@@ -122,60 +109,52 @@ class Rest:
         if urlsplit(origin).netloc.lower() != host.lower():
             raise WrongHost(f"a page of {origin[:80]!r} may not ask here")
 
-    def _task(self, head: Head, caller: Standing) -> Task:
+    def _work(self, head: Head, caller: Standing) -> Work:
         path = head.path.rstrip("/")
         if path == PREFIX or path.startswith(f"{PREFIX}/"):
             return self._api.find(head, caller)
         if path in self._fixed:
             method, verb = self._fixed[path]
             _check_method(head, method)
-            return lambda head, body: verb(caller, head, body)
+            return partial(verb, caller, head)
+        if found := OF_MODEL.fullmatch(path):
+            name, version, tail = (unquote(part or "") for part in found.groups())
+            if tail not in self._of_model:
+                near = nearest(tail, filter(None, self._of_model))
+                raise NotFound(f"a model has no {tail[:80]!r}{near}", hint=HINT)
+            method, verb = self._of_model[tail]
+            _check_method(head, method)
+            return partial(verb, caller, name, version, head)
         match path.split("/"):
-            case ["", "v2", "models", name, "versions", version]:
-                parts = name, version, ""
-            case ["", "v2", "models", name, "versions", version, tail]:
-                parts = name, version, tail
-            case ["", "v2", "models", name]:
-                parts = name, "", ""
-            case ["", "v2", "models", name, tail]:
-                parts = name, "", tail
             case ["", "v2", "repository", "models", name, "load" | "unload" as action]:
                 _check_method(head, "POST")
                 verb = self._load if action == "load" else self._unload
-                return lambda head, body: verb(caller, unquote(name), body)
+                return partial(verb, caller, unquote(name))
             case ["", "v2", "systemsharedmemory", action]:
                 return self._of_regions(caller, "", action, head)
             case ["", "v2", "systemsharedmemory", "region", name, action]:
                 return self._of_regions(caller, unquote(name), action, head)
             case _:
-                raise NotFound(
-                    f"no path {head.path[:200]!r}{nearest(path, self._fixed)}", hint=HINT
-                )
-        name, version, tail = (unquote(part) for part in parts)
-        if tail not in self._of_model:
-            near = nearest(tail, filter(None, self._of_model))
-            raise NotFound(f"a model has no {tail[:80]!r}{near}", hint=HINT)
-        method, verb = self._of_model[tail]
-        _check_method(head, method)
-        return lambda head, body: verb(caller, name, version, head, body)
+                near = nearest(path, self._fixed)
+                raise NotFound(f"no path {head.path[:200]!r}{near}", hint=HINT)
 
     # ---- the server ----------------------------------------------------------------------------
 
-    def _of_regions(self, caller: Standing, name: str, action: str, head: Head) -> Task:
+    def _of_regions(self, caller: Standing, name: str, action: str, head: Head) -> Work:
         regions = self._service.regions
 
-        async def status(head: Head, body: Any) -> Answer:
+        async def status(body: Any) -> Answer:
             return json_answer(regions.rows(caller, name))
 
-        async def register(head: Head, body: Any) -> Answer:
+        async def register(body: Any) -> Answer:
             regions.register(caller, name, _object(body))
             return json_answer({})
 
-        async def unregister(head: Head, body: Any) -> Answer:
+        async def unregister(body: Any) -> Answer:
             regions.unregister(caller, name)
             return json_answer({})
 
-        verbs: dict[str, Task] = {"status": status, "unregister": unregister}
+        verbs: dict[str, Work] = {"status": status, "unregister": unregister}
         if name:
             verbs["register"] = register
         if action not in verbs:
@@ -219,26 +198,11 @@ class Rest:
 
     # ---- a model -------------------------------------------------------------------------------
 
-    async def _metadata(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any
-    ) -> Answer:
-        return json_answer(await self._service.metadata(caller, model, version))
-
     async def _model_ready(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
     ) -> Answer:
         is_ready = await self._service.is_model_ready(caller, model, version)
         return _state({"name": model, "ready": is_ready}, f'"{model}" is not ready')
-
-    async def _config(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any
-    ) -> Answer:
-        return json_answer(await self._service.config(caller, model, version))
-
-    async def _statistics(
-        self, caller: Standing, model: str, version: str, head: Head, body: Any
-    ) -> Answer:
-        return json_answer(await self._service.statistics(caller, model, version))
 
     async def _infer(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
@@ -261,6 +225,15 @@ class Rest:
             return Answer(parts=parts, headers=headers)
         headers.append((JSON_LENGTH, str(json_bytes)))
         return Answer(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
+
+
+def _told(verb: Callable[[Standing, str, str], Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
+    """What the service says of a model, as it is."""
+
+    async def run(caller: Standing, model: str, version: str, head: Head, body: Any) -> Answer:
+        return json_answer(await verb(caller, model, version))
+
+    return run
 
 
 def _shown_to(origin: str, answer: Answer) -> Answer:
@@ -304,5 +277,6 @@ def _json_length(head: Head) -> int | None:
 
 
 def _server_timing(bill: Mapping[str, Any]) -> str:
-    parts = [name for name in (*PARTS, "gateway_ms") if name in bill]
-    return ", ".join(f"{name.removesuffix('_ms')};dur={bill[name]:.3f}" for name in parts)
+    return ", ".join(
+        [f"{name};dur={bill[f'{name}_ms']:.3f}" for name in PHASES if f"{name}_ms" in bill]
+    )

@@ -9,7 +9,7 @@ import asyncio
 import importlib.metadata
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
@@ -20,7 +20,7 @@ from .metrics import Metrics
 from .oip import InferRequest, Output, Place
 from .refusals import NotFound
 from .regions import Regions
-from .tally import Tally
+from .tally import PHASES, Tally
 from .upstream import Upstream
 
 R = TypeVar("R")
@@ -30,6 +30,7 @@ EXTENSIONS: Final = (
     "statistics",
 )  # fmt: skip
 REGIONS_EXTENSION: Final = "system_shared_memory"
+BILLED: Final = tuple(f"{phase}_ms" for phase in PHASES)
 THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
@@ -44,7 +45,7 @@ class Service:
         self._upstream = upstream
         self._regions = regions
         self._tally = Tally()
-        self._metrics = Metrics(has_nv_names=has_nv_metrics)
+        self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
         self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
     def about(self) -> dict[str, Any]:
@@ -96,7 +97,7 @@ class Service:
             rows = [await self._row(caller, model, version)]
         else:
             rows = await self._rows(caller)
-            self._forget_others(row["name"] for row in rows)
+            self._tally.forget_others({row["name"] for row in rows})
         return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
     async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
@@ -116,13 +117,18 @@ class Service:
         """Pin a registered model on the device.
 
         Raises:
-            InvalidInput: the model's files came along.
+            InvalidInput: the model's files, or a configuration, came along.
         """
         require(caller, "load")
         if any(name.startswith("file:") for name in parameters):
             raise InvalidInput(
                 "a model is not brought by load: its files are not taken here",
                 hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
+            )
+        if parameters:
+            raise InvalidInput(
+                f"load takes no {', '.join(sorted(parameters))[:80]}: it would have no effect",
+                hint="pipeswitch register NAME SOURCE --max-batch 8 --batch 8; load pins it",
             )
         await self._upstream.ask("load", model)
 
@@ -138,38 +144,30 @@ class Service:
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
-        number = _number(model, version)
+        number = _number(model, version) if version else 0
         began = time.perf_counter()
-        asked, is_placed = await self._filled(caller, asked)
+        places = _places(asked) if asked.outputs or Place in map(type, asked.frames) else []
+        if places:
+            asked = await _copied(places, self.regions.filled, caller, asked)
         try:
             outputs, bill = await self._upstream.infer(model, number, asked, caller.tenant)
         except PipeSwitchError as error:
             if "version" in error.data:
                 raise NotFound(error.message, hint=error.hint) from None
             if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
-                is_counted = self._metrics.failed(model, type(error).__name__)
-                if is_counted and not isinstance(error, ServerUnavailable | Cancelled):
-                    self._tally.failed(model, _since_ms(began))
+                is_models = not isinstance(error, ServerUnavailable | Cancelled)
+                took_ms = (time.perf_counter() - began) * 1000.0
+                self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
             raise
-        took_ms = _since_ms(began)
-        bill["gateway_ms"] = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
-        # The answer leaves in this turn of the loop, and is counted in the next one.
-        asyncio.get_running_loop().call_soon(self._count, model, took_ms, bill)
-        if is_placed:
+        took_ms = (time.perf_counter() - began) * 1000.0
+        bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
+        self._tally.answered(model, took_ms, bill)
+        if places:
             outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
-        return outputs, _rounded(bill)
-
-    def _count(self, model: str, took_ms: float, bill: Mapping[str, Any]) -> None:
-        self._tally.succeeded(model, took_ms, bill)
-        self._metrics.answered(model, bill)
-
-    async def _filled(self, caller: Standing, asked: InferRequest) -> tuple[InferRequest, bool]:
-        """The request with all its bytes, and whether any tensor has a place."""
-        places = [one for one in asked.frames if isinstance(one, Place)]
-        places += [one.place for one in asked.outputs or () if one.place is not None]
-        if not places:
-            return asked, False
-        return await _copied(places, self.regions.filled, caller, asked), True
+        for key in BILLED:
+            if key in bill:
+                bill[key] = round(bill[key], 3)
+        return outputs, bill
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
         """What Prometheus reads, and its type: the server's own numbers are for operators."""
@@ -181,16 +179,10 @@ class Service:
             stats, jobs, ps, models = await asyncio.gather(*asked, versions)
             rows = models["models"]
             current = [(row["name"], row["version"]) for row in rows if row["current"]]
-            self._forget_others(name for name, _ in current)
+            self._tally.forget_others({name for name, _ in current})
             facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "models": rows,
                      "tally": [self._tally.row(*one) for one in current]}  # fmt: skip
         return self._metrics.text(accept, facts)
-
-    def _forget_others(self, names: Iterable[str]) -> None:
-        """What was counted of models that are registered no more."""
-        registered = set(names)
-        self._tally.forget_others(registered)
-        self._metrics.forget_others(registered)
 
     async def row(self, caller: Standing, model: str) -> dict[str, Any]:
         """A model that is built, as far as the caller may know it."""
@@ -210,16 +202,16 @@ class Service:
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
 
 
+def _places(asked: InferRequest) -> list[Place]:
+    """Of its tensors that lie in shared memory, or are to."""
+    places = [one for one in asked.frames if isinstance(one, Place)]
+    return places + [one.place for one in asked.outputs or () if one.place is not None]
+
+
 async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *args: Any) -> R:
     """``copy``, on a thread of its own where it takes long."""
     total = sum(one.size_bytes if isinstance(one, Place) else len(one.data) for one in tensors)
     return copy(*args) if total <= THREAD_BYTES else await asyncio.to_thread(copy, *args)
-
-
-def _rounded(bill: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: round(value, 3) if isinstance(value, float) else value for key, value in bill.items()
-    }
 
 
 def _number(model: str, version: str) -> int:
@@ -236,7 +228,3 @@ def _built(row: dict[str, Any]) -> dict[str, Any]:
     if not row["inputs"] and row["state"] != READY:
         raise ServerUnavailable(f'"{row["name"]}" is {row["state"]}', hint="ask again in a moment")
     return row
-
-
-def _since_ms(began: float) -> float:
-    return (time.perf_counter() - began) * 1000.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from ..client.calls import Reply
+from ..client.calls import Call, Reply
 from ..client.looped import LoopConnection
-from ..errors import ServerUnavailable
+from ..errors import PipeSwitchError, ServerUnavailable
 from ..wire.bill import Bill
 from ..wire.frames import CHUNK_BYTES
 from .oip import InferRequest, Output
@@ -23,12 +23,22 @@ Take = Callable[[str, dict[str, Any]], None]
 """Called by the loop with an event's topic and record."""
 
 
+class _Connection(LoopConnection):
+    """One to a server that may be away: callers are not told of whose."""
+
+    def _fail(self, call: Call, error: PipeSwitchError) -> None:
+        if isinstance(error, ServerUnavailable):
+            error = ServerUnavailable("the server does not answer", hint=AGAIN)
+        super()._fail(call, error)
+
+
 class Upstream:
-    """What callers ask the server through; it outlives servers."""
+    """What callers ask the server through; it outlives servers. All raise what it says, or
+    ServerUnavailable: there is none, or it leaves."""
 
     def __init__(self, address: str) -> None:
-        self._connection = LoopConnection(address, HELLO_S)
-        self._events = LoopConnection(address, HELLO_S)
+        self._connection = _Connection(address, HELLO_S)
+        self._events = _Connection(address, HELLO_S)
         self._following: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -37,39 +47,38 @@ class Upstream:
         self._connection.close()
         self._events.close()
 
-    async def infer(
+    def infer(
         self, model: str, version: int, asked: InferRequest, tenant: str
-    ) -> tuple[list[Output], dict[str, Any]]:
+    ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
         """The outputs and the bill. To cancel this takes the request back.
 
         Version 0 is the current one; ``tenant`` is who asks.
         """
-        reply = await self._ask(
+        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
+        if version:
+            body["version"] = version
+        return self._connection.ask(
             "infer",
             model=model,
             inputs=asked.inputs,
             frames=asked.frames,
             priority=asked.priority,
             deadline_ms=asked.deadline_ms,
-            body=_body(version=version, tenant=tenant),
+            body=body,
+            is_safe=True,
+            convert=_outputs,
         )
-        outputs = [
-            Output(name=one.name, dtype=one.dtype, shape=one.shape, data=reply.frames[one.frame])
-            for one in reply.outputs
-        ]
-        return outputs, (reply.timing or Bill()).as_dict()
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """A model's row; of the current version, or another."""
-        reply = await self._ask("show", model=model, body=_body(version=version))
-        row: dict[str, Any] = reply.body["model"]
-        return row
+        body = {"version": version} if version else None
+        return dict((await self.ask("show", model, body=body))["model"])
 
     async def ask(
         self, op: str, model: str = "", *, body: dict[str, Any] | None = None, is_safe: bool = True
     ) -> dict[str, Any]:
         """The answer to a verb; ``is_safe``: it may be asked twice."""
-        return (await self._ask(op, model=model, body=body, is_safe=is_safe)).body
+        return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
         """One action on a job, as ``Client.job``."""
@@ -84,7 +93,7 @@ class Upstream:
         for offset in range(0, 0 if found["complete"] else len(data), CHUNK_BYTES):
             chunk = data[offset : offset + CHUNK_BYTES]
             where = {**body, "offset_bytes": offset}
-            await self._ask("put", body=where, frames=[chunk], is_safe=False)
+            await self._connection.ask("put", body=where, frames=[chunk])
         return f"put:{digest}"
 
     async def follow(self, take: Take) -> None:
@@ -111,19 +120,10 @@ class Upstream:
                 await self._events.ask("events", on_progress=took)
             await asyncio.sleep(EVENTS_AGAIN_S)
 
-    async def _ask(self, op: str, **fields: Any) -> Reply:
-        """
-        Raises:
-            ServerUnavailable: there is no server, or it leaves.
-            PipeSwitchError: what it says.
-        """
-        try:
-            reply: Reply = await self._connection.ask(op, **{"is_safe": True, **fields})
-        except ServerUnavailable as error:
-            raise ServerUnavailable("the server does not answer", hint=AGAIN) from error
-        return reply
 
-
-def _body(**fields: Any) -> dict[str, Any]:
-    """Those that say something: of the owner's request for the current version none."""
-    return {key: value for key, value in fields.items() if value}
+def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:
+    outputs = []
+    for one in reply.outputs:
+        data = reply.frames[one.frame]
+        outputs.append(Output(name=one.name, dtype=one.dtype, shape=one.shape, data=data))
+    return outputs, (reply.timing or Bill()).as_dict()

@@ -44,8 +44,7 @@ def encode_message(message: Message) -> bytes:
 
 def decode_message(data: bytes | memoryview) -> Message:
     """Inverse of ``encode_message``; RemoteProtocolError on anything else."""
-    message = decode_with(_message_decoder, data, "internal message")
-    assert isinstance(message, Message)
+    message: Message = decode_with(_message_decoder, data, "internal message")
     if isinstance(message, JobReport):
         refuse_deep(message.values, "a report")
     elif isinstance(message, InferenceFailed | LeaseRefused | BuildFailed):

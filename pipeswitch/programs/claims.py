@@ -113,11 +113,11 @@ def check_joinable(manifest: Manifest, limit: int) -> None:
         RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit.
     """
     low, high = manifest.batch
-    if low == high:
+    if low == high or manifest.mode == "module":
         notes = "".join(f" ({note})" for note in manifest.extra.get("notes", ()))
-        why = "in module mode shapes are fixed" if manifest.mode == "module" else "it is fixed"
+        why = "a module may mix rows" if manifest.mode == "module" else f"it is fixed at {low}"
         raise RegistrationRefused(
-            "batch", f"requests cannot be joined: {why} at {low}{notes}",
+            "batch", f"requests cannot be joined: {why}{notes}",
             hint=f"leave --batch out, or give the model a first dimension that requests choose "
             f"(--max-batch {max(limit, 2)})",
         )  # fmt: skip

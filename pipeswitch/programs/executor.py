@@ -127,7 +127,7 @@ def _key(values: Values) -> tuple[int, ...]:
 
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
-    return tuple(tuple(value.shape) for value in inputs)
+    return tuple([tuple(value.shape) for value in inputs])
 
 
 class BoundGraph:

@@ -38,6 +38,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     part: str = ""  # of that job, where several fit
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
     takes: Tree = None  # the arguments by name, of these inputs; None: each is one
+    example: str = ""  # a .safetensors file with values of the inputs; empty: they are made up
     max_batch: int = DEFAULT_MAX_BATCH
     batch: int = 0  # up to which requests are joined; 0: each runs alone
     batch_delay_ms: float = 0.0  # for which one waits for others
@@ -51,7 +52,11 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def files_of(spec: bytes) -> list[Path]:
     """The files that an encoded spec names; uploads among them."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
-    return [Path(text) for text in (decoded.source, decoded.weights) if os.path.isabs(text)]
+    return [
+        Path(text)
+        for text in (decoded.source, decoded.weights, decoded.example)
+        if os.path.isabs(text)
+    ]
 
 
 def devices_of(spec: bytes) -> tuple[str, ...]:

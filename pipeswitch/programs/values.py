@@ -15,7 +15,9 @@ def dtype_name(dtype: torch.dtype, part: str) -> str:
     """``"float32"`` for ``torch.float32``; refused when it cannot travel."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
-        raise RegistrationRefused(part, f"dtype {name} is not one of {', '.join(ITEM_BYTES)}")
+        hint = "return torch.view_as_real(y), pairs of numbers" if dtype.is_complex else ""
+        reason = f"dtype {name} is not one of {', '.join(ITEM_BYTES)}"
+        raise RegistrationRefused(part, reason, hint=hint)
     return name
 
 

@@ -8,10 +8,10 @@ Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import starmap
-from struct import Struct
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import chain
+from struct import Struct, pack
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ _ZMTP_BYTE: Final = 0xFF
 _STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
 _PART: Final = Struct("<QQ")  # size and place
 
+T = TypeVar("T")
 Status = Literal["ok", "error", "progress"]
 
 
@@ -91,16 +92,13 @@ def _plain(value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encoder.encode
+pack_dict: Callable[[dict[str, Any]], bytes] = encoder.encode
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 
 
-def encode_header(header: RequestHeader | ReplyHeader) -> bytes:
-    """msgpack of a client protocol header."""
-    return encoder.encode(header)
-
-
-def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: Any, what: str) -> Any:
+def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
     """One place that turns every way a decoder can fail into one typed error."""
     if len(data) > MAX_HEADER_BYTES:
         raise RemoteProtocolError(f"{what} of {len(data)} bytes is over {MAX_HEADER_BYTES}")
@@ -139,7 +137,6 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError(f"not a PipeSwitch message: the first frame must be {MAGIC!r}")
     header = decode_with(_request_decoder, frames[1], "request header")
-    assert isinstance(header, RequestHeader)
     if header.v != VERSION:
         raise RemoteProtocolError(
             f"protocol version {header.v} is not spoken here, this server speaks {VERSION}",
@@ -162,28 +159,21 @@ def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError("the server's answer is not a PipeSwitch message")
     header = decode_with(_reply_decoder, frames[1], "reply header")
-    assert isinstance(header, ReplyHeader)
-    if any(not 0 <= t.frame < len(frames) - 2 for t in header.outputs):
-        raise RemoteProtocolError("an output names a frame that is not there")
+    for tensor in header.outputs:
+        if not 0 <= tensor.frame < len(frames) - 2:
+            raise RemoteProtocolError("an output names a frame that is not there")
     return header
 
 
-def pack_dict(value: dict[str, Any]) -> bytes:
-    """msgpack of a plain mapping."""
-    return encoder.encode(value)
-
-
-class Table(NamedTuple):
-    """What a message on a stream begins with; its header is the first part."""
-
-    size_bytes: int  # of the table itself
-    taken_count: int  # of the peer's parts in the share, since the beginning
-    parts: Sequence[tuple[int, int]]  # size, and place in the sender's half of the share
+Table: TypeAlias = tuple[int, int, Sequence[tuple[int, int]]]
+"""What a message on a stream begins with: its own bytes; how many of the peer's parts in the share
+were taken so far; each part's (the header first) size, and place in the sender's half."""
 
 
 def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
     """Inverse of ``read_table``. A message of no parts asks for a share, or brings it."""
-    return _STREAM.pack(MAGIC, len(parts), taken_count) + b"".join(starmap(_PART.pack, parts))
+    numbers = chain.from_iterable(parts)
+    return pack(f"<4sIQ{2 * len(parts)}Q", MAGIC, len(parts), taken_count, *numbers)
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:
@@ -209,4 +199,4 @@ def read_table(data: Any, max_part_bytes: int) -> Table | None:
             raise RemoteProtocolError(f"a part of {size} bytes is too large")
         if not number and place != INLINE:
             raise RemoteProtocolError("a header does not lie in the share: it could change")
-    return Table(end, taken_count, parts)
+    return end, taken_count, parts

@@ -171,8 +171,10 @@ class Stream:
             except BlockingIOError:
                 return False
             gone = 0
-            while gone < len(self._unsent) and sent >= len(self._unsent[gone]):
-                sent -= len(self._unsent[gone])
+            for part in self._unsent:
+                if sent < (size := len(part)):
+                    break
+                sent -= size
                 gone += 1
             del self._unsent[:gone]
             if sent:
@@ -264,7 +266,7 @@ class Stream:
                 table = read_table(buffer[self._start : self._end], self._max_part_bytes)
                 if table is None:
                     break
-                self._start += table.size_bytes
+                self._start += table[0]
                 self._message = self._begin(table, buffer)
         return messages
 
@@ -274,17 +276,18 @@ class Stream:
         Raises:
             RemoteProtocolError: they are too large together, or a place is not in the share.
         """
+        table_bytes, taken_count, places = table
         size_bytes = room = 0
-        for size, place in table.parts:
+        for size, place in places:
             if place == INLINE:
                 size_bytes += size
                 room += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
         body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
-        parts: list[Any] = [MAGIC] if table.parts else []
+        parts: list[Any] = [MAGIC] if places else []
         shared, at = set(), 0
-        for size, place in table.parts:
+        for size, place in places:
             if place != INLINE:
                 if self.share is None:
                     raise RemoteProtocolError("there is no share that a part could lie in")
@@ -302,8 +305,8 @@ class Stream:
         descriptors, self._descriptors = self._descriptors, ()
         return Message(
             parts=parts,
-            size_bytes=table.size_bytes + size_bytes,
-            taken_count=table.taken_count,
+            size_bytes=table_bytes + size_bytes,
+            taken_count=taken_count,
             shared=frozenset(shared),
             descriptors=descriptors,
         )

@@ -20,7 +20,15 @@ from pipeswitch.errors import ModelNotFound
 from pipeswitch.gateway.api import Api
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import Feed
-from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, Work
+from pipeswitch.gateway.http import (
+    Answer,
+    Connection,
+    Head,
+    HttpServer,
+    Limits,
+    Work,
+    answered,
+)
 from pipeswitch.gateway.oip import InferRequest, Output
 from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.service import Service
@@ -33,15 +41,16 @@ from .target import Codec, Target, join_frames, split_frames
 PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
 LIMITS = Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
-TURNS = 4  # of the loop, behind each piece
+TURNS = 6  # of the loop, behind each piece; a stream takes as many to end
 MOST_TURNS = 400  # until all is answered that can be
 LATE_S = 1e6  # after all limits in seconds
 HANGS_UP = b"\0"  # a frame of this byte alone
 HEAD_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]+|[\w-]+: [\t -~\x80-\xff]*")
 ROW: dict[str, Any] = {
-    "name": "m", "version": 1, "versions": [1], "state": "ready", "batch": [1, 8], "batching": None,
+    "name": "m", "version": 1, "versions": [1], "state": "ready", "batch": [1, 8],
+    "batching": None,
     "inputs": {"x": [["batch", 4], "float32"]}, "outputs": {"y": [["batch", 4], "float32"]},
-    "current": True,
+    "current": True, "share": 0,
 }  # fmt: skip
 
 
@@ -155,7 +164,7 @@ class _Gate:
             return self._checked(head, work)
 
         async def run(body: Any) -> Answer:
-            return self._checked(head, await work(body))
+            return self._checked(head, await answered(work, body))
 
         return run
 
@@ -279,7 +288,7 @@ def seeds() -> list[bytes]:
         "/models/m/ready", "/models/m/config", "/models/m/versions/1/stats", "/no/such",
     )  # fmt: skip
     return [
-        join_frames([request(infer, body)]),
+        join_frames([request(infer, body)] * 3),
         join_frames([request(infer, head + bytes(16), length)]),
         join_frames([request(infer, bytes(16), "Inference-Header-Content-Length: 0")]),
         join_frames([_chunked(infer, body[:30], body[30:])]),

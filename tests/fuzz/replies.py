@@ -35,7 +35,7 @@ def run(data: bytes) -> None:
             str(error)
             error.data.get("reason")
         else:
-            result = from_reply("m", _reply(header, frames[2:]), wants_torch=False)
+            result = from_reply("m", False, _reply(header, frames[2:]))
             result.timing.as_dict()
     except RemoteProtocolError:
         pass

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import sys
 import tempfile
 import time
@@ -30,13 +31,16 @@ from pipeswitch.programs.spec import BUNDLE_FILE
 from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.testing import RunningServer, server
 
+from . import factories
 from .catalogue import OWN_SIDES, Entry, Inputs, catalogue
+from .factories import SEED
 
 LENGTHS: Final = (1, 7, 64, 512)
 BATCH: Final = 3  # the second one, where a model takes more than one at a time
-SEED: Final = 7
 THREADS: Final = 2
 FAST_PATH: Final = "set_fastpath_enabled"
+EXPERTS: Final = "set_experts_implementation"
+FACTORY: Final = "package.module:function"
 Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
@@ -94,9 +98,9 @@ class Sweep:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             return {"name": name, "outcome": "not made", "why": why, "took_s": 0.0}
-        module.eval().requires_grad_(
-            False
-        )  # as docs/guide/serving.md says what answers are equal to
+        module.eval()  # as docs/guide/serving.md says what answers are equal to
+        for parameter in module.parameters():
+            parameter.requires_grad = False
         row: dict[str, Any] = {"name": name, "outcome": "refused"}
         row["parameters"] = sum(p.numel() for p in module.parameters())
         try:
@@ -107,7 +111,7 @@ class Sweep:
             answers = (*row["batches"].values(), *row["sizes"].values())
             row["outcome"] = "served" if all(answers) else "differs"
         except PipeSwitchError as error:
-            row["why"] = str(error).splitlines()[0][:300]
+            row["why"] = str(error).splitlines()[0][:400]
         except Exception as error:  # not refused in words
             row["outcome"] = "failed"
             row["why"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -118,24 +122,38 @@ class Sweep:
 
     def _register(self, module: nn.Module, example: Inputs, row: dict[str, Any]) -> None:
         options: dict[str, Any] = {"example_inputs": example, "max_batch": 4}
+        source: Any = module
         row["dynamic"] = open_dims(module, example, has_sides=row["name"] not in OWN_SIDES)
-        for _ in range(3):
+        for _ in range(4):
             try:
-                self._client.register("it", module, dynamic=row["dynamic"], **options)
+                self._client.register("it", source, dynamic=row["dynamic"], **options)
                 break
             except PipeSwitchError as error:
                 if FAST_PATH in str(error) and "fast_path" not in row:
                     torch.backends.mha.set_fastpath_enabled(False)  # as the refusal says
                     row["fast_path"] = False
+                elif EXPERTS in str(error) and "experts" not in row:
+                    row["experts"] = "batched_mm"
+                    module.model.set_experts_implementation("batched_mm")
+                elif FACTORY in str(error) and source is module:
+                    row["dynamic"], row["graph"] = {}, str(error)[:300]
+                    source = f"{factories.__name__}:{factories.factory_name(row['name'])}"
+                    options["example_inputs"] = named_inputs(module, example, None).arguments
                 elif row["dynamic"]:
                     row["dynamic"], row["fixed"] = {}, str(error)[:300]
                 else:
                     raise
         shown = self._client.show("it")
+        for axes in row["dynamic"].values():  # a range may have become narrower
+            for axis, (called, *_) in axes.items():
+                low, high = shown["dims"].get(called, (0, 0))
+                axes[axis] = (called, low, high)
         row |= {"mode": shown["mode"], "bytes": shown["bytes"], "batch_max": shown["batch"][1]}
         row["groups"] = shown["groups"]
         folder = self._running.state_dir / "models" / shown["digest"]
-        names = {node.target for node in read_bundle(folder / BUNDLE_FILE).graph.nodes}
+        is_graph = shown["mode"] == "graph"
+        nodes = read_bundle(folder / BUNDLE_FILE).graph.nodes if is_graph else ()
+        names = {node.target for node in nodes}
         aten = (name.partition("aten.")[2] for name in names if name.startswith("aten."))
         row["operators"] = sorted(aten)
 
@@ -157,9 +175,8 @@ class Sweep:
             for number, name in enumerate(names):
                 for axis, (called, low, high) in dynamic.get(name, {}).items():
                     is_length = called.startswith("length")
-                    extent = (
-                        LENGTHS[step] if is_length else (low, low + (high - low) // 3)[step % 2]
-                    )
+                    length = min(max(LENGTHS[step], low), high)
+                    extent = length if is_length else (low, low + (high - low) // 3)[step % 2]
                     inputs[number] = resized(inputs[number], axis, extent)
                     told.append(str(extent))
             if told and "x".join(told) not in found:
@@ -192,6 +209,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "torch": torch.__version__,
         "models": len(rows),
         "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "modes": dict(Counter(row["mode"] for row in rows if "mode" in row)),
         "operators_listed": len(listed),
         "operators_needed": len(operators),
         "operators_by_models": dict(operators.most_common()),
@@ -203,6 +221,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
     """Make the rows that are not there; a line for each."""
     arguments = ("--threads", str(THREADS))
+    root = str(Path(__file__).parents[2])  # where the server finds tests.models.factories
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
         one = Sweep(running)
         for number, name in enumerate(names, 1):

@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from .odd import ODD
+
 Inputs = tuple[Any, ...] | dict[str, Any]  # arguments by place or by name, which may nest
 Made = tuple[nn.Module, Inputs]
 Entry = Callable[[], Made]
@@ -29,7 +31,7 @@ FILMS: Final = {"mc3_18": 112, "r2plus1d_18": 112, "r3d_18": 112, "s3d": 224, "m
                 "swin3d_t": 224}  # fmt: skip
 DETECTORS: Final = """fasterrcnn_mobilenet_v3_large_320_fpn fcos_resnet50_fpn
     keypointrcnn_resnet50_fpn maskrcnn_resnet50_fpn retinanet_resnet50_fpn
-    ssdlite320_mobilenet_v3_large"""
+    ssdlite320_mobilenet_v3_large ssd300_vgg16 fasterrcnn_resnet50_fpn"""
 
 SIZED: Final = frozenset({
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
@@ -103,6 +105,33 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "SiglipVisionModel": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "CLIPVisionModel": ({**NO_TOKENS, **PIXELS}, "pixels"),
     "CLIPTextModel": ({**SMALL, "eos_token_id": 2}, "ids"),
+    "Qwen2MoeForCausalLM": (
+        {**LLAMA, "num_experts": 4, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 32}, "ids"),
+    "OlmoeForCausalLM": ({**LLAMA, "num_experts": 4, "num_experts_per_tok": 2}, "ids"),
+    "FalconForCausalLM": (SMALL, "ids"),
+    "GPTJForCausalLM": ({**GPT, "rotary_dim": 8}, "ids"),
+    "GPTNeoForCausalLM": (
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300,
+         "attention_types": [[["global", "local"], 1]]}, "ids"),
+    "Gemma2ForCausalLM": (LLAMA, "ids"),
+    "Phi3ForCausalLM": ({**LLAMA, "pad_token_id": 0}, "ids"),
+    "StableLmForCausalLM": (LLAMA, "ids"),
+    "Starcoder2ForCausalLM": (LLAMA, "ids"),
+    "XLMRobertaForSequenceClassification": ({**SMALL, "pad_token_id": 0}, "ids"),
+    "SqueezeBertModel": ({**SMALL, "embedding_size": 64}, "ids"),
+    "ConvBertModel": ({**SMALL, "embedding_size": 64}, "ids"),
+    "XLNetModel": (
+        {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 300}, "ids"),
+    "PegasusForConditionalGeneration": (BART, "both"),
+    "MBartForConditionalGeneration": (BART, "both"),
+    "SwinForImageClassification": (
+        {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [1, 1],
+         "num_heads": [2, 2], "window_size": 4}, "pixels"),
+    "YolosForObjectDetection": ({**NO_TOKENS, **PIXELS, "image_size": [64, 64],
+                                 "num_detection_tokens": 5}, "pixels"),
+    "VideoMAEForVideoClassification": ({**NO_TOKENS, **PIXELS, "num_frames": 4}, "frames"),
+    "ASTForAudioClassification": ({**NO_TOKENS, "max_length": 64, "num_mel_bins": 32}, "mels"),
     "Wav2Vec2ForCTC": (SOUND, "sound"),
     "HubertForCTC": (SOUND, "sound"),
     "WhisperForConditionalGeneration": (
@@ -192,6 +221,8 @@ EXAMPLES: Final[Mapping[str, Callable[[], dict[str, torch.Tensor]]]] = {
     "ids": lambda: {"input_ids": _ids()},
     "both": lambda: {"input_ids": _ids(), "decoder_input_ids": _ids(5)},
     "pixels": lambda: {"pixel_values": torch.randn(1, 3, 64, 64)},
+    "frames": lambda: {"pixel_values": torch.randn(1, 4, 3, 64, 64)},
+    "mels": lambda: {"input_values": torch.randn(1, 64, 32)},
     "sound": lambda: {"input_values": torch.randn(1, 1600)},
     "mel": lambda: {"input_features": torch.randn(1, 20, 100), "decoder_input_ids": _ids(5)},
 }
@@ -285,4 +316,5 @@ def catalogue() -> dict[str, Entry]:
         found[f"transformers {name} as it comes"] = functools.partial(
             _as_it_comes, name, options, *kinds
         )
-    return found | {f"small {name}": entry for name, entry in _small().items()}
+    found |= {f"small {name}": entry for name, entry in _small().items()}
+    return found | {f"odd {name}": entry for name, entry in ODD.items()}

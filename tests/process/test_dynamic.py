@@ -193,6 +193,13 @@ class OneOdd(nn.Module):
         return x if x.shape[1] != 8 else x * 3
 
 
+class Short(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] < 3:
+            raise ValueError("too short")
+        return x * 2
+
+
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(3, -1) * 2
@@ -204,11 +211,53 @@ def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "works", "why"),
+    [
+        (Branches(), [7, 20], "it takes length from 7 to 20"),
+        (Places(), [1, 12], "it takes length from 1 to 12"),
+        (OneOdd(), [9, 20], "length=8 it does not compute the same bits"),
+        (Short(), [3, 20], "it takes length from 3 to 20"),
+    ],
+)
+def test_a_range_is_narrowed_to_what_is_proved_and_that_is_told(
+    module: nn.Module, works: list[int], why: str, running: Checked
+) -> None:
+    name = type(module).__name__.lower()
+    row = running.client.register(
+        name, module, example_inputs=torch.ones(3, 10), dynamic={"x": {1: (1, 20)}}
+    )
+    assert running.client.show(name)["dims"]["length"] == works
+    [note] = [one for one in row["notes"] if one.startswith("length")]
+    assert note.startswith(f"length is {works[0]}..{works[1]}, not 1..20: ")
+    assert why in note
+
+
+class Edges(nn.Module):
+    """Edges name nodes: fewer nodes take other edges than the example's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> tuple[torch.Tensor]:
+        h = self.layer(x)
+        return (torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]),)
+
+
+def test_edges_name_nodes_that_there_are(running: Checked) -> None:
+    module = served(Edges())
+    example = (torch.randn(6, 4), torch.randint(0, 6, (2, 9)))
+    dynamic = {"x": {0: ("nodes", 1, 64)}, "edges": {1: ("edges", 1, 99)}}
+    running.client.register("graph", module, example_inputs=example, dynamic=dynamic)
+    assert running.client.show("graph")["dims"] == {"nodes": [1, 64], "edges": [1, 99]}
+    for nodes, edges in ((1, 3), (40, 99)):
+        inputs = [torch.randn(nodes, 4), torch.randint(0, nodes, (2, edges))]
+        check_bits(running.client, "graph", module, inputs)
+
+
+@pytest.mark.parametrize(
     ("module", "dynamic", "words"),
     [
-        (Branches(), {"x": {1: (1, 20)}}, "it takes length from 7 to 20"),
-        (Places(), {"x": {1: (1, 20)}}, "it takes length from 1 to 12"),
-        (OneOdd(), {"x": {1: (1, 20)}}, "at length=8 it does not compute the same bits"),
         (nn.Linear(10, 3), {"x": {1: (1, 20)}}, "the model fixes length at 10"),
         (Branches(), {"y": {1: (1, 20)}}, "no input has that name"),
         (Branches(), {"x": {2: (1, 20)}}, "it has dimensions 0 to 1"),

@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,10 @@ TRITON = """
         client.load_model("mlp", headers=ops, files={"file:1/model.pt": b"x"}, config="{}")
     except InferenceServerException as error:
         found["refused"].append((error.status(), error.message()))
+    try:
+        client.load_model("mlp", headers=ops, config='{"max_batch_size": 8}')
+    except InferenceServerException as error:
+        found["refused"].append((error.status(), error.message()))
     found["statistics"] = client.get_inference_statistics("mlp")["model_stats"]
     print(json.dumps(found))
 """
@@ -168,9 +173,17 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
     assert all(bill["total_ms"] >= bill["compute_ms"] > 0 for bill in found["bill"])
     assert found["half"] == [[2.0] * 4] * 2
     statuses, words = zip(*found["refused"], strict=True)
-    assert statuses == ("404", "404", "400", "504", "403", "400")
+    assert statuses == ("404", "404", "400", "504", "403", "400", "400")
     for part, text in zip(
-        ('did you mean "mlp"', "no version 2", "float16", "deadline", '"operate"', "files"),
+        (
+            'did you mean "mlp"',
+            "no version 2",
+            "float16",
+            "deadline",
+            '"operate"',
+            "files",
+            "load takes no config: it would have no effect",
+        ),
         words,
         strict=True,
     ):
@@ -540,12 +553,27 @@ def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -
     assert {row["name"] for row in curl(http, "/v2/models/stats")[1]["model_stats"]} >= {"mlp"}
 
 
-def test_a_token_that_is_added_counts_soon(checked: Checked, http: str, tokens: Path) -> None:
-    asked = ("-X", "POST", "-H", "Authorization: Bearer a-token-that-was-added")
-    path = "/v2/repository/models/mlp/unload"
-    assert curl(http, path, *asked)[0] == 401
-    tokens.write_text(f"{tokens.read_text()}late a-token-that-was-added operate\n")
-    until(lambda: curl(http, path, *asked)[0] == 200, "it counts")
+def test_a_token_that_is_added_or_taken_counts_soon_on_a_connection_that_is_kept(
+    http: str, tokens: Path
+) -> None:
+    connection = HTTPConnection(http, timeout=30)
+    head = {"Authorization": "Bearer a-token-that-was-added"}
+
+    def status() -> int:
+        connection.request("POST", "/v2/repository/models/mlp/unload", "{}", head)
+        with connection.getresponse() as answer:
+            answer.read()
+        return answer.status
+
+    without = tokens.read_text()
+    assert status() == 401
+    tokens.write_text(f"{without}late a-token-that-was-added operate\n")
+    until(lambda: status() == 200, "it counts")
+    kept = connection.sock
+    assert [status(), status()] == [200, 200]
+    assert connection.sock is kept
+    tokens.write_text(without)
+    until(lambda: status() == 401, "it counts no more")
 
 
 def scrape(address: str, *args: str) -> str:

@@ -219,7 +219,7 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
             tensors, frames, _ = to_frames(rows(count))
             result = await connection.ask(
                 "infer", model="double", inputs=tensors, frames=frames, is_safe=True,
-                convert=lambda reply: from_reply("double", reply, wants_torch=False),
+                convert=lambda reply: from_reply("double", False, reply),
             )  # fmt: skip
             return bool((result["y"] == 2 * rows(count)).all())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,14 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.client.client import Client
+from pipeswitch.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.frontend import admission
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.recurrent import _stft
 from pipeswitch.programs.build.verify import load_image, same_bits
@@ -27,6 +32,7 @@ from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.programs.views import tensor_over
 from workers.inference.task import make_program, read_graph
+from workers.inference.trials import MadeUpInputs
 
 SEED = 5
 
@@ -128,6 +134,7 @@ def mixtral_config(transformers: Any) -> Any:
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
     "quantized": lambda: quantized(), "detector": Detector, "appends": Appends,
+    "plain": lambda: plain(),
 }  # fmt: skip
 PACKAGE = "as_they_come"
 
@@ -340,3 +347,145 @@ def test_an_answer_may_have_more_rows_than_the_examples(tmp_path: Path) -> None:
 def test_one_that_a_call_changes_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(RegistrationRefused, match=r"anchors\.0"):
         served("appends", tmp_path, **IMAGES)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        lambda state: state,
+        lambda state: {"epoch": 3, "model_state_dict": state},
+        lambda state: {f"module.{name}": value for name, value in state.items()},
+    ],
+)
+def test_a_state_dict_is_the_weights_of_a_factory(saved: Any, tmp_path: Path) -> None:
+    module = plain().eval()
+    torch.save(saved(module.state_dict()), tmp_path / "it.pt")
+    convert_weights(tmp_path / "it.pt", tmp_path / "it.safetensors")
+    spec = BuildSpec(
+        name="it", source=f"{PACKAGE}:plain", weights=str(tmp_path / "it.safetensors"),
+        inputs={"x": ((2, 8), "float32")},
+    )  # fmt: skip
+    _, bound = loaded(spec, tmp_path / "out")
+    check_bits(bound, module, [torch.randn(2, 8)])
+
+
+@pytest.mark.parametrize("saved", [plain(), {"epoch": 3}, [1]])
+def test_what_is_no_state_dict_is_told_how_to_save_one(saved: Any, tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "it.pt")
+    with pytest.raises(RegistrationRefused) as refused:
+        convert_weights(tmp_path / "it.pt", tmp_path / "it.safetensors")
+    assert "torch.save(module.state_dict()" in refused.value.hint
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 8))])
+def test_torchscript_is_served_with_its_own_bits(make: Any, tmp_path: Path) -> None:
+    module = plain().eval()
+    torch.jit.save(make(module), tmp_path / "it.pt")
+    made = convert(str(tmp_path / "it.pt"), tmp_path / "it.bundle", {"x": ((1, 8), "float32")})
+    assert made["dims"] == {"batch": [1, 64]}
+    _, bound = loaded(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path / "out")
+    check_bits(bound, module, [torch.randn(3, 8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("it.onnx", "onnx2torch.convert('it.onnx')"),
+        ("it.safetensors", "--weights 'it.safetensors'"),
+        ("state.pt", "--weights state.pt"),
+        ("script.pt", "--input 1x3x224x224:float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_file_that_is_no_program_is_told_what_to_type(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(plain().state_dict(), "state.pt")
+    torch.jit.save(torch.jit.script(plain()), "script.pt")
+    with contextlib.ExitStack() as stack, pytest.raises(PipeSwitchError) as refused:
+        Client._as_source(Client.__new__(Client), name, {}, None, {}, None, stack, [])
+    assert says in refused.value.hint
+
+
+# ---- lengths and examples in module mode ---------------------------------------------------------
+
+
+def test_a_module_takes_lengths_that_requests_choose(tmp_path: Path) -> None:
+    inputs = {"x": (((1, 4), (1, 9), 16), "float32")}
+    manifest, bound = served("experts", tmp_path, inputs=inputs)
+    assert manifest.mode == "module"
+    assert [(dim.name, dim.low, dim.high) for dim in manifest.dims] == [
+        ("batch", 1, 4), ("length", 1, 9),
+    ]  # fmt: skip
+    assert manifest.outputs[0].shape == ("batch", "length", 16)
+    for batch, length in ((1, 1), (3, 9), (4, 5)):
+        check_bits(bound, fresh("experts"), [torch.randn(batch, length, 16)])
+
+
+def test_an_outputs_extent_that_no_dimension_is_has_room_for_the_largest(tmp_path: Path) -> None:
+    manifest, bound = served("pairs", tmp_path, inputs={"x": ((1, (2, 6), 8), "float32")})
+    assert manifest.outputs[0].shape == (1, 12, 8)
+    check_bits(bound, fresh("pairs"), [torch.randn(1, 3, 8)])
+
+
+class Pairs(Found):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x)] * 2, 1)
+
+
+class Ordered(nn.Module):
+    """Takes integers that nobody would guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        if ends.tolist() != sorted(set(ends.tolist())):
+            raise ValueError("ends do not grow")
+        return torch.cat([self.layer(self.table(ids[:n])) for n in ends.tolist()]).mean(0)
+
+
+FACTORIES |= {"pairs": Pairs, "ordered": Ordered}
+
+
+def test_a_trials_integers_are_the_examples(tmp_path: Path) -> None:
+    example = {"ids": torch.tensor([1, 8, 3, 4]), "ends": torch.tensor([2, 4])}
+    save_file(example, tmp_path / "example.safetensors")
+    inputs = {"ids": ((4,), "int64"), "ends": ((2,), "int64")}
+    with pytest.raises(RegistrationRefused, match="ends do not grow"):
+        served("ordered", tmp_path / "guessed", inputs=inputs)
+    path = str(tmp_path / "example.safetensors")
+    manifest, bound = served("ordered", tmp_path / "given", inputs=inputs, example=path)
+    check_bits(bound, fresh("ordered"), [torch.tensor([5, 1, 1, 2]), torch.tensor([1, 3])])
+    trial = MadeUpInputs().of(SimpleNamespace(model="m", digest="d", trial_batch=1), manifest)  # type: ignore[arg-type]
+    assert [value.tolist() for value in trial] == [value.tolist() for value in example.values()]
+    inputs["ends"] = ((3,), "int64")
+    with pytest.raises(RegistrationRefused, match=r"example 'ends': it is torch.int64\[2\]"):
+        served("ordered", tmp_path / "wrong", inputs=inputs, example=path)
+
+
+def test_a_named_model_takes_its_example_from_a_client(tmp_path: Path) -> None:
+    sent: list[str] = []
+
+    class Uploads(Client):
+        def __init__(self) -> None: ...
+        def upload(self, path: Any, kind: str, progress: Any = None) -> str:
+            sent.extend(load_file(path))
+            return "put:it"
+
+    image = np.zeros((3, 6, 6), np.float32)
+    takes, signature, example = Uploads()._example({"images": [image]}, None, {}, tmp_path)
+    assert (takes, example, sent) == (IMAGES["takes"], "put:it", ["images.0"])
+    assert signature == {"images.0": [[3, 6, 6], "float32"]}
+    with pytest.raises(InvalidInput, match="by its arguments' names"):
+        Uploads()._example((image,), None, {}, tmp_path)

@@ -51,6 +51,37 @@ INK = """
     return count;
 """
 
+FIND = """
+    const [find, sort] = ["find", "sort"].map((id) => document.getElementById(id));
+    [find.value, sort.value] = arguments;
+    find.dispatchEvent(new Event("input"));
+"""
+LOOK_BACK = r"""
+    const done = arguments[0], asked = [];  // a request of an hour ago, then nothing; 1,000 steps
+    const spans =
+      [["scheduler", "switch old", 0], ["copy", "old", 1], ["worker 0", "infer old", 2]];
+    const trace = (isThere) => ({ now_ms: 3.5e6, traceEvents: !isThere ? [] : spans.flatMap(
+      ([track, name, tid]) => [{ ph: "M", name: "thread_name", tid, args: { name: track } },
+        { ph: "X", tid, name, ts: 1e3, dur: 2e3, args: {} }, { cat: "switch", id: 7 }]) });
+    import("/ui/model.js").then(async ({ Model }) => {
+      const get = async (path) => {
+        asked.push(Number(path.split("=")[1]));
+        return trace(asked.length === 3);
+      };
+      const rows = [...Array(1000).keys()].map((step) => JSON.stringify({ step, loss: 1 / step }));
+      const cut = `9, "loss": 1}\n${rows.join("\n")}\n{"step": 10`;
+      const fetch = async () => ({ text: async () => cut });
+      const model = new Model({ get, fetch }, () => {});
+      for (let look = 0; look < 3; look++) await model.readTrace();
+      const names = (rows) => rows.map((one) => one.model);
+      await model.readHistory("j");
+      const { timeline } = model, curve = model.losses.get("j");
+      done([asked.slice(0, 3), names(timeline.answered()), names([timeline.lastSwitch()]),
+        curve.length > 100 && curve.length <= 240 && curve[0].step < 9,
+        curve[curve.length - 1].step]);
+    });
+"""
+
 
 def program(*names: str) -> str:
     """Where one of these programs is; without it there is no test, which must not go unnoticed
@@ -107,6 +138,12 @@ class Tab:
     def complaints(self) -> list[str]:
         """What the console said since the last look."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+def folded(driver: Any) -> set[str]:
+    """Titles of the panels that are headings alone."""
+    found = driver.find_elements("css selector", ".folded h2")
+    return {one.get_attribute("id") for one in found}
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +206,8 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         driver.get("about:blank")
         driver.get(f"{page}#token={token}")
         tab.shows("#status", "live")
+        until(lambda: {"jobs-title", "request-title"} <= folded(driver), "empty panels fold")
+        tab.shows("#request-line", "Nothing was asked yet")
         assert driver.current_url == page  # the token is not in the history
         assert driver.get_cookies() == []
 
@@ -202,9 +241,25 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         tab.click("Resume digits")
         tab.shows("#jobs", "running")
 
-        tab.click("Log of digits")
+        assert not folded(driver)
+        tab.click("Details of digits")
         tab.shows("#log-text", EVIL)
+        tab.shows("#commits-line", "on disk")
+        tab.shows("#loss-title", "loss ")
+        tab.shows("#loss-from", "step ")
         driver.find_element("css selector", "#log button").click()
+        tab.click("Details of left")
+        tab.shows("#model-facts", "ready")
+        tab.shows("#model-request-line", "layer groups streamed in")
+        until(lambda: tab.ink("model-waterfall", "switch") > 100, "its last switch is drawn")
+        assert len(driver.find_elements("css selector", "#plan i")) > 1
+        driver.find_element("css selector", "#model button").click()
+        for words, names in (("RIGH", ["right"]), (EVIL, []), ("", ["left", "right"])):
+            driver.execute_script(FIND, words, "name")
+            until(lambda names=names: tab.texts("#models .name") == names, f"found: {names}")
+        assert driver.execute_async_script(LOOK_BACK) == [
+            [30, 300, 3600], ["old"], ["old"], True, 999,
+        ]  # fmt: skip
         driver.find_element("css selector", "#all-events").click()
         tab.shows("#events", EVIL)
         assert driver.execute_script("return window.hacked") is None

@@ -24,8 +24,8 @@ from pipeswitch.errors import LocalProtocolError, RegistrationRefused, TaskPreem
 from pipeswitch.planning.grouping import Plan
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.files import convert_pt2
 from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.pt2 import convert_pt2
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
 from pipeswitch.programs.dims import Dim, at_batch

@@ -13,6 +13,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, finish, mlp, run_plain, until, write_script
 
+from pipeswitch.cli.main import main
 from pipeswitch.errors import InvalidInput, TaskFailed
 
 SEED = 1121
@@ -335,6 +336,29 @@ def test_what_would_not_resume_exactly_is_refused_in_words(
     task = running.client.train(path, args=[str(tmp_path / "out"), "served"])
     with pytest.raises(TaskFailed, match=says):
         task.wait(60)
+
+
+def test_what_a_script_does_wrong_is_told_where_it_was_typed(
+    running: Checked, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput, match=r"broken\.py:1: invalid syntax"):
+        running.client.train(write_script(tmp_path, "broken.py", "def f(:"))
+    raises = write_script(tmp_path, "raises.py", "def go():\n    raise ValueError('mine')\ngo()\n")
+    task = running.client.train(raises)
+    with pytest.raises(TaskFailed, match="mine"):
+        task.wait(60)
+    log = "".join(task.logs())
+    assert log.startswith(
+        f'Traceback (most recent call last):\n  File "{raises}", line 3, in <module>\n'
+    )
+    assert log.count("ValueError: mine") == 1
+
+
+def test_a_script_that_fails_at_once_fails_the_command(running: Checked, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "wants.py", "import sys\nsys.exit('wants: --data')\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["--host", running.running.ipc_address, "train", str(script)])
+    assert ended.value.code == TaskFailed.exit_code
 
 
 def test_what_a_resumed_script_will_not_find_is_warned_of(running: Checked, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 import os
 import socket
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,30 @@ def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Cl
     assert np.array_equal(result["y"], x * 2)
     assert result.timing.switch_ms == 1.5
     assert result.timing.resident is True
+
+
+def test_a_warm_request_is_so_many_calls_of_the_loops_thread(server: FakeScheduler) -> None:
+    """A budget, as those of ``test_budgets.py``: it was twice as much."""
+    calls = Counter[str]()
+
+    def note(frame: Any, what: str, _: Any) -> None:
+        if what == "call" and "/pipeswitch/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname] += 1
+
+    def profile(noted: Any) -> None:
+        done = threading.Event()
+        server.tcp._call_soon(lambda: (sys.setprofile(noted), done.set()))  # type: ignore[func-returns-value]
+        done.wait(DEADLINE_S)
+
+    server.announce("m")
+    x = np.ones((1, 4), dtype=np.float32)
+    with ps.Client(server.listeners.ipc.address) as client:
+        client.infer("m", x)
+        profile(note)
+        client.infer("m", x)
+        profile(None)
+    assert "Inference.infer" in calls
+    assert calls.total() <= 64, calls.most_common()
 
 
 def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.Client) -> None:

@@ -1,6 +1,7 @@
 """Budgets: numbers that only a commit with a reason may raise.
 
-Calls are those of Python's functions in the scheduler: the same number in each run.
+Calls are those of Python's functions, of the scheduler where nothing else is said: the same number
+in each run.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -26,6 +27,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
 )
 from pipeswitch.scheduler import events as ev
+from tests.unit.request_rig import clients_calls, gateways_calls, workers_calls
 from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
@@ -166,3 +168,16 @@ def test_a_training_report_concerns_nobody(models: int) -> None:
     with rig.counted() as spent:
         rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={"step": 3}))
     assert spent.calls <= 35  # were 159
+
+
+def test_a_request_over_http_costs_the_gateways_loop_so_many_calls(tmp_path: Path) -> None:
+    pytest.importorskip("httptools", reason="make installs it")
+    assert gateways_calls(tmp_path) <= 104  # were 293, in five turns of the loop; now in two
+
+
+def test_a_request_costs_its_caller_so_many_calls(tmp_path: Path) -> None:
+    assert clients_calls(tmp_path) <= 48  # were 98
+
+
+def test_a_request_costs_its_worker_so_many_calls() -> None:
+    assert workers_calls() <= 68  # were 75

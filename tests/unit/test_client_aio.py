@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pipeswitch.client import Client, Task
-from pipeswitch.client.aio import AsyncClient, AsyncTask, _Awaited, _awaited
+from pipeswitch.client.aio import AsyncClient, AsyncTask
+from pipeswitch.client.verbs import Awaited, awaited
 
 
 def public_verbs(kind: type) -> set[str]:
@@ -37,8 +38,8 @@ class Source:
         return path, kind, threading.current_thread().name
 
 
-class AwaitedSource(_Awaited[Source]):
-    upload = _awaited(Source.upload)
+class AwaitedSource(Awaited[Source]):
+    upload = awaited(Source.upload)
 
 
 @pytest.mark.parametrize("is_named", [False, True])

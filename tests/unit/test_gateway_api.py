@@ -12,11 +12,12 @@ import pytest
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import ModelNotFound, PipeSwitchError
-from pipeswitch.gateway.api import BUNDLE, GUARDS, Api, JobLog
+from pipeswitch.gateway.api import BUNDLE, GUARDS, Api, JobText
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import MAX_READERS_PER_ADDRESS, Feed
-from pipeswitch.gateway.http import Answer, Head
+from pipeswitch.gateway.http import Answer, Head, answered
 from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.service import Service
 from pipeswitch.gateway.sharing import Aside
 from pipeswitch.gateway.ui import FILES, POLICY, Page
 from pipeswitch.roles import Role, Standing
@@ -42,14 +43,14 @@ class Upstream:
             return {"trace": {"traceEvents": []}}
         return {"op": op, "model": model, "body": body}
 
-    async def show(self, model: str) -> Any:
+    async def show(self, model: str, version: int = 0) -> Any:
         if model != "m":
             raise ModelNotFound(f'no model "{model[:80]}"')
-        return ROW
+        return ROW | ({"version": version} if version else {})
 
     async def job(self, name: str, action: str, offset_bytes: int = 0) -> Any:
         self.asked.append((action, name, offset_bytes))
-        if action != "logs":
+        if action not in ("logs", "history"):
             return {"job": {"name": name, "state": self.state}}
         end = len(self.log)
         return {"text": self.log[offset_bytes:][:5], "end_bytes": end,
@@ -78,8 +79,7 @@ class Rig:
             origins=origins,
             owner_token=OWNER,
         )
-        service: Any = None
-        self.rest = Rest(service, callers, self.api, Page(), Aside())
+        self.rest = Rest(Service(self.upstream), callers, self.api, Page(), Aside())
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
@@ -91,18 +91,13 @@ class Rig:
         head = Head(method=method, path=path, query=query, headers=given, peer="1.2.3.4",
                     length=len(body))  # fmt: skip
         work = self.rest(head)
-        return work if isinstance(work, Answer) else asyncio.run(_run(work, body))
+        return work if isinstance(work, Answer) else asyncio.run(answered(work, body))
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
         told = json.loads(answer.parts[0])
         assert set(told) == {"error", "code", "hint"}
         return answer.status, f"{told['code']}: {told['error']} {told['hint']}"
-
-
-async def _run(work: Any, body: bytes) -> Answer:
-    answer: Answer = await work(body)
-    return answer
 
 
 @pytest.fixture
@@ -268,7 +263,7 @@ def test_infer_is_told_of_models_what_it_may_know(rig: Rig) -> None:
 
 def test_a_log_comes_from_where_it_is_asked_for_and_ends_with_the_job(rig: Rig) -> None:
     async def read(offset: int, *, follow: bool) -> bytes:
-        log = JobLog(rig.upstream, rig.feed, "j", offset, peer="a", is_followed=follow)
+        log = JobText(rig.upstream, rig.feed, "j", "logs", offset, peer="a", is_followed=follow)
         got = b""
         while piece := await log.next():
             got += piece
@@ -277,11 +272,14 @@ def test_a_log_comes_from_where_it_is_asked_for_and_ends_with_the_job(rig: Rig) 
 
     assert asyncio.run(read(0, follow=False)) == b"one\ntwo\nthree\n"
     assert asyncio.run(read(4, follow=True)) == b"two\nthree\n"
-    answer = rig.ask("GET", "/api/jobs/j/logs?offset=-6")
-    assert rig.upstream.asked[-1] == ("logs", "j", 1 << 50)
-    assert answer.content_type.startswith("text/plain")
-    stream: Any = answer.stream
-    assert asyncio.run(stream.next()) == b"three"
+    for kind in ("logs", "history"):
+        answer = rig.ask("GET", f"/api/jobs/j/{kind}?offset=-6")
+        assert rig.upstream.asked[-1] == (kind, "j", 1 << 50)
+        assert answer.content_type.startswith("text/plain")
+        stream: Any = answer.stream
+        assert asyncio.run(stream.next()) == b"three"
+        assert rig.upstream.asked[-1] == (kind, "j", 8)
+    assert rig.refused("GET", "/api/jobs/j/history?follow=true")[0] == 400
 
 
 def test_a_followed_log_goes_on_until_the_job_is_over(
@@ -290,7 +288,7 @@ def test_a_followed_log_goes_on_until_the_job_is_over(
     rig.upstream.state = "running"
 
     async def follow() -> list[bytes]:
-        log = JobLog(rig.upstream, rig.feed, "j", 0, peer="a", is_followed=True)
+        log = JobText(rig.upstream, rig.feed, "j", "logs", 0, peer="a", is_followed=True)
         found = [await log.next() for _ in range(3)]
         waiting = asyncio.create_task(log.next())
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -136,6 +137,69 @@ def test_requests_are_read_in_whatever_pieces_they_come(rig: Rig, piece: int) ->
     assert rig.server.shared.waiting.held == 0
 
 
+def test_a_head_that_comes_again_is_admitted_once_until_callers_may_do_something_else(
+    rig: Rig,
+) -> None:
+    connection, wire = rig.connect()
+    for body in (b"1", b"22" * 100, b"\r\n\r\n"):
+        feed(connection, post("/a", body))
+    assert len(rig.heads) == 1
+    feed(connection, post("/a", b"3", b"Authorization: other\r\n"))
+    rig.server.admit_anew()
+    feed(connection, post("/a", b"3", b"Authorization: other\r\n"))
+    assert len(rig.heads) == 3
+    assert [len(body) for _, body in answers(wire)] == [4, 203, 7, 4, 4]
+    feed(connection, post("/a", b"x" * 1001, b"Authorization: other\r\n"))
+    assert answers(wire)[-1][0] == 413
+
+
+def test_a_head_that_comes_again_is_still_of_a_peer_that_may_have_too_much_held(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    other, _ = rig.connect()
+    feed(connection, post("/a", b"x" * 900))
+    rig.gate = asyncio.Event()
+    feed(other, post("/b", b"x" * 990) + post("/b", b"x" * 990))
+    feed(connection, post("/a", b"x" * 900))
+    assert [status for status, _ in answers(wire)] == [200, 429]
+    assert wire.has_ended
+
+
+LOOKALIKES = [
+    lambda body: post("/a", body),
+    lambda body: post("/a", body, b"Content-Type: text/plain\r\n"),
+    lambda body: post("/a", body) + b"\r\n",  # between two requests it is nothing
+    lambda body: b"\r\n" + post("/a", body),
+    lambda body: post("/a", body).replace(b"Content-Length: ", b"content-length:  0", 1),
+    lambda body: post("/a", body).replace(b"POST", b"PUT", 1),
+    lambda body: b"POST /a HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+]  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(LOOKALIKES),
+            st.sampled_from([b"1", b"\r\n", b"\r\n\r\n", b"xy", post("/a", b"z")]),
+        ),
+        max_size=6,
+    ),
+    st.lists(st.integers(0, 600), max_size=4),
+)
+def test_however_alike_requests_are_and_are_cut_each_is_read_as_itself(
+    asked: list[tuple[Callable[[bytes], bytes], bytes]], cuts: list[int]
+) -> None:
+    messages = [make(body) for make, body in asked]
+    whole = b"".join(messages)
+    ends = {sum(map(len, messages[:number])) for number in range(len(messages) + 1)}
+    places = sorted({*ends, *(cut for cut in cuts if cut < len(whole))})
+    with rigged() as rig:
+        connection, wire = rig.connect()
+        for start, end in pairwise(places):
+            feed(connection, whole[start:end])
+        assert [body for _, body in answers(wire)] == [b"/a " + body for _, body in asked]
+
+
 def test_pipelined_requests_are_answered_in_order_and_no_more_is_read_meanwhile(rig: Rig) -> None:
     connection, wire = rig.connect()
     rig.gate = asyncio.Event()
@@ -246,8 +310,8 @@ def test_a_compressed_body_is_read_as_what_it_was(
 
 
 async def answered(connection: Connection) -> None:
-    while connection._task is not None:
-        await asyncio.wait([connection._task])
+    while connection._task is not None:  # a thread is at work
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from pipeswitch.frontend.clients import Counters
-from pipeswitch.gateway import metrics as metrics_module
+from pipeswitch.gateway import tally as tally_module
 from pipeswitch.gateway.metrics import Metrics
 from pipeswitch.gateway.tally import Tally
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -32,39 +32,42 @@ def samples(text: str, read: Any = read_plain) -> dict[tuple[str, ...], float]:
     }
 
 
-def told(metrics: Metrics, facts: dict[str, Any] | None = None) -> dict[tuple[str, ...], float]:
+def told(
+    metrics: Metrics | Tally, facts: dict[str, Any] | None = None
+) -> dict[tuple[str, ...], float]:
+    metrics = Metrics(metrics) if isinstance(metrics, Tally) else metrics
     return samples(metrics.text("", facts)[0].decode())
 
 
 def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> None:
-    metrics = Metrics()
-    metrics.answered("m", BILL)
-    metrics.failed("m", "QueueFull")
-    found = told(metrics)
+    tally = Tally()
+    tally.answered("m", 33.0, BILL)
+    tally.failed("m", "QueueFull")
+    found = told(tally)
     assert found["pipeswitch_gateway_requests_total", "m", "ok"] == 1
     assert found["pipeswitch_gateway_requests_total", "QueueFull", "m"] == 1
     assert found["pipeswitch_request_compute_seconds_sum", "m"] == 0.03
     assert found["pipeswitch_request_compute_seconds_bucket", "0.02", "m"] == 0
     assert found["pipeswitch_request_compute_seconds_bucket", "0.05", "m"] == 1
-    metrics.failed("n", "TaskFailed")
-    metrics.forget_others({"n"})
-    assert not [key for key in told(metrics) if "m" in key]
-    assert told(metrics)["pipeswitch_gateway_requests_total", "TaskFailed", "n"] == 1
+    tally.failed("n", "TaskFailed")
+    tally.forget_others({"n"})
+    assert not [key for key in told(tally) if "m" in key]
+    assert told(tally)["pipeswitch_gateway_requests_total", "TaskFailed", "n"] == 1
 
 
 def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the server is away no answer tells which models there are."""
-    monkeypatch.setattr(metrics_module, "MAX_COUNTED", 3)
-    metrics = Metrics()
-    metrics.answered("m", BILL)
-    assert not metrics.failed("x" * 10_000, "ServerUnavailable")
-    counted = [metrics.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
+    monkeypatch.setattr(tally_module, "MAX_COUNTED", 3)
+    tally = Tally()
+    tally.answered("m", 33.0, BILL)
+    assert not tally.failed("x" * 10_000, "ServerUnavailable")
+    counted = [tally.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
     assert counted == [True, True, False, False, False]
-    assert metrics.failed("m1", "ServerUnavailable")
-    metrics.answered("n", BILL)  # what answers is there
-    assert told(metrics)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
-    metrics.forget_others({"m", "n"})
-    assert metrics.failed("m", "QueueFull")
+    assert tally.failed("m1", "ServerUnavailable")
+    tally.answered("n", 33.0, BILL)  # what answers is there
+    assert told(tally)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
+    tally.forget_others({"m", "n"})
+    assert tally.failed("m", "QueueFull")
 
 
 def facts() -> dict[str, Any]:
@@ -83,7 +86,7 @@ def facts() -> dict[str, Any]:
            "restarts": 1, "steps_recomputed": 3, "preempted_s": 1.5}  # fmt: skip
     workers = [{"kind": "worker", "state": "standby"}] * 2
     tally = Tally()
-    tally.succeeded("m", 40.0, BILL)
+    tally.answered("m", 40.0, BILL)
     models = [
         {"name": name, "version": version, "share": share}
         for name, version, share in (("m", 1, 0), ("m", 2, 90), ("m", 3, 10), ("whole", 1, 100))
@@ -94,7 +97,7 @@ def facts() -> dict[str, Any]:
 
 
 def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
-    metrics = Metrics()
+    metrics = Metrics(Tally())
     found = told(metrics, facts())
     assert found["pipeswitch_switches_total",] == 0
     assert found["pipeswitch_requests_total", "ok"] == 2
@@ -111,8 +114,9 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
 
 
 def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
-    metrics = Metrics()
-    metrics.answered("m", BILL)
+    tally = Tally()
+    tally.answered("m", 33.0, BILL)
+    metrics = Metrics(tally)
     text, kind = metrics.text("application/openmetrics-text; version=1.0.0", facts())
     assert kind.startswith("application/openmetrics-text")
     found = samples(text.decode(), read_open)
@@ -126,7 +130,7 @@ def spent(facts: dict[str, Any], up_s: float, **device_s: float) -> dict[str, An
 
 
 def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
-    metrics, name = Metrics(), "pipeswitch_device_seconds_total"
+    metrics, name = Metrics(Tally()), "pipeswitch_device_seconds_total"
     found = told(metrics, spent(facts(), 10.0, infer=1.0, train=5.0, switch=0.5))
     assert [found[name, kind] for kind in ("infer", "switch", "train", "idle")] == [
         1.0, 0.5, 5.0, 3.5,
@@ -141,7 +145,7 @@ def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
 
 
 def test_several_devices_are_told_apart() -> None:
-    metrics, name = Metrics(has_nv_names=True), "pipeswitch_device_seconds_total"
+    metrics, name = Metrics(Tally(), has_nv_names=True), "pipeswitch_device_seconds_total"
     told(metrics, of_two(spent(facts(), 10.0, infer=1.0), 1.0, 0.0))
     found = told(metrics, of_two(spent(facts(), 20.0, infer=6.0), 2.0, 4.0))
     assert found[name, "cpu:0", "infer"] == 2.0
@@ -162,8 +166,8 @@ def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
 
 
 def test_tritons_names_are_told_when_they_are_asked_for() -> None:
-    assert not [key for key in told(Metrics(), facts()) if key[0].startswith("nv_")]
-    metrics = Metrics(has_nv_names=True)
+    assert not [key for key in told(Metrics(Tally()), facts()) if key[0].startswith("nv_")]
+    metrics = Metrics(Tally(), has_nv_names=True)
     told(metrics, spent(facts(), 10.0, infer=1.0))
     found = told(metrics, spent(facts(), 14.0, infer=3.0))
     assert found["nv_gpu_utilization", "cpu"] == 0.5
@@ -175,13 +179,13 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
 def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
     """As Triton's statistics have it: inferences are rows, executions are runs."""
     tally = Tally()
-    tally.succeeded("m", 1.0, {**BILL, "batch": 4, "joined": 1})
+    tally.answered("m", 1.0, {**BILL, "batch": 4, "joined": 1})
     for _ in range(3):
-        tally.succeeded("m", 1.0, {**BILL, "batch": 6, "joined": 3})
+        tally.answered("m", 1.0, {**BILL, "batch": 6, "joined": 3})
     row = tally.row("m", 1)
     assert (row["inference_count"], row["execution_count"]) == (10, 2)
     assert row["inference_stats"]["success"]["count"] == 4
-    metrics = Metrics(has_nv_names=True)
+    metrics = Metrics(Tally(), has_nv_names=True)
     found = told(metrics, {**facts(), "tally": [row]})
     assert found["nv_inference_count", "1", "m"] == 10
     assert found["nv_inference_exec_count", "1", "m"] == 2
@@ -189,8 +193,9 @@ def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
 
 def test_every_metric_of_the_dashboard_exists() -> None:
     dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
-    metrics = Metrics()
-    metrics.answered("m", BILL)
+    tally = Tally()
+    tally.answered("m", 33.0, BILL)
+    metrics = Metrics(tally)
     known = {key[0] for key in told(metrics, facts())}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = set(re.findall(r"\bpipeswitch_\w+", " ".join(asked)))

@@ -39,7 +39,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs": "errors planning units",
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
-    "job": "inputs",
+    "job": "errors inputs",
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",

@@ -136,7 +136,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
     reply = Reply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
     with pytest.raises(RemoteProtocolError, match="nests oddly"):
-        from_reply("m", reply, wants_torch=False)
+        from_reply("m", False, reply)
 
 
 def test_a_tree_of_thousands_of_levels_is_refused_like_any_other() -> None:

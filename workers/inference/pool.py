@@ -13,7 +13,7 @@ import torch
 from pipeswitch.devices.cpu.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages import SlabTensor
-from pipeswitch.programs.layout import ITEM_BYTES
+from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
 from pipeswitch.programs.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
@@ -72,7 +72,7 @@ class RequestPool:
 
     def write(
         self,
-        names: Sequence[str],
+        values: Sequence[ValueSpec],
         outputs: Sequence[torch.Tensor],
         offset_bytes: int,
         reply_bytes: int,
@@ -83,16 +83,16 @@ class RequestPool:
             InvalidInput: they need more bytes than their declared shapes said.
         """
         slabs, cursor = [], 0
-        for name, output in zip(names, outputs, strict=True):
+        for value, output in zip(values, outputs, strict=True):
             dtype_name = str(output.dtype).removeprefix("torch.")
             size = output.numel() * output.element_size()
             if dtype_name not in ITEM_BYTES or cursor + size > reply_bytes:
                 raise InvalidInput(
-                    f'output "{name}" is {dtype_name}{list(output.shape)}: it does not fit into '
-                    f"the {reply_bytes} bytes its declared shape asked for"
+                    f'output "{value.name}" is {dtype_name}{list(output.shape)}: it does not fit '
+                    f"into the {reply_bytes} bytes its declared shape asked for"
                 )
             slab = SlabTensor(
-                name=name,
+                name=value.name,
                 dtype=dtype_name,
                 shape=tuple(output.shape),
                 offset_bytes=offset_bytes + cursor,

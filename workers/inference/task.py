@@ -56,9 +56,8 @@ class Programs:
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
         """Of a program that is going to be asked for: they are read when it is."""
-        if descriptors:
-            self._close_files(model)
-            self._files[model] = descriptors
+        self._close_files(model)
+        self._files[model] = descriptors
 
     def _close_files(self, model: ModelName) -> None:
         for descriptor in self._files.pop(model, ()):
@@ -205,7 +204,7 @@ def infer(
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
         groups = _Groups(view, message, manifest)
-        slabs: list[tuple[SlabTensor, ...]] = [(), *(() for _ in message.joined)]
+        slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
         with view.computing(bound):
             if message.trial_batch:
                 run_trial(bound, message, programs.made_up, groups, view, slot)
@@ -280,14 +279,13 @@ def _write(
     pool: RequestPool,
 ) -> list[tuple[SlabTensor, ...]]:
     """Each request's outputs to its own slab; ``split`` raises when there are other rows."""
-    requests = _requests(message)
-    parts = (
-        zip(*(torch.split(value, rows) for value in outputs), strict=True) if rows else [outputs]
-    )
-    names = [value.name for value in bound.manifest.outputs]
+    values = bound.manifest.outputs
+    if not rows:
+        return [pool.write(values, outputs, message.reply_offset_bytes, message.reply_bytes)]
+    parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
     return [
-        pool.write(names, part, request.reply_offset_bytes, request.reply_bytes)
-        for request, part in zip(requests, parts, strict=True)
+        pool.write(values, part, request.reply_offset_bytes, request.reply_bytes)
+        for request, part in zip(_requests(message), parts, strict=True)
     ]
 
 

@@ -9,8 +9,9 @@ import torch
 from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import Cancelled
 from pipeswitch.ipc.messages import ModelName, RunInference
+from pipeswitch.programs.build.checking import resized
 from pipeswitch.programs.build.verify import to_tensors
-from pipeswitch.programs.dims import at_batch
+from pipeswitch.programs.dims import Values, at_batch
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.layout import Manifest
 
@@ -28,9 +29,11 @@ class MadeUpInputs:
     def of(self, message: RunInference, manifest: Manifest) -> list[torch.Tensor]:
         key = (message.model, message.digest, message.trial_batch)
         if key not in self._inputs:
-            self._inputs = {
-                key: to_tensors(manifest.inputs, at_batch(manifest.dims, message.trial_batch))
-            }  # one is kept
+            values = at_batch(manifest.dims, message.trial_batch)
+            made = to_tensors(manifest.inputs, values)
+            if manifest.mode == "module":  # its owner's own example
+                made = _with_integers(made, manifest, values)
+            self._inputs = {key: made}  # one is kept
             if self._zero_integers:
                 self.be_zeros()
         return self._inputs[key]
@@ -51,6 +54,18 @@ class MadeUpInputs:
             self._inputs[key] = zeros
             return True
         return False
+
+
+def _with_integers(
+    made: list[torch.Tensor], manifest: Manifest, values: Values
+) -> list[torch.Tensor]:
+    """Integers of the example, repeated and cut to the extents of the trial."""
+    kept = manifest.extra.get("integers", {})
+    given = [
+        torch.tensor(kept[spec.name], dtype=value.dtype) if spec.name in kept else value
+        for spec, value in zip(manifest.inputs, made, strict=True)
+    ]
+    return resized([spec.shape for spec in manifest.inputs], given, values)
 
 
 def run_trial(

@@ -155,6 +155,11 @@ class TrainedObjects:
         return all(a.keys() == b.keys() and all(a[key] is b[key] for key in a) for a, b in pairs)
 
 
+def bare(optimizer: Any) -> Any:
+    """What accelerate has prepared steps the one in it, and that is where hooks belong."""
+    return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
+
+
 def options_of(
     objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
 ) -> dict[str, Any]:

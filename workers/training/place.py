@@ -138,15 +138,29 @@ class ScriptPlace:
         """Nothing of this loop is left to do."""
         self.position = replace(self.position, finished=True, step=self.step)
 
-    def image_of_phase(self) -> SavedImage | None:
-        """The image to take this phase up from; None: it starts afresh."""
+    def upcoming(self) -> tuple[SavedImage, bool] | None:
+        """What the next ``job.steps`` will be taken up from, and whether that was over; None: it
+        starts afresh."""
+        if self.in_epochs:
+            raise InvalidInput("a Trainer inside job.epochs", hint="use range() here")
+        phase = self.phase + 1
+        saved = self.image_of_phase(phase)
+        if saved is None:
+            return None
+        own = saved.data("data").own  # a feed's says when it was closed
+        is_over = saved.position.finished or saved.position.phase != phase
+        return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
+
+    def image_of_phase(self, phase: int | None = None) -> SavedImage | None:
+        """The image to take this phase up from, by default the newest; None: it starts afresh."""
         if self.saved is None:
             return None
-        if self.phase == self.saved.position.phase:
+        phase = self.phase if phase is None else phase
+        if phase == self.saved.position.phase:
             return self.saved
-        if self.phase > self.saved.position.phase:
+        if phase > self.saved.position.phase:
             raise InvalidInput("the script passed the place of its commit: it changed since")
-        later = [phase for phase in sorted(self.past) if phase >= self.phase]
+        later = [past for past in sorted(self.past) if past >= phase]
         return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
 
     def go_to(self, saved: SavedImage, start: Position) -> None:

@@ -65,7 +65,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         elif isinstance(error, SystemExit):
             outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
         else:
-            traceback.print_exc()
+            _print_error(error)
             outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
     finally:
         session.close()
@@ -79,6 +79,14 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         error_type=kind,
         error_text=text,
     )
+
+
+def _print_error(error: BaseException) -> None:
+    """As the script by hand would: from its own first line on."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 @contextlib.contextmanager

@@ -31,10 +31,11 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .commits import Committer, Point, state_area_bytes
+from .feed import AcceleratedEpoch
 from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
-from .objects import TrainedObjects
+from .objects import TrainedObjects, bare
 from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
 from .reports import Reports
 from .slice import TrainingSlice
@@ -172,7 +173,7 @@ class TrainingSession:
         """See ``pipeswitch.job.steps``."""
         objects = TrainedObjects(
             named(model, "model"),
-            named(optimizer, "optimizer"),
+            {name: bare(one) for name, one in named(optimizer, "optimizer").items()},
             named(scheduler, "scheduler"),
             named_extras(extra_state),
         )
@@ -184,6 +185,8 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
+        if hasattr(loader, "base_dataloader"):
+            loader = AcceleratedEpoch(loader, self.device)
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
@@ -198,6 +201,18 @@ class TrainingSession:
                 if not self._is_unwinding:
                     self._end_loop()
                 self._gate.leave()
+
+    def trainer(self, trainer: Any, library: str) -> None:
+        """See ``pipeswitch.job.trainer``."""
+        if library == "transformers":
+            from .transformers_trainer import TransformersLoop as Loop
+        else:
+            from .lightning_trainer import LightningLoop as Loop  # type: ignore[assignment]
+        Loop(self, trainer)
+
+    def upcoming(self) -> tuple[SavedImage, bool] | None:
+        """Before a ``steps`` outside of epochs: what it will resume, and whether that had ended."""
+        return self._place.upcoming()
 
     def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
         """See ``pipeswitch.job.shared``."""

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
-from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, generators_of
 from pipeswitch.job import InexactResumeWarning
 
@@ -206,7 +205,7 @@ class DataPosition:
 
     def pass_by(self, state: DataState) -> None:
         """The loop is over: nothing of this pass is fetched."""
-        if isinstance(self._loader, SharedLoader):
+        if hasattr(self._loader, "pass_by"):
             self._loader.pass_by(state.own)
 
     def open_new(self) -> Iterator[Any]:

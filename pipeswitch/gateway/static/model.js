@@ -3,13 +3,17 @@
 
 const TOKEN = "pipeswitch-token";
 const LIVE_MS = 600; // between two looks at the timeline
-const ROWS_MS = 1000; // between two looks at the listings
+const ROWS_MS = 1000; // between two looks at the listings, of up to
+const ROWS_MODELS = 100; // models; of more ones that much less often
 const HIDDEN_MS = 5000; // the same while the page is hidden
 const KEPT_MS = 90000; // of the timeline
 const SEAM_MS = 2; // between two spans that are one
-const MAX_REQUESTS = 60;
+const LOOKBACKS_S = [30, 300, 3600]; // of the first look, until it finds requests enough
+const MAX_REQUESTS = 60; // that are kept, however old
 const MAX_EVENTS = 300;
-const MAX_LOSSES = 240;
+const MAX_LOSSES = 240; // of a job: then every other one goes
+const MAX_SEEDED = 8; // jobs whose curve is read when the page opens; others' when they are looked at
+const HISTORY_BYTES = 4 << 20; // of the newest of a job's history: some 60,000 steps
 const ON_DEVICE = /^(\w+:\d+) (.*)$/; // a track's name where there are several devices
 const SILENT_MS = 40000; // the server gives a sign of life each 15 s
 
@@ -100,6 +104,7 @@ export class Timeline {
     this.requests = new Map(); // by flow, the number of a dispatch
     this.seen = new Set();
     this.training = new Map(); // by device, {job, begin}: has it now
+    this.cold = new Map(); // by model, its last request that it had to be sent for
     this.until = null; // how far it was read
   }
 
@@ -183,10 +188,14 @@ export class Timeline {
   }
 
   trim() {
-    const oldest = this.now - KEPT_MS;
-    for (const name of ["train", "copy", "infer", "switch"]) this[name] = this[name].filter((span) => span.end > oldest);
+    const oldest = this.now - KEPT_MS, kept = this.answered(), flows = new Set(kept.map((one) => one.flow));
+    const since = kept.reduce((first, one) => Math.min(first, one.arrived), oldest);
+    for (const one of [...kept].reverse()) if (one.copies.length) this.cold.set(one.model, one);
+    for (const name of ["train", "infer", "switch"]) this[name] = this[name].filter((span) => span.end > oldest);
+    this.copy = this.copy.filter((span) => span.end > since);
     for (const [flow, request] of this.requests) {
-      if ((request.end ?? this.now) < oldest || this.requests.size > 4 * MAX_REQUESTS) this.requests.delete(flow);
+      const isOld = (request.end ?? this.now) < oldest || this.requests.size > 4 * MAX_REQUESTS;
+      if (isOld && !flows.has(flow)) this.requests.delete(flow);
     }
     if (this.seen.size > 20000) this.seen = new Set([...this.seen].slice(-10000));
   }
@@ -202,6 +211,11 @@ export class Timeline {
         queue: one.dispatched - arrived, switch: Math.max(0, one.first - one.dispatched), copy: copied, stall: one.stall,
         compute: Math.max(0, one.end - one.begin - one.stall), total: one.end - arrived } };
     });
+  }
+
+  // The last request for which one of these models, or any, was sent: also one that is no more among the newest.
+  lastSwitch(models = this.cold.keys()) {
+    return [...models].map((name) => this.cold.get(name)).filter(Boolean).sort((a, b) => b.end - a.end)[0];
   }
 
   // When a job had a device, without seams; the last span may be under way.
@@ -244,6 +258,7 @@ export class Model {
     this.losses = new Map(); // by job
     this.state = "starting"; // live, away, login
     this.lastId = "";
+    this.isSeeded = false; // with the curves of before
     this.heardStop = new Set(); // devices whose training was heard to stop
     this.generation = 0; // of the loops: a new token ends the old ones
   }
@@ -251,8 +266,8 @@ export class Model {
   start() {
     const mine = ++this.generation;
     const isMine = () => mine === this.generation;
-    this.repeat(isMine, ROWS_MS, () => this.readRows());
-    this.repeat(isMine, LIVE_MS, () => this.readTrace());
+    this.repeat(isMine, () => ROWS_MS * Math.max(1, this.models.length / ROWS_MODELS), () => this.readRows());
+    this.repeat(isMine, () => LIVE_MS, () => this.readTrace());
     this.listen(isMine);
   }
 
@@ -266,7 +281,7 @@ export class Model {
     let failed = 0;
     while (isMine()) {
       try { await ask(); failed = 0; } catch (error) { failed++; this.failed(error); }
-      await later((document.hidden ? HIDDEN_MS : everyMs) * Math.min(4, 1 + failed / 2));
+      await later((document.hidden ? HIDDEN_MS : everyMs()) * Math.min(4, 1 + failed / 2));
     }
   }
 
@@ -281,9 +296,13 @@ export class Model {
   async readRows() {
     const [about, ps, jobs, models, stats] = await Promise.all(
       ["about", "ps", "jobs", "models", "stats"].map((what) => this.server.get(`/api/${what}`)));
-    if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.note({ topic: "page.server", pid: about.pid }); }
+    if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.isSeeded = false; this.note({ topic: "page.server", pid: about.pid }); }
     Object.assign(this, { about, ps: ps.rows, jobs: jobs.jobs, models: models.models, stats });
     for (const job of this.jobs) this.keepLoss(job.name, job.step, job.log);
+    if (!this.isSeeded) {
+      this.isSeeded = true;
+      for (const job of this.jobs.filter((one) => one.step > 0).slice(-MAX_SEEDED)) this.readHistory(job.name).catch(() => {});
+    }
     const line = this.timeline, several = about.device.split(",");
     line.devices = several.length > 1 ? several : [""];
     for (const on of line.devices) {
@@ -298,9 +317,22 @@ export class Model {
   }
 
   async readTrace() {
-    const { now, until } = this.timeline, seconds = until === null ? 30 : (now - until) / 1000 + 2;
-    this.timeline.take(await this.server.get(`/api/trace?seconds=${Math.max(1, Math.min(60, seconds)).toFixed(2)}`));
+    const line = this.timeline, look = async (seconds) =>
+      line.take(await this.server.get(`/api/trace?seconds=${Math.max(1, Math.min(3600, seconds)).toFixed(2)}`));
+    if (line.until !== null) await look((line.now - line.until) / 1000 + 2);
+    else for (const seconds of LOOKBACKS_S) if (line.answered().length < MAX_REQUESTS) await look(seconds);
     this.changed("lanes");
+  }
+
+  // What a job logged before the page was open, from its file: thinned, oldest first.
+  async readHistory(job) {
+    const answer = await this.server.fetch(`/api/jobs/${encodeURIComponent(job)}/history?offset=-${HISTORY_BYTES}`);
+    const kept = [];
+    for (const line of (await answer.text()).split("\n")) {
+      try { add(kept, JSON.parse(line), Infinity); } catch { /* cut off by the offset, or by a death */ }
+    }
+    const every = Math.ceil(kept.length / MAX_LOSSES);
+    if (kept.length) this.losses.set(job, kept.filter((_, index) => (kept.length - 1 - index) % every === 0));
   }
 
   // The stream of events. EventSource cannot send a token, so it is read by hand.
@@ -367,14 +399,21 @@ export class Model {
   }
 
   keepLoss(job, step, log) {
-    const loss = log && Object.entries(log).find(([name, value]) => name.includes("loss") && Number.isFinite(value));
-    if (!loss) return;
+    if (!log || typeof log !== "object") return;
     const kept = this.losses.get(job) || [];
-    if (kept.length && kept[kept.length - 1].step === step) return;
-    kept.push({ step, name: loss[0], value: loss[1] });
-    if (kept.length > MAX_LOSSES) kept.shift();
-    this.losses.set(job, kept);
+    add(kept, { step, ...log });
+    if (kept.length) this.losses.set(job, kept);
   }
+}
+
+// One more point of a curve, in the order of steps; those that are computed again take the old ones' place.
+function add(kept, row, most = MAX_LOSSES) {
+  const values = Object.entries(row).filter(([name, value]) => name !== "step" && Number.isFinite(value));
+  const found = values.find(([name]) => name.includes("loss"));
+  if (!found || !Number.isFinite(row.step)) return;
+  while (kept.length && kept[kept.length - 1].step >= row.step) kept.pop();
+  kept.push({ step: row.step, name: found[0], value: found[1] });
+  if (kept.length > most) kept.splice(0, kept.length, ...kept.filter((_, index) => index % 2 || index === kept.length - 1));
 }
 
 export function later(ms) { return new Promise((done) => setTimeout(done, ms)); }

@@ -9,6 +9,10 @@ const SURE_MS = 3000;
 const FOLLOW_MS = 2500; // one request stays shown for so long, unless it was chosen
 const MAX_LOG = 200000;
 const SHOWN_BILLS = 12;
+const SHOWN_OWNERS = 8;
+const NAMED = 0.06; // of the arena: what is narrower has no room for a name and its groups
+const FEW = 6; // models that need no search
+const OLD_MS = 60000; // the newest request, before its age is told
 const NOISY = /^job\.(progress|committed)$/;
 
 const $ = (id) => document.getElementById(id);
@@ -17,6 +21,9 @@ const model = new Model(server, changed);
 const palette = new Palette();
 const lanes = new Lanes($("lanes"), model.timeline, palette);
 const waterfall = new Waterfall($("waterfall"), palette);
+const modelWaterfall = new Waterfall($("model-waterfall"), palette);
+let detail = null; // the model that is looked at: its name and its versions' rows
+let shownModels = []; // as the list has them
 let chosen = null; // the flow of a request that was clicked
 let shown = { request: null, at: 0 };
 const dirty = new Set();
@@ -52,6 +59,18 @@ async function act(button, what) {
   try { return await what(); } catch (error) { toast(error.message, error.hint); } finally { if (button) button.disabled = false; }
   return null;
 }
+
+function ago(sinceMs) {
+  const seconds = (model.timeline.now - sinceMs) / 1000;
+  return seconds < 120 ? `${Math.round(seconds)} s ago` : seconds < 7200 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds / 3600)} h ago`;
+}
+
+// A panel without anything to show is its heading alone.
+function fold(id, isEmpty) { $(id).closest("section").classList.toggle("folded", isEmpty); }
+
+// What the server's own lists call a model's version.
+const inPs = (row) => (row.version > 1 ? `${row.name}@${row.version}` : row.name);
+const term = (name, text) => make("div", "", "", make("dt", "", name), make("dd", "", text));
 
 // ---- what changed -------------------------------------------------------------------------------
 
@@ -103,8 +122,10 @@ function showMemory() {
   if (!model.stats) return;
   const devices = model.stats.devices ?? [model.stats], owners = [];
   fill($("arenas"), devices.map((device) => arena(device, devices.length > 1 ? device.device : "", owners)));
-  owners.push(make("li", "", `free ${size(model.stats.arena_free_bytes)}`));
-  fill($("owners"), owners);
+  fold("arenas", !owners.length);
+  const more = owners.length - SHOWN_OWNERS;
+  fill($("owners"), [...owners.sort((a, b) => b.bytes - a.bytes).slice(0, SHOWN_OWNERS).map((one) => one.line), ...(more > 0 ? [make("li", "", `and ${more} more`)] : []),
+    make("li", "", `free ${size(model.stats.arena_free_bytes)}`)]);
   const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes;
   $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the ` +
     `${devices.length > 1 ? "devices" : "device"}, ` +
@@ -118,15 +139,16 @@ function arena(device, on, owners) {
   const whole = Math.max(1, device.arena_capacity_bytes), drawn = make("div", "arena");
   const percent = (bytes) => `${(100 * bytes) / whole}%`;
   for (const row of held) {
-    const bytes = row.regions.reduce((all, region) => all + region[1], 0);
+    const registered = model.models.find((one) => inPs(one) === row.name); // one size everywhere: regions are rounded
+    const bytes = registered?.bytes ?? row.regions.reduce((all, region) => all + region[1], 0);
     row.regions.forEach(([offset, length], index) => {
       const piece = make("div", `region ${row.kind === "job" ? "job" : row.state}`);
       piece.style.left = percent(Math.max(0, offset - begin));
       piece.style.width = percent(length);
       piece.title = `${row.name}: ${size(length)}`;
-      if (index === 0) piece.append(make("b", "", row.name));
+      if (index === 0 && length / whole > NAMED) piece.append(make("b", "", row.name));
       let at = 0;
-      for (const group of row.regions.length === 1 ? row.group_bytes : []) {
+      for (const group of row.regions.length === 1 && length / whole > NAMED ? row.group_bytes : []) {
         const mark = make("i");
         mark.style.left = `${(100 * at) / length}%`;
         mark.style.width = `${(100 * group) / length}%`;
@@ -135,8 +157,7 @@ function arena(device, on, owners) {
       }
       drawn.append(piece);
     });
-    const groups = row.group_bytes?.length ? `, ${row.group_bytes.length} groups` : "";
-    owners.push(make("li", "", "", make("b", "", row.name), ` ${size(bytes)}${groups}, ${row.state}${on && ` on ${on}`}`));
+    owners.push({ bytes, line: make("li", "", "", make("b", "", row.name), ` ${size(bytes)}, ${row.state}${on && ` on ${on}`}`) });
   }
   drawn.setAttribute("role", "img");
   const words = held.map((row) => `${row.name} ${row.state}`).join(", ") || "empty";
@@ -172,28 +193,98 @@ function button(text, title, run) {
   return made;
 }
 
+const ORDERS = {
+  first: () => 0,
+  name: (a, b) => a.name.localeCompare(b.name, "en", { numeric: true }),
+  requests: (a, b) => b.requests - a.requests,
+  bytes: (a, b) => b.bytes - a.bytes,
+  used: (a, b, ps) => (ps.get(inPs(a))?.last_used ?? Infinity) - (ps.get(inPs(b))?.last_used ?? Infinity) || 0,
+  place: (a, b, ps) => PLACES.indexOf(ps.get(inPs(a))?.state) - PLACES.indexOf(ps.get(inPs(b))?.state),
+};
+const PLACES = ["failed", "active", "transmitting", "resident", "host"];
+
 function showModels() {
   const rows = model.ps.filter((row) => row.kind === "model"), where = (row) => Boolean(row.regions.length);
   const ps = new Map(rows.sort((a, b) => where(a) - where(b)).map((row) => [row.name, row])); // one that is on a device
-  const path = (name, verb) => `/api/models/${encodeURIComponent(name)}/${verb}`;
-  keyed($("models"), model.models, (row) => {
-    const acts = make("div", "acts", "",
-      button("Infer", `Infer ${row.name} with a random input`, (one) => infer(row.name, one)),
-      button("Load", `Pin ${row.name} on the device`, (one) => act(one, () => server.post(path(row.name, "load")))),
-      button("Unload", `Unpin ${row.name}`, (one) => act(one, () => server.post(path(row.name, "unload")))));
-    return make("li", "", "", make("div", "who"), make("p", "what"), acts);
+  const wanted = $("find").value.trim().toLowerCase(), order = ORDERS[$("sort").value];
+  $("finder").hidden = model.models.length < FEW && !wanted;
+  shownModels = model.models.filter((row) => `${row.name} ${row.source} ${row.state}`.toLowerCase().includes(wanted))
+    .sort((a, b) => order(a, b, ps));
+  keyed($("models"), shownModels, (row) => {
+    const pin = button("Pin", `Pin ${row.name} on the device`, (one) =>
+      act(one, () => server.post(`/api/models/${encodeURIComponent(row.name)}/${one.dataset.verb}`)));
+    const acts = make("div", "acts", "", button("Infer", `Infer ${row.name} with a random input`, (one) => infer(row.name, one)), pin);
+    const name = button(row.name, `Details of ${row.name}`, () => lookAt(row.name));
+    name.className = "name";
+    return make("li", "", "", make("div", "who", "", make("kbd"), name, make("span", "pills")), make("p", "what"), acts, make("p", "why"));
   }, (element, row) => {
-    const now = ps.get(row.name), number = model.models.indexOf(row) + 1;
-    const who = [...(number < 10 ? [make("kbd", "", String(number))] : []), make("b", "", row.name), pill(now?.state ?? row.state)];
-    if (row.pinned) who.push(pill("pinned"));
-    fill(element.querySelector(".who"), who);
-    const told = [size(row.bytes), `${row.groups} groups`, `${count(row.requests)} requests`];
-    if (row.reason || (now?.why && now.why !== "pinned")) told.push(row.reason || now.why);
-    element.querySelector(".what").textContent = told.join(", ");
-  }, "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
-  const queued = model.stats?.queued ? [`${model.stats.queued} waiting for the device`] : [];
+    const now = ps.get(inPs(row)), number = shownModels.indexOf(row) + 1, key = element.querySelector("kbd");
+    key.textContent = number > 9 ? "" : number;
+    key.style.visibility = number > 9 ? "hidden" : "";
+    fill(element.querySelector(".pills"), [pill(now?.state ?? row.state), ...(row.pinned ? [pill("pinned")] : []),
+      ...(row.versions.length > 1 ? [pill(`v${row.version}${row.share < 100 ? ` ${row.share} %` : ""}`)] : [])]);
+    element.querySelector(".what").textContent = `${size(row.bytes)} · ${count(row.requests)} requests`;
+    const why = row.reason || (now?.why !== "pinned" && now?.why) || "";
+    const told = element.querySelector(".why");
+    told.textContent = why;
+    told.hidden = !why;
+    told.classList.toggle("bad", Boolean(row.reason));
+    const pin = element.querySelector(".acts").lastChild;
+    pin.dataset.verb = row.pinned ? "unload" : "load";
+    pin.textContent = row.pinned ? "Unpin" : "Pin";
+    pin.title = row.pinned ? `Unpin ${row.name}` : `Pin ${row.name} on the device`;
+    pin.setAttribute("aria-label", pin.title);
+  }, model.models.length ? "None of that name" : "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
+  const told = wanted ? [`${shownModels.length} of ${model.models.length}`] : model.models.length ? [`${model.models.length} registered`] : [];
+  if (model.stats?.queued) told.push(`${model.stats.queued} waiting for the device`);
   const tenants = Object.entries(model.stats?.tenant_s ?? {}).map(([name, seconds]) => `${name} had it for ${seconds.toFixed(1)} s`);
-  $("queue-line").textContent = [...queued, ...(tenants.length > 1 ? tenants : [])].join(", ");
+  $("queue-line").textContent = [...told, ...(tenants.length > 1 ? tenants : [])].join(", ");
+}
+
+// ---- one model ----------------------------------------------------------------------------------
+
+async function lookAt(name) {
+  const path = (version) => `/api/models/${encodeURIComponent(name)}?version=${version}`;
+  const row = await act(null, () => server.get(path(0)));
+  if (!row) return;
+  const rows = await act(null, () => Promise.all(row.versions.map((version) => server.get(path(version)))));
+  detail = { name, row, rows: rows ?? [row] };
+  $("model").showModal();
+  showDetail();
+}
+
+function showDetail() {
+  const { name, row, rows } = detail, shapes = (values) => Object.entries(values).map(([key, [shape, dtype]]) => `${key} ${shape.join("×")} ${dtype}`).join(", ");
+  $("model-title").textContent = name;
+  const facts = { state: row.state, size: size(row.bytes), requests: count(row.requests), source: row.source, inputs: shapes(row.inputs), outputs: shapes(row.outputs),
+    priority: row.priority, mode: row.mode_reason ? `${row.mode} (${row.mode_reason})` : row.mode, owner: row.tenant, why: row.reason };
+  fill($("model-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
+  const line = (tag, texts) => make("tr", "", "", ...texts.map((text) => make(tag, "", text)));
+  fill($("versions"), rows.length < 2 ? [] : [line("th", ["version", "share", "state", "size", "requests", "source"]),
+    ...rows.map((one) => line("td", [`${one.version}${one.current ? " current" : ""}`, `${one.share} %`, one.state, size(one.bytes), count(one.requests), one.source]))]);
+  const on = model.ps.find((one) => one.name === inPs(row) && one.group_bytes.length), groups = on?.group_bytes ?? [];
+  fill($("plan"), groups.map((bytes) => {
+    const piece = make("i");
+    piece.style.flexGrow = String(bytes);
+    piece.title = size(bytes);
+    return piece;
+  }));
+  const predicted = Object.entries(row.predicted_ms ?? {}).map(([batch, value]) => `batch ${batch}: ${ms(value)} predicted`);
+  $("plan-line").textContent = [`${row.groups} groups`, `cut by ${row.grouping}${row.grouping_why ? `: ${row.grouping_why}` : ""}`,
+    ...(row.prefix_groups ? [`${row.prefix_groups} stay on the device`] : []), ...predicted].join(", ");
+  showDetailSwitch();
+}
+
+function showDetailSwitch() {
+  const found = model.timeline.lastSwitch(detail.rows.map(inPs));
+  $("model-waterfall").hidden = !found;
+  $("model-request-line").textContent = found ? `${found.copies.length} layer groups streamed in, ${ago(found.end)}${found.preempted ? "; training stepped aside" : ""}` : "None that is remembered: it was on the device, or not asked for";
+  modelWaterfall.draw(found);
+  showBill($("model-bill"), found);
+}
+
+function showBill(list, one) {
+  fill(list, one ? ["queue", "switch", "copy", "stall", "compute", "total"].map((name) => term(name, ms(one.bill[name]))) : []);
 }
 
 async function infer(name, one = null) {
@@ -222,7 +313,7 @@ function showJobs() {
       one.textContent = "Sure?";
       setTimeout(() => { one.classList.remove("sure"); one.textContent = "Cancel"; }, SURE_MS);
     });
-    const acts = make("div", "acts", "", hold, end, button("Log", `Log of ${row.name}`, () => showLog(row.name)));
+    const acts = make("div", "acts", "", hold, end, button("Details", `Details of ${row.name}`, () => showLog(row.name)));
     const spark = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     spark.setAttribute("class", "spark");
     spark.setAttribute("viewBox", "0 0 100 30");
@@ -246,13 +337,38 @@ function showJobs() {
     hold.hidden = end.hidden = FINAL.includes(row.state);
     const line = element.querySelector("polyline");
     line.parentNode.style.display = losses.length > 1 ? "" : "none";
-    line.setAttribute("points", points(losses.map((one) => one.value)));
-  }, "None: pipeswitch train pipeswitch.demo_digits:main --name digits");
+    line.setAttribute("points", points(losses));
+  }, "");
+  fold("jobs", !model.jobs.length);
+  $("jobs-line").textContent = model.jobs.length ? "" : "none: pipeswitch train pipeswitch.demo_digits:main --name digits";
+  if ($("log").open) showJob();
 }
 
-function points(values) {
-  const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
-  return values.map((value, index) => `${((100 * index) / Math.max(1, values.length - 1)).toFixed(1)},${(29 - (28 * (value - low)) / span).toFixed(1)}`).join(" ");
+// By steps from left to right, the highest value on top.
+function points(losses) {
+  const values = losses.map((one) => one.value), low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
+  const from = losses[0]?.step ?? 0, steps = (losses[losses.length - 1]?.step ?? 0) - from || 1;
+  return losses.map(({ step, value }) => `${((100 * (step - from)) / steps).toFixed(1)},${(29 - (28 * (value - low)) / span).toFixed(1)}`).join(" ");
+}
+
+function showJob() {
+  const row = model.jobs.find((one) => one.name === $("log").dataset.name);
+  if (!row) return;
+  const lost = (step, what) => (step < 0 ? `nothing ${what} yet` : `step ${count(step)} is ${what}`);
+  const facts = { state: row.state, step: count(row.step), speed: row.steps_per_s ? `${row.steps_per_s.toFixed(1)} steps/s` : "", trained: `${row.trained_s.toFixed(1)} s`,
+    "stepped aside": `${count(row.suspensions)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps done again": count(row.steps_recomputed),
+    memory: size(row.lease_bytes), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
+  fill($("job-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
+  $("commits-line").textContent = `${lost(row.committed_step, "committed: a process's death goes back to it")}; ${lost(row.persisted_step, "on disk: the server's death goes back to it")}`;
+  for (const [name, step] of Object.entries({ step: row.step, committed: row.committed_step, persisted: row.persisted_step })) {
+    $("commits").querySelector(`.${name}`).style.width = `${(100 * Math.max(0, step)) / Math.max(1, row.step + (row.steps_left ?? 0))}%`;
+  }
+  const losses = model.losses.get(row.name) || [], first = losses[0], last = losses[losses.length - 1];
+  $("loss-title").textContent = last ? `${last.name} ${last.value.toPrecision(4)}` : "Loss: it logged none (job.log)";
+  $("loss").style.display = losses.length > 1 ? "" : "none";
+  $("loss").firstElementChild.setAttribute("points", points(losses));
+  $("loss-from").textContent = first ? `step ${count(first.step)}: ${first.value.toPrecision(4)}` : "";
+  $("loss-to").textContent = last ? `step ${count(last.step)}: ${last.value.toPrecision(4)}` : "";
 }
 
 function showRequests() {
@@ -260,7 +376,7 @@ function showRequests() {
   let one = chosen === null ? null : answered.find((found) => found.flow === chosen);
   if (!one) {
     chosen = null;
-    one = answered.find((found) => found.copies.length) || answered[0] || null;
+    one = answered.find((found) => found.copies.length) || model.timeline.lastSwitch() || answered[0] || null;
     const isNew = one && one.flow !== shown.request?.flow;
     if (isNew && shown.request && performance.now() - shown.at < FOLLOW_MS) one = answered.find((found) => found.flow === shown.request.flow) || one;
     else if (isNew) shown.at = performance.now();
@@ -268,10 +384,13 @@ function showRequests() {
   shown.request = one;
   waterfall.draw(one);
   $("request-title").textContent = one && !one.copies.length ? "Last request" : "Last switch";
-  const why = one ? [make("b", "", one.model), one.copies.length ? `: ${one.copies.length} layer groups streamed in while it computed` : ": was on the device"] : ["Nothing was asked yet: press Infer, or 1"];
+  const why = one ? [make("b", "", one.model), one.copies.length ? `: ${one.copies.length} layer groups streamed in while it computed` : ": was on the device",
+    ...(model.timeline.now - one.end > OLD_MS ? [`, ${ago(one.end)}`] : [])] : [model.stats?.inference.ok ? "None is remembered" : "Nothing was asked yet: press Infer, or 1"];
   fill($("request-line"), why);
-  const names = { queue: "queue", switch: "switch", copy: "copy", stall: "stall", compute: "compute", total: "total" };
-  fill($("bill"), one ? Object.entries(names).map(([key, name]) => make("div", "", "", make("dt", "", name), make("dd", "", ms(one.bill[key])))) : []);
+  showBill($("bill"), one);
+  fold("waterfall", !one);
+  fold("bills", !answered.length);
+  if ($("model").open) showDetailSwitch();
 
   const rows = answered.slice(0, SHOWN_BILLS), longest = Math.max(1, ...rows.map((found) => found.bill.total));
   keyed($("bills"), rows.map((found) => ({ ...found, name: String(found.flow) })), (row) => {
@@ -284,17 +403,18 @@ function showRequests() {
     line.querySelector(".name").textContent = row.model;
     line.querySelector(".total").textContent = ms(bill.total);
     line.querySelector(".tags").textContent = `${row.copies.length ? "cold" : "resident"}${row.preempted ? ", preempts" : ""}`;
-    line.title = `queue ${ms(bill.queue)}, switch ${ms(bill.switch)}, copy ${ms(bill.copy)}, stall ${ms(bill.stall)}, compute ${ms(bill.compute)}`;
+    line.title = `${ago(row.end)}: queue ${ms(bill.queue)}, switch ${ms(bill.switch)}, copy ${ms(bill.copy)}, stall ${ms(bill.stall)}, compute ${ms(bill.compute)}`;
     line.setAttribute("aria-pressed", String(row.flow === chosen));
     const parts = { queue: bill.queue, switch: bill.switch, stall: bill.stall, infer: bill.compute };
     for (const [key, value] of Object.entries(parts)) line.querySelector(`.bar .${key}`).style.width = `${(100 * value) / longest}%`;
-  }, "None yet");
+  }, "");
   const totals = answered.map((found) => found.bill.total).sort((a, b) => a - b);
-  $("bills-line").textContent = totals.length ? `median ${ms(totals[Math.floor(totals.length / 2)])} of the last ${totals.length}` : "";
+  $("bills-line").textContent = totals.length ? `median ${ms(totals[Math.floor(totals.length / 2)])} of the last ${totals.length}${model.timeline.now - answered[0].end > OLD_MS ? `, the newest ${ago(answered[0].end)}` : ""}` : "none yet";
 }
 
 function showEvents() {
   const all = $("all-events").checked, list = $("events"), told = model.events.filter((event) => all || !NOISY.test(event.topic)).slice(0, 80);
+  fold("events", !told.length);
   fill(list, told.map((event) => {
     const { topic, at, at_ms, ...rest } = event, words = [];
     for (const [key, value] of Object.entries(rest)) if (value !== "" && value !== null) words.push(`${key}=${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? Math.round(value * 100) / 100 : value}`);
@@ -305,9 +425,12 @@ function showEvents() {
 
 async function showLog(name) {
   const stop = new AbortController(), text = $("log-text"), dialog = $("log");
-  $("log-title").textContent = `Log of ${name}`;
+  $("log-title").textContent = name;
   text.textContent = "";
+  dialog.dataset.name = name;
   dialog.showModal();
+  showJob();
+  model.readHistory(name).then(showJob, () => {}); // it has logged nothing
   dialog.addEventListener("close", () => stop.abort(), { once: true });
   try {
     const answer = await server.fetch(`/api/jobs/${encodeURIComponent(name)}/logs?offset=-65536&follow=true`, { signal: stop.signal });
@@ -348,6 +471,7 @@ const KEYS = {
   p: holdJob,
   d: toggleTheme,
   "?": () => $("help").showModal(),
+  "/": () => $("find").focus(),
   "+": () => lanes.zoom(1 / 1.5),
   "=": () => lanes.zoom(1 / 1.5),
   "-": () => lanes.zoom(1.5),
@@ -356,10 +480,10 @@ const KEYS = {
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey || document.querySelector("dialog[open]")) return;
-  const isTyping = event.target.matches("input, textarea"), isButton = event.target.matches("button, a");
+  const isTyping = event.target.matches("input, select, textarea"), isButton = event.target.matches("button, a");
   if (isTyping || (isButton && (event.key === " " || event.key === "Enter")) || model.state !== "live") return;
   if (/^[1-9]$/.test(event.key)) {
-    const row = model.models[Number(event.key) - 1];
+    const row = shownModels[Number(event.key) - 1];
     if (row) infer(row.name);
   } else if (KEYS[event.key]) KEYS[event.key]();
   else return;
@@ -368,6 +492,7 @@ addEventListener("keydown", (event) => {
 
 $("theme").addEventListener("click", toggleTheme);
 $("help-open").addEventListener("click", KEYS["?"]);
+for (const [id, kind] of [["find", "input"], ["sort", "change"]]) $(id).addEventListener(kind, () => dirty.add("rows"));
 $("all-events").addEventListener("change", () => dirty.add("events"));
 $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();

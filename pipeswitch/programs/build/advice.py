@@ -10,7 +10,7 @@ from ...errors import RegistrationRefused
 
 FACTORY: Final = (
     "put a function that makes it where the server imports from, and its owner types "
-    "pipeswitch register NAME package.module:function --input 1x8:float32"
+    "pipeswitch register NAME package.module:function --example FILE.npz"
 )
 DATA: Final = (
     "a shape or a path depends on data (nonzero, torch.where of one argument, a loop over "

@@ -6,12 +6,13 @@ source, gives a range; ``choices`` lists what is tried, the most open first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from ...errors import RegistrationRefused
 from ...units import nearest
-from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim
+from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
 
 Range = tuple[int, int] | tuple[str, int, int]
 Dynamic = Mapping[str, Mapping[int, Range]]
@@ -24,10 +25,50 @@ _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
     (2, 1): "length", (3, 1): "length", (4, 2): "height", (4, 3): "width",
 }  # fmt: skip
 """What a dimension is called by its input's number of dimensions and its own."""
+_CHANNELS: Final = (1, 3, 4)  # of a picture: others of four dimensions are caches, features, …
+
+
+ENDLESS: Final = 512  # the largest extent of a dimension that is given no upper end
+
+Works = Mapping[str, tuple[int | None, int | None]]
+"""The ends of a dimension's range within which it might; None: as they are."""
 
 
 class NotDynamic(Exception):
-    """This export did not work; with fewer open dimensions another might."""
+    """This export did not work; with fewer open dimensions, or narrower ones, another might."""
+
+    def __init__(self, why: str, works: Works | None = None) -> None:
+        super().__init__(why)
+        self.works = works or {}
+
+
+def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
+    """The same dimensions with the ranges that work; the same where none is narrower."""
+    given = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
+    found = {}
+    for place, dim in axes.items():
+        low, high = works.get(dim.name, (None, None))
+        low, high = max(dim.low, low or dim.low), min(dim.high, high or dim.high)
+        is_range = low <= given[dim.name] <= high and low < high
+        found[place] = Dim(dim.name, low, high) if is_range else dim
+    return found
+
+
+def working_end(
+    values: Values, given: Values, is_same: Callable[[Values], bool]
+) -> dict[str, tuple[int | None, int | None]]:
+    """How far the range of the one dimension that differs from ``given`` reaches, seen from where
+    it does not work; nothing where several differ."""
+    names = [name for name in given if name != BATCH and values[name] != given[name]]
+    if len(names) != 1:
+        return {}
+    [name] = names
+    broken, whole = values[name], given[name]
+    sign = 1 if whole > broken else -1
+    halves = [abs(whole - broken) >> n for n in range(1, MAX_EXTENT.bit_length())]
+    tried = [broken + sign, *(whole - sign * distance for distance in halves if distance)]
+    end = next((n for n in tried if n != whole and is_same({**values, name: n})), whole)
+    return {name: (end, None) if sign > 0 else (None, end)}
 
 
 def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:
@@ -38,15 +79,10 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
     """
     axes: Axes = {}
     taken: dict[str, tuple[Dim, int]] = {}
-    for name, wanted in dynamic.items():
-        if name not in names:
-            raise RegistrationRefused(
-                f"dynamic {name!r}", f"no input has that name{nearest(name, names)}",
-                hint=f"the inputs are {', '.join(names)}",
-            )  # fmt: skip
+    for name, axis_ranges in _by_input(names, dynamic):
         number = names.index(name)
         shape = shapes[number]
-        for axis, given in wanted.items():
+        for axis, given in axis_ranges.items():
             part = f"dynamic {name!r}: {{{axis!r}: {given!r}}}"
             if type(axis) is not int or not 0 <= axis < len(shape):
                 raise RegistrationRefused(part, f"it has dimensions 0 to {len(shape) - 1}")
@@ -57,26 +93,53 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
                 )
             if low == high:
                 continue  # a number
-            free = [called] if called else names_for(len(shape), axis)
+            free = [called] if called else names_for(shape, axis)
             axes[number, axis] = _named(free, low, high, shape[axis], taken)
     return axes
 
 
-def names_for(dim_count: int, axis: int) -> Iterator[str]:
+def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Each input's ranges: under its name, or a pattern (``cache.*.k``); as torch's
+    ``dynamic_shapes`` they may also be in the inputs' order, or None."""
+    if isinstance(dynamic, list | tuple):
+        dynamic = dict(zip(names, dynamic, strict=False))
+    for pattern, wanted in dynamic.items():
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            raise RegistrationRefused(
+                f"dynamic {pattern!r}", f"no input has that name{nearest(pattern, names)}",
+                hint=f"the inputs are {', '.join(names)}",
+            )  # fmt: skip
+        ranges = dict(wanted if isinstance(wanted, Mapping) else enumerate(wanted or ()))
+        for name in found:
+            yield name, {axis: given for axis, given in ranges.items() if given is not None}
+
+
+def names_for(shape: Sequence[Any], axis: int) -> Iterator[str]:
     """What an unnamed dimension may be called, best first."""
-    usual = BATCH if axis == 0 else _USUAL_NAMES.get((dim_count, axis), f"dim{axis}")
+    is_picture = len(shape) != 4 or shape[1] in _CHANNELS
+    usual = _USUAL_NAMES.get((len(shape), axis), "") if is_picture else ""
+    usual = BATCH if axis == 0 else usual or f"dim{axis}"
     return (f"{usual}{number or ''}" for number in range(MAX_NAMED))
 
 
 def _range(part: str, given: Any) -> tuple[str, int, int]:
+    if hasattr(given, "min") and hasattr(given, "max"):  # a torch.export.Dim
+        given = (getattr(given, "__name__", ""), _end(given.min, 1), _end(given.max, ENDLESS))
     found = tuple(given) if isinstance(given, list | tuple) else ()
     called, bounds = ("", found) if len(found) == 2 else (found[0] if found else "", found[1:])
     is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
     if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
         raise RegistrationRefused(
-            part, f"a range is (smallest, largest) or (name, smallest, largest), up to {MAX_EXTENT}"
-        )
+            part, f"a range is ([name,] smallest, largest), up to {MAX_EXTENT}; "
+            'or torch.export.Dim("length", min=1, max=512)',
+        )  # fmt: skip
     return called, bounds[0], bounds[1]
+
+
+def _end(end: Any, default: int) -> int:
+    """Of torch's ends, where none is None, 0 or no number."""
+    return int(end) or default if str(end).isdigit() else default
 
 
 def _named(

@@ -146,13 +146,12 @@ class Encoder:
                         for one in of]  # fmt: skip
             self._conditions = [*asserted, *(guard.expr for guard in environment.guards)]
 
-    def _tensor(self, target: str) -> torch.Tensor:
+    def _tensor(self, target: str) -> Any:
         exported = self._exported
         source = exported.state_dict if target in exported.state_dict else exported.constants
-        found: torch.Tensor = source[target].detach()
-        return found
+        return source[target].detach()
 
-    def _weight(self, target: str, tensor: torch.Tensor) -> Any:
+    def _weight(self, target: str, tensor: Any) -> Any:
         """A weight's value; tensors that are one stay one, odd strides become a permutation."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)

@@ -6,19 +6,21 @@ import contextlib
 import os
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
 from ..dims import BATCH
 from ..nesting import Tree
 from ..values import dtype_name, nested_outputs, tensor_bytes
-from .advice import advice, refuse_engines
+from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
 from .dynamic import (
@@ -28,12 +30,14 @@ from .dynamic import (
     asked_axes,
     batch_axes,
     choices,
+    narrowed,
 )
 from .encoder import Encoder, Program
 from .fresh import Fresh, check_keeps_nothing
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 
+MAX_NARROWED: Final = 4  # exports of one registration that end in a narrower range
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[Program], None]
@@ -82,7 +86,10 @@ def export_module(
         asked = asked_axes(names, shapes, dynamic or {})
         batch, why_fixed = batch_axes(shapes, max_batch, asked)
         reasons: list[str] = []
-        for axes in choices(batch, asked, is_wish=is_wish):
+        narrower: list[str] = []
+        tried = deque(choices(batch, asked, is_wish=is_wish))
+        while tried:
+            axes = tried.popleft()
             try:
                 program = _export_once(flat, example, list(outputs), axes)
                 program.graph = msgspec.structs.replace(
@@ -94,6 +101,10 @@ def export_module(
                 break
             except NotDynamic as error:
                 reasons.append(str(error))
+                again = narrowed(axes, shapes, error.works)
+                if again != axes and len(narrower) < MAX_NARROWED:
+                    narrower.append(str(error))
+                    tried.appendleft(again)
         else:
             raise _refused(asked, reasons[-1])
         open_now = {dim.name for dim in program.graph.dims}
@@ -101,6 +112,13 @@ def export_module(
             f"{name}={value}: a request stands alone" for name, value in flat.fixed.items()
         ]
         wanted = dict.fromkeys([BATCH, *(dim.name for dim in asked.values())])
+        wider = {dim.name: dim for dim in (*batch.values(), *asked.values())}
+        program.notes += [
+            f"{dim.name} is {dim.low}..{dim.high}, not {wider[dim.name].low}.."
+            f"{wider[dim.name].high}: {'; '.join(narrower)}"
+            for dim in program.graph.dims
+            if dim != wider[dim.name]
+        ]
         program.notes += [
             f"{name} is fixed: {(name == BATCH and why_fixed) or reasons[-1]}"
             for name in wanted
@@ -116,21 +134,16 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
     if not asked:
         return RegistrationRefused("export", why, hint=advice(why))
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
-    return RegistrationRefused(
-        f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: "
-        "then it is fixed as in the example"
-    )  # fmt: skip
+    hint = advice(why)
+    if hint == OTHERS:  # torch complains of the range
+        hint = "give a range that the model takes, or leave it out: then it is the example's"
+    return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
 
 def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
     refuse_engines(module)
-    # Named, not imported: torch.jit does not export it. A traced module, its subclass, exports.
-    if type(module).__name__ == "RecursiveScriptModule":
-        raise RegistrationRefused(
-            "source", "a scripted module does not export", hint="give the module it was made from"
-        )
 
 
 def _set_mode(module: nn.Module) -> None:
@@ -160,22 +173,24 @@ _FIXED: Final = re.compile(r"(\w+) = (\d+)")
 _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
-def _reason(error: BaseException) -> str:
+def _not_dynamic(error: BaseException) -> NotDynamic:
     """What the model allows of its dimensions, of torch's advice; else torch's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
-        return f"torch.export: {first_line(error)}"
-    said = []
+        return NotDynamic(f"torch.export: {first_line(error)}")
+    said, works = [], {}
     for line in lines:
         if found := _RANGE.fullmatch(line):
             high = f" to {found[3]}" if found[3] else ""
             is_ours = not found[1].startswith("_")
             said += [f"it takes {found[1]} from {found[2] or 1}{high}"] if is_ours else []
+            works[found[1]] = (int(found[2] or 1), int(found[3]) if found[3] else None)
         elif found := _FIXED.fullmatch(line):
             said.append(f"the model fixes {found[1]} at {found[2]}")
         elif found := _RELATED.fullmatch(line):
             said.append(f"its {found[1]} must be {found[2].replace('*_', ' times a whole ')}")
-    return ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+    why = ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+    return NotDynamic(why, works)
 
 
 def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Axes) -> Program:
@@ -203,7 +218,7 @@ def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Ax
         except RegistrationRefused:
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
-            raise NotDynamic(_reason(error)) from error
+            raise _not_dynamic(error) from error
     return Encoder(exported, example.names, output_names, axes).program()
 
 
@@ -233,6 +248,7 @@ def _checked_program(
     many, and an exported graph holds Python state as the constant it was.
     """
     _check_kind(module)
+    input_names = input_names or _scripted_names(module)
     example = named_inputs(module, example_inputs, input_names)
     flat = Flat(module, example)
 
@@ -245,13 +261,45 @@ def _checked_program(
     with _served(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return export_module(
-            module,
+            _traceable(module, example),
             example_inputs,
             input_names=input_names,
             max_batch=max_batch,
             dynamic=dynamic,
             verify=verify,
         )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """By name: torch.jit does not export the class. A traced module, its subclass, exports."""
+    return type(module).__name__ == "RecursiveScriptModule"
+
+
+def _scripted_names(module: Any) -> list[str] | None:
+    """What TorchScript calls its arguments, which Python does not see."""
+    if not _is_scripted(module):
+        return None
+    return [one.name for one in module.forward.schema.arguments][1:]
+
+
+def _traceable(module: Any, example: Example) -> Any:
+    """The module; of TorchScript, the same calls as a graph that torch can export."""
+    if not _is_scripted(module):
+        return module
+    from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more
+
+    given = example.arguments
+    if {value.shape[:1] for value in example.tensors} == {(1,)}:  # it would be a constant
+        given = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), given)
+    positional, named = ((), given) if example.is_by_name else (tuple(given.values()), {})
+    try:
+        with torch.no_grad(), quiet(SYMBOLIC_SHAPES_LOG):
+            return TS2EPConverter(module, positional, named).convert().module()
+    except Exception as error:  # it knows most of TorchScript, not all
+        raise RegistrationRefused(
+            "source", f"its TorchScript does not export: {first_line(error)}",
+            hint="give the module it was made from",
+        ) from None  # fmt: skip
 
 
 @contextlib.contextmanager

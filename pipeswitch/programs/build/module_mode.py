@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
+from ..dims import Dim, Extent, Values, values_of, values_text
 from ..executor import ModuleProgram
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
@@ -28,8 +29,12 @@ from ..spec import WEIGHTS_FILE, BuildSpec
 from ..torch_settings import TorchSettings
 from ..values import dtype_name, nested_outputs, tensor_bytes
 from ..views import tensor_over
+from .checking import on_what_it_takes, resized
+from .dynamic import asked_axes
 from .sources import Loaded
 from .verify import compare, load_image
+
+MAX_KEPT: Final = 1 << 12  # integers of one example input that a manifest keeps
 
 
 def build_module(
@@ -53,6 +58,7 @@ def build_module(
     tensors |= loaded.loose
     before = _hash_tensors(tensors)
     order, returns, outputs = _measure(loaded, examples)
+    inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
     after = _hash_tensors({**tensors, **loose_tensors(module)})
     changed = [name for name, digest in before.items() if digest != after[name]]
     if changed:
@@ -82,21 +88,23 @@ def build_module(
         total_bytes=total_bytes,
         tensors=specs,
         groups=groups,
-        inputs=tuple(
-            ValueSpec(name=name, dtype=dtype, shape=tuple(shape))
-            for name, (shape, dtype) in loaded.inputs.items()
-        ),
+        inputs=inputs,
         outputs=outputs,
+        dims=dims,
         takes=loaded.takes,
         returns=returns,
         triggers=tuple(triggers[group.first_node] for group in groups),
         layers=layer_specs,
-        extra={"aliases": aliases, "needs": needs(triggers, groups)},
+        extra={
+            "aliases": aliases,
+            "needs": needs(triggers, groups),
+            "integers": _integers(inputs, examples) if loaded.examples else {},
+        },
     )
     progress("verify", 0.0)
-    sha256 = _verify(manifest, loaded, examples, path)
+    sha256 = _verify(manifest, loaded, [examples, *tried], path)
     progress("pack", 0.0)
-    facts = [manifest.source, manifest.inputs, manifest.takes, sha256]
+    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256]
     digest = hashlib.sha256(msgspec.json.encode(facts))
     return msgspec.structs.replace(manifest, digest=digest.hexdigest(), weights_sha256=sha256)
 
@@ -193,8 +201,67 @@ def _layers(
     return names, layers, triggers
 
 
+def _opened(
+    loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
+) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
+    """The signature with the extents that requests choose, and inputs at the ends of the ranges.
+
+    An output's extent is the dimension that it always is; else room for the largest that was seen.
+
+    Raises:
+        RegistrationRefused: it does not run at an end of a range.
+    """
+    shapes = [tuple(shape) for shape, _ in loaded.inputs.values()]
+    axes = asked_axes(list(loaded.inputs), shapes, {} if loaded.is_wish else loaded.dynamic)
+    inputs = tuple(
+        ValueSpec(
+            name=name, dtype=dtype,
+            shape=tuple(axes[n, a].name if (n, a) in axes else e for a, e in enumerate(shape)),
+        )
+        for n, (name, (shape, dtype)) in enumerate(loaded.inputs.items())
+    )  # fmt: skip
+    dims = tuple(dict.fromkeys(axes.values()))
+    specs = [spec.shape for spec in inputs]
+    given = values_of(specs, shapes) or {}
+    seen: list[tuple[Values, list[Any]]] = [(given, [spec.shape for spec in outputs])]
+    tried = []
+    for values in ({**given, dim.name: end} for dim in dims for end in (dim.low, dim.high)):
+        at = resized(specs, examples, values)
+        try:
+            with torch.no_grad():
+                at, answer = on_what_it_takes(loaded.outputs, at, values)
+        except Exception as error:  # a model's own code
+            raise RegistrationRefused(
+                f"at {values_text(values)}",
+                f"the module raised {type(error).__name__}: {str(error)[:200]}",
+                hint="give a range that the model takes",
+            ) from None
+        tried.append(at)
+        seen.append((values, [tuple(value.shape) for value in answer]))
+
+    def extent(output: int, axis: int) -> Extent:
+        found = [(values, shapes[output][axis]) for values, shapes in seen]
+        same = (dim.name for dim in dims if all(v[dim.name] == n for v, n in found))
+        return next(same, max(n for _, n in found))
+
+    opened = tuple(
+        msgspec.structs.replace(spec, shape=tuple(extent(n, a) for a in range(len(spec.shape))))
+        for n, spec in enumerate(outputs)
+    )
+    return inputs, dims, opened, tried
+
+
+def _integers(inputs: Sequence[ValueSpec], examples: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Of the example, for trials: what an integer means only its model knows."""
+    return {
+        spec.name: value.tolist()
+        for spec, value in zip(inputs, examples, strict=True)
+        if not value.is_floating_point() and value.numel() <= MAX_KEPT
+    }
+
+
 def _verify(
-    manifest: Manifest, loaded: Loaded, examples: Sequence[torch.Tensor], path: Path
+    manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
 ) -> str:
     """Run as a worker will: on meta, with weights that appear group by group.
 
@@ -239,9 +306,11 @@ def _verify(
         with settings.inside(), torch.no_grad():
             return loaded.outputs(inputs)
 
-    difference = compare(manifest, Arriving(), plain, examples)
-    if difference:
-        raise RegistrationRefused("verification", f"in module mode, {difference}")
+    for inputs in tried:
+        difference = compare(manifest, Arriving(), plain, inputs)
+        if difference:
+            shapes = [list(value.shape) for value in inputs]
+            raise RegistrationRefused("verification", f"in module mode, at {shapes} {difference}")
     if hashlib.sha256(tensor_bytes(arena)).hexdigest() != sha256:
         raise RegistrationRefused("weights", "running the module changes them")
     return sha256

@@ -35,8 +35,8 @@ from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
-from .checking import rehearse_ends, shapes_to_try
-from .dynamic import NotDynamic
+from .checking import on_what_it_takes, rehearse_ends, resized, shapes_to_try
+from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
 from .joining import with_batching
@@ -135,15 +135,13 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     _check_disk(loaded.module, disk_bytes)
     settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
-    examples = acceptable_inputs(specs, {}, loaded.outputs)
+    examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
         return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
         reason = refusal
-    if loaded.dynamic and not loaded.is_wish:
-        raise reason  # in module mode there is nothing that could tell the shapes of outputs
     if not (is_factory or spec.allow_module_mode):
         raise reason
     if not is_factory:
@@ -192,7 +190,11 @@ def _export(
         )
         assert given is not None
         others = shapes_to_try(program.graph.dims, given, program.suspects)
-        made[:] = [_finish_graph(bundle, spec, path, loaded.outputs, [given, *others], progress)]
+        made[:] = [
+            _finish_graph(
+                bundle, spec, path, loaded.outputs, [given, *others], progress, loaded.examples
+            )
+        ]
 
     program = export_module(
         loaded.module,
@@ -214,6 +216,7 @@ def _finish_graph(
     plain: Plain | None,
     shapes: Sequence[Values],
     progress: Progress,
+    examples: Sequence[torch.Tensor] = (),
 ) -> Manifest:
     graph = bundle.graph
     progress("partition", 0.0)
@@ -230,7 +233,7 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
-    _verify_graph(manifest, bound, plain, shapes, progress)
+    _verify_graph(manifest, bound, plain, shapes, progress, examples)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
@@ -284,6 +287,7 @@ def _verify_graph(
     plain: Plain,
     shapes: Sequence[Values],
     progress: Progress,
+    examples: Sequence[torch.Tensor],
 ) -> None:
     """Compare at each of ``shapes``.
 
@@ -292,17 +296,25 @@ def _verify_graph(
         NotDynamic: at another one alone, or the module does not take that.
     """
     given = shapes[0]
-    for done, values in enumerate(shapes):
-        inputs = acceptable_inputs(manifest.inputs, values, plain)
+
+    def differs(values: Values) -> str:
         try:
-            difference = compare(manifest, bound, plain, inputs)
+            if examples:
+                specs = [spec.shape for spec in manifest.inputs]
+                inputs = on_what_it_takes(plain, resized(specs, examples, values), values)[0]
+            else:
+                inputs = acceptable_inputs(manifest.inputs, values, plain)
+            return compare(manifest, bound, plain, inputs)
         except Exception as error:  # a model's own code
             if values is given:
                 raise
-            text = f"{type(error).__name__}: {str(error)[:200]}"
-            raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
+            return f"the module raised {type(error).__name__}: {str(error)[:200]}"
+
+    for done, values in enumerate(shapes):
+        difference = differs(values)
         if difference and values is not given:
-            raise NotDynamic(f"at {values_text(values)} {difference}")
+            works = working_end(values, given, lambda at: not differs(at))
+            raise NotDynamic(f"at {values_text(values)} {difference}", works)
         if difference:
             raise RegistrationRefused("verification", difference)
         progress("verify", (done + 1) / len(shapes))

@@ -25,7 +25,7 @@ from ..loose import loose_tensors
 from ..matching import match
 from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
-from ..values import flatten_outputs
+from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
 from .dynamic import Dynamic, Range
 
@@ -72,6 +72,7 @@ class Loaded:
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
     is_wish: bool = False  # they are the source's own idea: what does not work is left out
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
+    examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -100,9 +101,35 @@ def load_source(spec: BuildSpec) -> Loaded:
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    inputs, dynamic = _checked_inputs(spec.inputs or usual)
+    inputs, dynamic = checked_inputs(spec.inputs or usual)
+    examples = _examples(spec.example, inputs, dynamic)
+    if examples:
+        inputs = {name: (tuple(value.shape), inputs[name][1]) for name, value in examples.items()}
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
-    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes, loose)
+    return Loaded(
+        module, inputs, construct, dynamic, not spec.inputs, spec.takes, [*examples.values()], loose
+    )
+
+
+def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
+    """Values for the inputs in their order; none where no file is there: an upload may be gone."""
+    if not os.path.isfile(path):
+        return {}
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    for name, (shape, dtype) in inputs.items():
+        if name not in found:
+            raise RegistrationRefused(f"example {name!r}", f"it is not among {', '.join(found)}")
+        held = tuple(found[name].shape)
+        is_open = dynamic.get(name, {})
+        wanted = tuple(
+            held[a] if a in is_open and a < len(held) else n for a, n in enumerate(shape)
+        )
+        if (dtype_name(found[name].dtype, f"example {name!r}"), held) != (dtype, wanted):
+            text = f"it is {found[name].dtype}{list(held)}, not {dtype}{list(shape)}"
+            raise RegistrationRefused(f"example {name!r}", text)
+    return {name: found[name] for name in inputs}
 
 
 def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
@@ -376,7 +403,7 @@ def _tied_names(module: nn.Module, present: set[str]) -> set[str]:
     return {name for names in by_tensor.values() if present & set(names) for name in names}
 
 
-def _checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
+def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
     """The example's shapes, and the ranges of the extents that have one."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")

@@ -61,14 +61,16 @@ def acceptable_inputs(
         [v if v.is_floating_point() else torch.full_like(v, number) for v in inputs]
         for number in (0, 1)
     ]
-    for tried in (inputs, constant[0]):
-        try:
-            with torch.no_grad():
-                plain([value.clone() for value in tried])
-        except Exception:  # whatever a model's code raises; raised again if ones do not help
-            continue
-        return tried
-    return constant[1]
+    return next((tried for tried in (inputs, constant[0]) if _takes(plain, tried)), constant[1])
+
+
+def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            plain([value.clone() for value in inputs])
+    except Exception:  # whatever a model's code raises; raised again if nothing helps
+        return False
+    return True
 
 
 def to_tensors(specs: Sequence[ValueSpec], values: Values) -> list[torch.Tensor]:

@@ -1,25 +1,103 @@
-"""A ``.pt2`` file as a bundle, its dimensions as open as the file has them."""
+"""Files of torch's, on the machine of the one who has them: as bundles, or weights as safetensors.
+
+A ``.pt2``'s dimensions are as open as the file has them.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 
 from ...errors import RegistrationRefused
 from ..dims import MAX_EXTENT, values_of
+from ..values import flatten_outputs, is_tensor
 from .alone import one_export_at_a_time
 from .checking import resized
-from .dynamic import asked_axes, names_for
+from .dynamic import ENDLESS, asked_axes, names_for
 from .export import export_module_to_bundle, first_line
 from .naming import Flat, named_inputs
+from .sources import OpenShapes, checked_inputs, example_specs
+from .verify import acceptable_inputs
 
 MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
-ENDLESS: Final = 512  # the largest extent of a dimension whose file gives no upper end
+
+_INNER: Final = ("state_dict", "model_state_dict", "model")  # where a checkpoint has its weights
+_PARALLEL: Final = "module."  # what DataParallel puts before each name
 
 OpenDims = dict[str, dict[int, tuple[str, int, int]]]
+
+
+def convert(
+    path: str,
+    out: str | os.PathLike[str],
+    inputs: OpenShapes | None = None,
+    example_inputs: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A file of a program as a bundle; returns as ``export_module_to_bundle``.
+
+    Raises:
+        RegistrationRefused: it is none of them, it needs an example, or does not export.
+    """
+    if path.endswith(".pt2"):
+        return convert_pt2(path, out)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice to who wrote the file
+            load: Any = torch.jit.load
+            module = load(path, map_location="cpu")
+    except Exception as error:  # torch's RuntimeError, for whatever else it holds
+        raise RegistrationRefused(
+            path, f"it is no TorchScript file ({first_line(error)[:80]})",
+            hint="weights alone: pipeswitch register NAME package.module:function "
+            f"--weights {os.path.basename(path)}",
+        ) from None  # fmt: skip
+    if example_inputs is None:
+        if not inputs:
+            raise RegistrationRefused(
+                path, "a TorchScript file does not say what it takes",
+                hint=f"pipeswitch register NAME {os.path.basename(path)} --input "
+                "1x3x224x224:float32, or example_inputs=(x,)",
+            )  # fmt: skip
+        shapes, options["dynamic"] = checked_inputs(inputs)
+        specs = example_specs(shapes)
+
+        def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return list(flatten_outputs(module(*values)).values())
+
+        example_inputs = tuple(acceptable_inputs(specs, {}, plain))
+        options["input_names"] = list(shapes)
+    return export_module_to_bundle(module, example_inputs, out, **options)
+
+
+def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """A state dict that ``torch.save`` wrote, as safetensors.
+
+    Raises:
+        RegistrationRefused: it cannot be read, or holds something else.
+    """
+    part = f"weights {os.fspath(path)!r}"
+    hint = "where the module is: torch.save(module.state_dict(), 'weights.pt')"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # an UnpicklingError, or what a damaged file leads to
+        reason = f"it holds more than tensors ({first_line(error)[:80]})"
+        raise RegistrationRefused(part, reason, hint=hint) from None
+    for key in _INNER:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
+        reason = "it is no state dict, nor a dict with one as 'state_dict'"
+        raise RegistrationRefused(part, reason, hint=hint)
+    cut = len(_PARALLEL) if all(name.startswith(_PARALLEL) for name in found) else 0
+    save_file({name[cut:]: value.clone().contiguous() for name, value in found.items()}, out)
 
 
 @one_export_at_a_time()
@@ -97,7 +175,7 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
                 symbol = extent.node.expr
                 if symbol not in called:
                     free = (
-                        one for one in names_for(value.dim(), axis) if one not in called.values()
+                        one for one in names_for(value.shape, axis) if one not in called.values()
                     )
                     called[symbol] = next(free)
                 low, high = _ends(loaded, symbol)

@@ -1,0 +1,382 @@
+"""transformers' Trainer, Lightning and accelerate, evicted and killed anywhere: bit-equal."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import re
+import runpy
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeswitch import job
+from pipeswitch.errors import InvalidInput, TaskPreempted
+from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
+from tests.process.tools import (
+    Checked,
+    checked_server,
+    finish,
+    gone,
+    kill,
+    run_plain,
+    until,
+    write_script,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")  # theirs
+DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
+SEED = 1125
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+    "HF_HUB_OFFLINE": "1",
+}
+LIBRARIES = ("transformers", "lightning", "accelerate")
+
+PRELUDE = """
+    import hashlib, os, random, sys, warnings
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, Dataset
+    from pipeswitch import job
+
+    out, lives = sys.argv[1], int(sys.argv[2])
+    torch.manual_seed(0); random.seed(0); np.random.seed(0)
+
+    class Noisy(Dataset):
+        '''Draws from the three global generators for each sample.'''
+        def __init__(self, count=88):
+            self.x = torch.randn(count, 20); self.y = torch.randint(0, 3, (count,))
+        def __len__(self):
+            return len(self.x)
+        def __getitem__(self, i):
+            x = self.x[i] + 0.1 * torch.randn(20) + random.random() + float(np.random.rand())
+            return {"x": x, "labels": self.y[i]}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+        def forward(self, x, labels=None):
+            poke()
+            logits = self.layers(x)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    def save(*parts):
+        total = hashlib.sha256()
+        def add(value):
+            if isinstance(value, torch.Tensor):
+                total.update(f"{value.dtype} {value.shape} {value.detach().tolist()!r}".encode())
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    total.update(repr(key).encode())
+                    add(item)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    add(item)
+            else:
+                total.update(repr(value).encode())
+        lines = []
+        for part in (*parts, (torch.get_rng_state(), random.getstate(), np.random.rand())):
+            add(part)
+            lines.append(total.hexdigest()[:16])
+        with open(out, "w") as file:
+            file.write("\\n".join(lines))
+"""
+
+TRANSFORMERS = """
+    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+    def arguments(**more):
+        return TrainingArguments(**{**dict(
+            output_dir=out + ".d", num_train_epochs=5, per_device_train_batch_size=8, seed=1,
+            learning_rate=0.01, warmup_steps=3, lr_scheduler_type="cosine", logging_steps=3,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True), **more})
+
+    def history(trainer):
+        timed = ("runtime", "per_second", "flos")
+        return [{k: v for k, v in one.items() if not any(t in k for t in timed)}
+                for one in trainer.state.log_history]
+
+    def saved(trainer, output):
+        save(trainer.model.state_dict(), trainer.optimizer.state_dict()["state"],
+             trainer.lr_scheduler.state_dict(), trainer.state.global_step, history(trainer),
+             output.training_loss)
+"""
+
+LIGHTNING = """
+    import lightning as L, torchmetrics
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    warnings.simplefilter("ignore")
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(); self.accuracy = torchmetrics.MeanMetric()
+        def training_step(self, batch, index):
+            answer = self.net(**batch)
+            self.accuracy(answer["loss"])
+            self.log("loss", answer["loss"], on_step=True, on_epoch=True)
+            self.log("mean", self.accuracy, on_epoch=True)
+            return answer["loss"]
+        def validation_step(self, batch, index):
+            self.log("val", self.net(**batch)["loss"])
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), 0.01)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer,
+                    "lr_scheduler": {"scheduler": schedule, "monitor": "loss_epoch"}}
+
+    def trainer(**more):
+        return L.Trainer(**{**dict(
+            accelerator="cpu", max_epochs=5, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
+            log_every_n_steps=2, default_root_dir=out + ".d"), **more})
+
+    def loader(dataset, **more):
+        return DataLoader(dataset, batch_size=8, shuffle=True, **more)
+
+    def saved(trainer, module):
+        save(module.state_dict(), [o.state_dict() for o in trainer.optimizers],
+             [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+             trainer.global_step, trainer.current_epoch, dict(trainer.callback_metrics))
+"""
+
+EXACT = {
+    "transformers": TRANSFORMERS
+    + """
+    trainer = job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy()))
+    saved(trainer, trainer.train())
+    """,
+    "transformers, accumulation with a rest, evaluation, its own checkpoints": TRANSFORMERS
+    + """
+    trainer = job.trainer(Trainer(
+        Net(), arguments(gradient_accumulation_steps=2, eval_strategy="epoch", num_train_epochs=8,
+                         save_strategy="epoch", load_best_model_at_end=True, eval_on_start=True,
+                         metric_for_best_model="loss"),
+        train_dataset=Noisy(), eval_dataset=Noisy(24),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)]))
+    found = os.path.isdir(out + ".d") and os.listdir(out + ".d")
+    saved(trainer, trainer.train(resume_from_checkpoint=lives > 1 and bool(found)))
+    """,
+    "transformers, an end in the middle, and twice": TRANSFORMERS
+    + """
+    model = Net()
+    first = job.trainer(Trainer(model, arguments(max_steps=17), train_dataset=Noisy()))
+    output = first.train()
+    again = job.trainer(Trainer(model, arguments(max_steps=20), train_dataset=Noisy(64)))
+    saved(again, again.train())
+    """,
+    "transformers, worker processes": TRANSFORMERS
+    + """
+    trainer = job.trainer(Trainer(
+        Net(), arguments(dataloader_num_workers=1, num_train_epochs=3), train_dataset=Noisy()))
+    saved(trainer, trainer.train())
+    """,
+    "lightning": LIGHTNING
+    + """
+    fitting, module = job.trainer(trainer()), Module()
+    fitting.fit(module, loader(Noisy()), loader(Noisy(24)))
+    saved(fitting, module)
+    """,
+    "lightning, accumulation with a rest, an early end": LIGHTNING
+    + """
+    stops = EarlyStopping("val", patience=4, min_delta=0.02)
+    best = ModelCheckpoint(out + ".d", monitor="val", save_last=True)
+    fitting, module = job.trainer(trainer(
+        accumulate_grad_batches=3, max_epochs=9, callbacks=[stops, best], gradient_clip_val=1.0,
+        val_check_interval=4, enable_checkpointing=True)), Module()
+    last = out + ".d/last.ckpt"
+    fitting.fit(module, loader(Noisy()), loader(Noisy(24)),
+                ckpt_path=last if lives > 1 and os.path.exists(last) else None)
+    saved(fitting, module)
+    """,
+    "lightning, by hand, two optimizers, twice": LIGHTNING
+    + """
+    class Two(Module):
+        automatic_optimization = False
+        def training_step(self, batch, index):
+            self.manual_backward(self.net(**batch)["loss"])
+            for optimizer in self.optimizers():
+                optimizer.step(); optimizer.zero_grad()
+        def configure_optimizers(self):
+            layers = self.net.layers
+            return [torch.optim.Adam(layers[:2].parameters(), 0.01),
+                    torch.optim.SGD(layers[4].parameters(), 0.1)]
+    module = Two()
+    for steps in (40, 50):
+        fitting = job.trainer(trainer(max_steps=steps, max_epochs=-1))
+        fitting.fit(module, loader(Noisy()))
+    saved(fitting, module)
+    """,
+    "accelerate": """
+    from accelerate import Accelerator
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = Net(); optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    data = DataLoader(Noisy(), batch_size=8, shuffle=True)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    for epoch in job.epochs(5):
+        for batch in job.steps(data, model=model, optimizer=optimizer, scheduler=schedule):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step(); schedule.step(); optimizer.zero_grad()
+    save(model.state_dict(), optimizer.state_dict(), schedule.state_dict(), job.step)
+    """,
+}
+REFUSED = {
+    "transformers": ("dispatch_batches", TRANSFORMERS + """
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(Noisy())
+    job.trainer(Trainer(Net(), arguments(max_steps=3), train_dataset=Endless())).train()
+    """),
+    "transformers, in epochs": ("inside job.epochs", TRANSFORMERS + """
+    for epoch in job.epochs(2):
+        job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy())).train()
+    """),
+    "lightning": ("give its dataset a __len__", LIGHTNING + """
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(Noisy())
+    job.trainer(trainer()).fit(Module(), DataLoader(Endless(), batch_size=8))
+    """),
+    "lightning, two loaders": ("several training loaders", LIGHTNING + """
+    job.trainer(trainer()).fit(Module(), {"a": loader(Noisy()), "b": loader(Noisy())})
+    """),
+}  # fmt: skip
+
+
+def script(folder: Path, name: str, body: str) -> Path:
+    needs(name)
+    name = "".join(c if c.isalnum() else "-" for c in name)
+    body = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
+    return write_script(folder, f"with-{name}.py", body)
+
+
+def needs(name: str) -> None:
+    library = next(one for one in LIBRARIES if one in name)
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install -e '.[test]'")
+    importlib.import_module(library)  # the first time it draws from the generators
+
+
+@pytest.fixture(autouse=True)
+def as_a_worker() -> Iterator[None]:
+    """One thread, and a process that the scripts may change."""
+    threads, argv, environment = torch.get_num_threads(), sys.argv, dict(os.environ)
+    torch.set_num_threads(1)
+    yield
+    for name in os.environ.keys() - environment:
+        del os.environ[name]
+    torch.set_num_threads(threads)
+    sys.argv = argv
+    job._install(None)
+
+
+def run(path: Path, out: Path, lives: int, poke: Callable[[], None]) -> str:
+    """What the script saves: digests of more and more of its end."""
+    random.seed()  # another process has other generators
+    np.random.seed(random.randrange(1 << 30))
+    torch.manual_seed(random.randrange(1 << 30))
+    sys.argv = [str(path), str(out), str(lives)]
+    runpy.run_path(str(path), {"poke": poke}, run_name="__main__")
+    return out.read_text()
+
+
+def live(host: FakeHost, path: Path, out: Path, lives: int, dice: random.Random) -> str:
+    """One life, which ends at the gate in a layer, or as by kill -9 in a step; empty: it did."""
+    gate = HookedGate(lambda *_: None)
+    gate.grant(1)
+    gate.countdown = dice.randrange(1, 120) if dice.random() < 0.7 else -1
+    left = iter(range(dice.randrange(1, 14)))
+
+    def poke() -> None:
+        if gate.countdown < 0 and next(left, None) is None:
+            session._over = True  # no more commits, whatever is closed on the way out
+            raise Crashed
+
+    session = begun(host, gate, commit_every_ms=9.0)
+    try:
+        ended = run(path, out, lives, poke)
+    except (TaskPreempted, Crashed) as end:
+        if isinstance(end, Crashed):
+            host.crash()
+        session.close()
+        return ""
+    session.finish()
+    return ended
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_evicted_and_crashed_in_any_step_it_ends_bit_equal(tmp_path: Path, name: str) -> None:
+    path = script(tmp_path, name, EXACT[name])
+    expected = run(path, tmp_path / "plain", 0, lambda: None)
+    host, dice, lives, ended = FakeHost(), random.Random(SEED), 0, ""
+    while not ended:
+        lives += 1
+        assert lives < 200, "no progress"
+        ended = live(host, path, tmp_path / "served", lives, dice)
+    assert ended == expected
+    assert lives > 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_be_resumed_is_refused_in_words(tmp_path: Path, name: str) -> None:
+    says, body = REFUSED[name]
+    path = script(tmp_path, name, body)
+    session = begun(FakeHost())
+    with pytest.raises(InvalidInput, match=says):
+        run(path, tmp_path / "served", 1, lambda: None)
+    session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_the_documents_example_survives_its_worker_and_its_server(
+    tmp_path: Path, library: str
+) -> None:
+    """``kill -9`` of the worker, an eviction, ``kill -9`` of the server."""
+    needs(library)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    (example,) = [block for block in blocks if re.search(rf"(?:from|import) {library}\b", block)]
+    path = write_script(tmp_path, "example.py", example)
+    run_plain(path, str(tmp_path / "plain.pt"))
+    options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": ENVIRONMENT}
+    with checked_server(**options, settles=False, status=-signal.SIGKILL) as checked:
+        task = checked.client.train(path, name="it", args=[str(tmp_path / "served.pt")])
+        trains_on(checked, -1)
+        kill(checked.row("it")["pid"])
+        trains_on(checked, task.status()["step"])
+        task.pause()
+        task.resume()
+        trains_on(checked, task.status()["step"])
+        until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
+        kill(checked.pid)
+        checked.running.process.wait(30)
+        checked.client.close()
+        gone(checked.mark)
+    with checked_server(**options) as checked:
+        row = finish(checked.client.task("it"), 120)
+    assert row["restarts"] == 2
+    weights = [torch.load(tmp_path / name) for name in ("plain.pt", "served.pt")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+
+
+def trains_on(checked: Checked, step: int) -> None:
+    until(lambda: checked.client.task("it").status()["step"] > step, "it trains on", 60)

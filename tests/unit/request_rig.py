@@ -1,0 +1,250 @@
+"""One warm request through a process at a time, and the calls of Python's functions it takes.
+
+The gateway's loop, the SDK's client and the worker are the real ones, each between the two ends
+that it speaks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import mode
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.ipc.board import BOARD_BYTES, Board, new_bell, sealed_memfd
+from pipeswitch.ipc.channel import channel_pair
+from pipeswitch.ipc.messages import Exit, InferenceDone, RunInference, SlabTensor, WorkerSettings
+from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.roles import LEAST
+from pipeswitch.wire.frames import (
+    INLINE,
+    ReplyHeader,
+    WireTensor,
+    decode_request,
+    encode_header,
+    pack_table,
+)
+from pipeswitch.wire.stream import Stream
+from workers.main import Worker
+
+COLUMNS = 64
+BILL: dict[str, Any] = {
+    "queue_ms": 0.01, "switch_ms": 0.25, "copy_ms": 0.0, "stall_ms": 0.0, "compute_ms": 0.1,
+    "total_ms": 0.5, "resident": True, "preempted": "", "worker": 0, "epoch": 5, "version": 1,
+    "batch": 1, "joined": 1,
+}  # fmt: skip
+REQUESTS = 10
+
+
+class Counted:
+    """Calls of one thread, from one call of the function that is named to the next."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls = 0
+        self._at: list[int] = []
+
+    def note(self, frame: FrameType, what: str, _: Any) -> None:
+        if what == "call":
+            self._calls += 1
+            if frame.f_code.co_name == self._name:
+                self._at.append(self._calls)
+
+    def watch(self, work: Callable[[], object]) -> None:
+        """All that this thread does then."""
+        before = sys.getprofile()
+        sys.setprofile(self.note)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
+
+    @property
+    def of_each(self) -> int:
+        """What most of them took."""
+        assert len(self._at) == REQUESTS
+        return mode(after - before for before, after in pairwise(self._at))
+
+
+@contextmanager
+def answering(path: Path) -> Iterator[str]:
+    """A server that answers each request with eight numbers; its address."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    thread = threading.Thread(target=_answer_one, args=(listener,), daemon=True)
+    thread.start()
+    yield f"ipc://{path}"
+    thread.join()
+    listener.close()
+
+
+def _answer_one(listener: socket.socket) -> None:
+    sock, _ = listener.accept()
+    stream, outputs = Stream(sock, 1 << 20), np.ones((1, 8), np.float32).tobytes()
+    y = WireTensor(name="y", dtype="float32", shape=(1, 8), frame=0)
+    while True:
+        select.select([sock], [], [])
+        try:
+            messages = stream.receive(1)
+        except EOFError:
+            stream.close()
+            return
+        for message in messages:
+            header = decode_request(message.parts)
+            facts: dict[str, Any] = {"v": 1, "id": header.id, "status": "ok", "session": "s"}
+            parts = [encode_header(ReplyHeader(**facts))]
+            if header.op == "infer":
+                parts = [encode_header(ReplyHeader(**facts, timing=BILL, outputs=(y,))), outputs]
+            stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
+            stream.flush()
+
+
+def gateways_calls(folder: Path) -> int:
+    """Of its loop, for JSON of 64 numbers over a connection that is kept, both ways."""
+    with answering(folder / "server") as address:
+        ours, theirs = socket.socketpair()
+        loop, spent = asyncio.new_event_loop(), Counted("buffer_updated")
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        upstream = asyncio.run_coroutine_threadsafe(_gateway(address, theirs), loop).result()
+        body = json.dumps({"inputs": [{"name": "x", "shape": [1, COLUMNS], "datatype": "FP32",
+                                       "data": [one / 7 for one in range(COLUMNS)]}]})  # fmt: skip
+        head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}"
+        request = f"{head}\r\n\r\n{body}".encode()
+
+        def ask() -> None:
+            ours.sendall(request)
+            assert ours.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+
+        def on_loop(what: Callable[[], None]) -> None:
+            done = threading.Event()
+            loop.call_soon_threadsafe(lambda: (what(), done.set()))
+            done.wait()
+
+        ask()
+        on_loop(lambda: sys.setprofile(spent.note))
+        for _ in range(REQUESTS):
+            ask()
+        on_loop(lambda: sys.setprofile(None))
+        on_loop(upstream.close)
+        ours.close()
+        on_loop(lambda: None)  # it sees that
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    return spent.of_each
+
+
+async def _gateway(address: str, sock: socket.socket) -> Any:
+    from pipeswitch.gateway.api import Api
+    from pipeswitch.gateway.callers import Callers
+    from pipeswitch.gateway.feed import Feed
+    from pipeswitch.gateway.http import HttpServer, Limits
+    from pipeswitch.gateway.rest import Rest
+    from pipeswitch.gateway.service import Service
+    from pipeswitch.gateway.sharing import Aside
+    from pipeswitch.gateway.ui import Page
+    from pipeswitch.gateway.upstream import Upstream
+
+    upstream = Upstream(address)
+    callers = Callers(roles=LEAST, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"}))
+    api = Api(upstream, Feed(), version="1", allow_code=())
+    server = HttpServer(Rest(Service(upstream), callers, api, Page(), Aside()), Limits())
+    await asyncio.get_running_loop().connect_accepted_socket(server, sock)
+    return upstream
+
+
+def clients_calls(folder: Path) -> int:
+    """Of the thread that calls ``infer`` with an array."""
+    x = np.ones((1, COLUMNS), np.float32)
+    with answering(folder / "server") as address, Client(address, shared_memory=False) as client:
+
+        def ask() -> None:
+            for _ in range(REQUESTS):
+                assert client.infer("m", x)["y"].shape == (1, 8)
+
+        ask()
+        with client._connection._role:  # its thread has let go
+            spent = Counted("infer")
+        spent.watch(ask)
+        return spent.of_each
+
+
+def workers_calls() -> int:
+    """Of its main thread, for a model of two groups whose words have arrived."""
+    page = 1 << 12
+    board, models, work, pool = (
+        sealed_memfd(name, size)
+        for name, size in (("b", BOARD_BYTES), ("m", 16 * page), ("w", page), ("p", 16 * page))
+    )
+    task, ours = channel_pair()
+    control, others = channel_pair()
+    bell = new_bell()
+    settings = WorkerSettings(slot=0, device="cpu", arena_bytes=16 * page, words=16,
+                              pool_bytes=16 * page, threads=1, bell_count=1)  # fmt: skip
+    worker = Worker(settings, task, control, board, [bell])
+    worker.map_memory([pool, models, work])
+    worker._programs._read["m"] = ("d", *_two_groups())
+    x = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
+    order = RunInference(epoch=1, request_id="r", model="m", digest="d", directory="",
+                         arena_offset_bytes=page, first_word=2, residency_epoch=7, inputs=(x,),
+                         reply_offset_bytes=page, reply_bytes=64)  # fmt: skip
+    os.pwrite(models, (7).to_bytes(4, "little") * 2, 4 * order.first_word)
+    Board(board).write_turn(order.epoch)
+
+    for _ in range(REQUESTS):
+        ours.send(order)
+    ours.send(Exit())
+    spent = Counted("infer")
+    spent.watch(worker.serve)
+    for _ in range(REQUESTS):
+        received = ours.receive()
+        assert received is not None
+        assert isinstance(received[0], InferenceDone)
+    for channel in (task, ours, control, others):
+        channel.close()
+    for descriptor in (board, models, work, pool, bell):
+        os.close(descriptor)
+    return spent.of_each
+
+
+def _two_groups() -> tuple[Manifest, Graph]:
+    """Two sums, each with a weight of its own."""
+    value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
+    nodes = [
+        Node("aten.add.Tensor", ({"v": last}, {"v": weight}), {})
+        for last, weight in ((0, 1), (3, 2))
+    ]
+    output = ValueSpec(name="y", dtype="float32", shape=(1, 4))
+    graph = Graph(version=2, inputs=(value,), weights=("a", "b"), nodes=tuple(nodes), results=(4,),
+                  outputs=(output,))  # fmt: skip
+    tensors = tuple(
+        TensorSpec(name=name, dtype="float32", shape=(4,), offset_bytes=64 * number, size_bytes=16,
+                   file_offset_bytes=0)
+        for number, name in enumerate(graph.weights)
+    )  # fmt: skip
+    groups = tuple(
+        GroupSpec(offset_bytes=64 * number, size_bytes=16, tensors=(number,), first_node=number,
+                  end_node=number + 1, label="")
+        for number in range(2)
+    )  # fmt: skip
+    manifest = Manifest(
+        digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=128, tensors=tensors,
+        groups=groups, inputs=graph.inputs, outputs=graph.outputs, extra={"is_whole": True},
+    )  # fmt: skip
+    return manifest, graph

@@ -1,0 +1,76 @@
+"""What callers may write for the dimensions that requests choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.programs.build.dynamic import asked_axes, working_end
+from pipeswitch.programs.dims import Dim, Values
+
+NAMES = ["x", "cache.0.k", "cache.1.k", "cache.1.v"]
+SHAPES = [(1, 4), (1, 8, 7, 16), (1, 8, 7, 16), (1, 8, 7, 16)]
+
+
+def test_a_pattern_names_each_layers_cache() -> None:
+    found = asked_axes(NAMES, SHAPES, {"cache.*.[kv]": {2: (1, 512)}})
+    assert found == {(number, 2): Dim("dim2", 1, 512) for number in (1, 2, 3)}
+    with pytest.raises(RegistrationRefused, match="no input has that name"):
+        asked_axes(NAMES, SHAPES, {"cache.*.q": {2: (1, 512)}})
+
+
+@pytest.mark.parametrize(
+    ("shape", "called"),
+    [((1, 3, 32, 32), "height"), ((2, 1, 28, 28), "height"), ((1, 8, 7, 16), "dim2")],
+)
+def test_only_a_pictures_side_is_a_height(shape: tuple[int, ...], called: str) -> None:
+    assert asked_axes(["x"], [shape], {"x": {2: (1, 64)}})[0, 2].name == called
+
+
+LENGTH = torch.export.Dim("length", min=1, max=64)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": {1: LENGTH}, "y": None},
+        {"x": (None, LENGTH), "y": {}},
+        ({1: LENGTH}, None),
+        [(None, ("length", 1, 64))],
+    ],
+)
+def test_torchs_dynamic_shapes_will_do(given: Any) -> None:
+    assert asked_axes(["x", "y"], [(1, 9), (1, 3)], given) == {(0, 1): Dim("length", 1, 64)}
+
+
+def test_torchs_dimensions_without_ends_have_ours() -> None:
+    for given in (torch.export.Dim("length"), torch.export.Dim.AUTO):
+        [dim] = asked_axes(["x"], [(1, 9)], {"x": {1: given}}).values()
+        assert dim == Dim("length", 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("broken", "works", "end"),
+    [
+        (1, lambda n: n >= 2, (2, None)),
+        (1, lambda n: n >= 5, (21, None)),
+        (1, lambda n: n == 40, (40, None)),
+        (512, lambda n: n <= 128, (None, 99)),
+        (512, lambda n: n < 512, (None, 511)),
+        (41, lambda n: n <= 40, (None, 40)),
+    ],
+)
+def test_a_range_ends_where_it_is_proved(broken: int, works: Any, end: Any) -> None:
+    asked: list[int] = []
+
+    def is_same(values: Values) -> bool:
+        asked.append(values["length"])
+        return bool(works(values["length"]))
+
+    given = {"batch": 1, "length": 40}
+    assert working_end({"batch": 1, "length": broken}, given, is_same) == {"length": end}
+    assert len(asked) <= 9, "the distance is halved"
+    assert working_end({"batch": 2, "length": 40}, given, is_same) == {}

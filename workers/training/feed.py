@@ -1,0 +1,224 @@
+"""Loaders of accelerate, and loops that somebody else owns: Trainer and Lightning.
+
+They fetch from a ``Feed``, and each fetch ends a step. All epochs of one ``train()`` are one loop
+of the session: what its framework does between two epochs belongs to the last step of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.inputs.randomness import RandomState
+
+from .snapshot import DataPosition, DataState
+
+Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global ones, the loader's
+
+
+class Source:
+    """The batches of a feed, epoch after epoch, and where they are taken up again.
+
+    Accelerate's loader is one batch ahead, to know the last one. That batch was fetched with the
+    random generators of a step ago, so a resumed script fetches it with those once more.
+    """
+
+    # No __dict__: the session looks there for generators, and these are kept here.
+    __slots__ = ("_ahead", "_before", "_data", "_device", "_entry", "_held", "_is_fresh",
+                 "_iterator", "_loader", "given", "is_closed")  # fmt: skip
+
+    def __init__(self, loader: Any, device: str) -> None:
+        self._ahead = hasattr(loader, "base_dataloader")  # accelerate's public name
+        self._loader, self._device = loader, device
+        self._data = DataPosition(loader.base_dataloader if self._ahead else loader, {})
+        self._data.warn_if_inexact()
+        self._held: deque[Any] = deque()
+        self._entry: Moment | None = None  # as this epoch began
+        self._before: Moment | None = None  # as the last fetch began
+        self._is_fresh = False  # an epoch has begun, and nothing was fetched
+        self.given = 0  # of this epoch
+        self.is_closed = False  # the framework has ended: no batch comes any more
+
+    def begin(self, behind: int) -> None:
+        """The next epoch, behind so many of its batches."""
+        self.given, self._is_fresh = behind, True
+        self._entry = self._before = now = self._now()
+        self._open(DataState(*now[1]) if behind else None)
+
+    @property
+    def is_over(self) -> bool:
+        """This epoch's last batch was given."""
+        if self._ahead:
+            return not (self._is_fresh or self._held)
+        return bool(self.given == len(self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_closed:
+            raise StopIteration
+        if self._ahead and self._is_fresh:
+            self._fetch()
+        self._is_fresh = False
+        try:
+            batch = self._held.popleft() if self._held else next(self._iterator)
+        except StopIteration:
+            raise InvalidInput(f"the loader promised more than {self.given} batches") from None
+        if self._ahead:
+            self._fetch()
+        self.given += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Asked for between two steps, with no fetch under way."""
+        names = ("given", "is_closed", "_is_fresh", "_entry", "_before")
+        iteration = self._loader.iteration if self._ahead else 0
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "held": len(self._held), "iteration": iteration, "now": self._now()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where it was: nothing that was used is fetched again, where the loader allows."""
+        for name in ("given", "is_closed", "_is_fresh", "_entry", "_before"):
+            setattr(self, name, state[name])
+        if self.is_closed:
+            return
+        self.pass_by(state)
+        now = DataState(*state["now"][1])
+        self._go_to(state["_entry"])
+        self._open(DataState(*state["_before"][1]) if state["held"] else now)
+        if state["held"]:
+            self._go_to(state["_before"])
+            self._held.append(next(self._iterator))
+        self._data.restore_generators(now)
+
+    def pass_by(self, state: dict[str, Any]) -> None:
+        """It was at its end: nothing is fetched."""
+        if self._ahead:
+            self._loader.iteration = state["iteration"]
+
+    def _open(self, data: DataState | None) -> None:
+        """Behind what was given; None: at the start."""
+        self._held.clear()
+        if self._ahead:  # as DataLoaderShard.__iter__ begins
+            self._loader.begin()
+            self._loader.set_epoch(self._loader.iteration)
+        self._iterator = (
+            self._data.open_new() if data is None else self._data.open_at(self.given, data)
+        )
+
+    def _fetch(self) -> None:
+        self._before = self._now()
+        try:
+            self._held.append(next(self._iterator))
+        except StopIteration:
+            self._loader.end_of_dataloader = True
+
+    def _now(self) -> Moment:
+        data = self._data.capture()
+        return RandomState(self._device).values(), (data.generators, data.own)
+
+    def _go_to(self, moment: Moment) -> None:
+        RandomState.from_values(moment[0]).restore(self._device)
+        self._data.restore_generators(DataState(*moment[1]))
+
+
+class AcceleratedEpoch(Source):
+    """One epoch of a loader of accelerate, for ``job.steps``."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._entry is None:  # not taken up
+            self.begin(0)
+        return self
+
+    def __next__(self) -> Any:
+        from accelerate.utils import send_to_device
+
+        if self.is_over:  # as DataLoaderShard.__iter__ ends
+            self._loader.iteration += 1
+            self._loader.end()
+            raise StopIteration
+        return send_to_device(super().__next__(), self._loader.device)
+
+
+class Feed:
+    """Stands in for a framework's loader; everything but iterating is the loader's."""
+
+    def __init__(self, loop: TrainerLoop, loader: Any) -> None:
+        self._loop, self._loader, self._behind = loop, loader, 0
+        self._source = Source(loader, loop.session.device)
+        self._steps: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:  # Lightning gives loaders a worker_init_fn
+            setattr(self._loader, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        behind, self._behind = self._behind, 0
+        self._source.begin(behind)
+        return self
+
+    def __next__(self) -> Any:
+        if self._source.is_over:
+            raise StopIteration
+        return self.step()
+
+    def step(self) -> Any:
+        """The session's loop begins, or resumes, with the first batch that is asked for."""
+        if self._steps is None:
+            self._steps = self._loop.session.steps(self._source, **self._loop.objects())
+        return next(self._steps)
+
+    def skip(self, batches: int) -> Feed:
+        """Begin the next epoch behind these, unless a commit says where."""
+        if self._loop.session.upcoming() is None:
+            self._behind = batches
+        return self
+
+    def close(self) -> None:
+        """The framework is through: the loop ends, and is committed."""
+        self._source.is_closed = True
+        if self._steps is not None:
+            next(self._steps, None)
+
+
+class TrainerLoop:
+    """One trainer's; its state, as an ``extra_state``, is what the trainer itself keeps."""
+
+    def __init__(self, session: Any, trainer: Any) -> None:
+        self.session, self.trainer = session, trainer
+        self.feed: Feed | None = None
+        self.was_over = False  # as the job's last commit knows it
+
+    def objects(self) -> dict[str, Any]:
+        """What ``job.steps`` takes."""
+        raise NotImplementedError
+
+    def extras(self, scaler: Any) -> dict[str, Any]:
+        return {"trainer": self} if scaler is None else {"trainer": self, "scaler": scaler}
+
+    def began(self, *_: Any, **__: Any) -> None:
+        """A callback: a loop that had ended is restored as it was then."""
+        if self.was_over and self.feed is not None:
+            with contextlib.suppress(StopIteration):
+                self.feed.step()
+
+    def ended(self, *_: Any, **__: Any) -> None:
+        if self.feed is not None:
+            self.feed.close()

@@ -1,0 +1,148 @@
+"""Lightning's ``Trainer`` as a job: it fetches from a feed.
+
+Between two batches its loop keeps everything in objects, nothing in local variables. So a resumed
+script begins as the first time, and at the first fetch the whole of it goes to where it was. Of
+Lightning's private names these are used: the data fetcher's count, the results of the epoch so far,
+and the metrics that callbacks last saw.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from pipeswitch.errors import InvalidInput
+
+from .feed import Feed, TrainerLoop
+
+
+class LightningLoop(TrainerLoop):
+    """See ``TrainerLoop``.
+
+    Raises:
+        InvalidInput: it trains on several devices, or makes new loaders on its way.
+    """
+
+    def __init__(self, session: Any, trainer: Any) -> None:
+        super().__init__(session, trainer)
+        if trainer.world_size > 1:
+            raise InvalidInput("job.trainer: a job has one device; this Trainer uses several")
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise InvalidInput("job.trainer: reload_dataloaders_every_n_epochs cannot be resumed")
+        self._fit, trainer.fit = trainer.fit, self.fit
+        strategy = trainer.strategy
+        self._process, strategy.process_dataloader = strategy.process_dataloader, self.loader
+        module = next(
+            kind.__module__ for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"
+        )
+        callback = importlib.import_module(module.partition(".trainer")[0]).Callback()
+        callback.on_train_start, callback.on_train_end = self.began, self.ended
+        callback.on_train_batch_end = self.batch_ended
+        trainer.callbacks.append(callback)
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        """``Trainer.fit``; a commit of this job goes before a checkpoint of the script."""
+        upcoming, self.feed = self.session.upcoming(), None
+        call = inspect.signature(self._fit).bind(*args, **options)
+        self.was_over = upcoming is not None and upcoming[1]
+        if upcoming is not None:
+            call.arguments.pop("ckpt_path", None)
+        return self._fit(*call.args, **call.kwargs)
+
+    def loader(self, loader: Any) -> Any:
+        """``Strategy.process_dataloader``: of the training's, and of others."""
+        loader = self._process(loader)
+        if not self.trainer.training:
+            return loader
+        if self.feed is not None:
+            raise InvalidInput("job.trainer: fit() with several training loaders cannot be resumed")
+        if not _has_length(loader):
+            raise InvalidInput(
+                "job.trainer: the training loader has no length", hint="give its dataset a __len__"
+            )
+        self.feed = Feed(self, loader)
+        return self.feed
+
+    def objects(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "model": trainer.lightning_module,
+            "optimizer": trainer.optimizers,
+            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "extra_state": self.extras(getattr(trainer.precision_plugin, "scaler", None)),
+        }
+
+    def batch_ended(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
+            self.session.log(trainer.logged_metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        results = loop.epoch_loop._results.items()
+        return {
+            "loops": loop.state_dict(),
+            "fetched": loop._data_fetcher.fetched if loop._data_fetcher is not None else 0,
+            "stops": trainer.should_stop,
+            "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
+            "seen": dict(trainer._logger_connector._callback_metrics),
+            "results": {name: _of_metric(one) for name, one in results if one.is_tensor},
+            "metrics": {name: _of_metric(metric) for name, metric in self._metrics()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        loop.load_state_dict(state["loops"])
+        for one in _loops(loop):
+            one.on_iteration_done()  # they are in the middle, and do not begin anew
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.fetched = state["fetched"]
+        trainer.should_stop = state["stops"]
+        for callback in trainer.callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+        trainer._logger_connector._callback_metrics.update(state["seen"])
+        for name, metric in self._metrics():
+            vars(metric).update(state["metrics"][name])
+            metric.to(trainer.strategy.root_device)
+        _fill_when_logged(loop.epoch_loop._results, dict(state["results"]))
+        batches = getattr(self.feed, "batch_sampler", None)
+        for sampler in (getattr(self.feed, "sampler", None), getattr(batches, "sampler", None)):
+            if sampler is not None and hasattr(sampler, "set_epoch"):  # Lightning did so, with 0
+                sampler.set_epoch(loop.epoch_progress.current.processed)
+
+    def _metrics(self) -> list[tuple[str, Any]]:
+        """Of torchmetrics, in the user's module."""
+        modules = self.trainer.lightning_module.named_modules()
+        return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:
+        return False
+
+
+def _of_metric(metric: Any) -> dict[str, Any]:
+    return {**metric.metric_state, "_update_count": metric.update_count}
+
+
+def _loops(loop: Any) -> Iterator[Any]:
+    """It, and those in it."""
+    yield loop
+    for inner in vars(loop).values():
+        if hasattr(inner, "on_iteration_done"):
+            yield from _loops(inner)
+
+
+def _fill_when_logged(results: Any, sums: dict[str, dict[str, Any]]) -> None:
+    """Lightning makes a mean over an epoch when its first value is logged: it gets its sum then."""
+    update = results.update_metrics
+
+    def filled(key: str, value: Any, batch_size: int) -> None:
+        vars(results[key]).update(sums.pop(key, {}))
+        update(key, value, batch_size)
+
+    results.update_metrics = filled
