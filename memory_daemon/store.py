@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from math import prod
 from pathlib import Path
 from typing import Final
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs.layout import ITEM_BYTES, Manifest, TensorSpec
+from pipeswitch.programs.claims import check_tensors
+from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 
 PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile
@@ -25,46 +25,17 @@ class UnusableModel(Exception):
     """The directory does not hold a complete, undamaged program; the text says what is wrong."""
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The program's manifest, its tensors checked against each other.
-
-    Raises:
-        UnusableModel: missing, malformed, or tensors that overlap or do not fit.
-    """
-    try:
-        manifest = load_manifest(directory)
-    except RegistrationRefused as error:
-        raise UnusableModel(error.message) from None
-    position = 0
-    for tensor in in_order(manifest):
-        item_bytes = ITEM_BYTES.get(tensor.dtype)
-        if item_bytes is None or min(tensor.shape, default=0) < 0:
-            raise UnusableModel(f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}")
-        if tensor.size_bytes != prod(tensor.shape) * item_bytes or tensor.file_offset_bytes < 0:
-            raise UnusableModel(f"tensor {tensor.name!r} cannot have {tensor.size_bytes} bytes")
-        if tensor.offset_bytes < position:
-            raise UnusableModel(f"tensor {tensor.name!r} overlaps the one before it")
-        position = tensor.offset_bytes + tensor.size_bytes
-    if position > manifest.total_bytes:
-        raise UnusableModel(f"tensors take {position} bytes, the region {manifest.total_bytes}")
-    return manifest
-
-
-def in_order(manifest: Manifest) -> list[TensorSpec]:
-    """Tensors by their place in the region; empty ones take no place."""
-    return sorted(
-        (tensor for tensor in manifest.tensors if tensor.size_bytes),
-        key=lambda tensor: tensor.offset_bytes,
-    )
-
-
 def load_model(directory: Path, image: memoryview) -> Manifest:
     """Fill ``image`` (the model's place in the store) from ``directory``; blocks.
 
     Raises:
         UnusableModel: see there. ``image`` may be half filled and must not be used.
     """
-    manifest = read_manifest(directory)
+    try:
+        manifest = load_manifest(directory)
+        check_tensors(manifest.tensors, manifest.total_bytes)
+    except RegistrationRefused as error:
+        raise UnusableModel(error.message) from None
     if manifest.total_bytes > len(image):
         raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {len(image)}")
     file_name = weights_file(manifest)
@@ -74,7 +45,7 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
         raise UnusableModel(f"{file_name}: {error.strerror}") from None
     try:
         position = 0
-        for tensor in in_order(manifest):
+        for tensor in manifest.tensors:
             _zero(image[position : tensor.offset_bytes])
             position = tensor.offset_bytes + tensor.size_bytes
             _read(descriptor, file_name, tensor, image[tensor.offset_bytes : position])

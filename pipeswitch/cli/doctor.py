@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from ..config import Config, DeviceConfig
 from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
+from ..devices.cuda.bindings import PACKAGE
 from ..devices.cuda.kind import index_of
 from ..errors import PipeSwitchError
 from ..ipc import board
@@ -102,7 +103,7 @@ def _cuda(config: Config) -> list[Finding]:
     gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
         return []
-    if device.bindings == selftest.REAL_PACKAGE and not selftest.has_driver_library():
+    if device.bindings == PACKAGE and not selftest.has_driver_library():
         return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
     return [finding for name in gpus for finding in _cuda_device(device, name)]
 

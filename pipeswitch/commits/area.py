@@ -59,6 +59,11 @@ def area_bytes(slot_bytes: int) -> int:
     return HEADER_BYTES + SLOT_COUNT * slot_bytes
 
 
+def slot_bytes_of(descriptor: int) -> int:
+    """Of a commit area."""
+    return (os.fstat(descriptor).st_size - HEADER_BYTES) // SLOT_COUNT
+
+
 def create_area(slot_bytes: int) -> int:
     """A new, empty, sealed commit area; the caller owns the descriptor.
 

@@ -96,8 +96,13 @@ def safetensors_head(image: memoryview) -> bytes:
         header[name] = _span(dtype, shape, start, position)
     if position < len(image):
         header[f"{BYTES_AT}{position}"] = _span("U8", [len(image) - position], position, len(image))
+    return packed_head(header)
+
+
+def packed_head(header: Mapping[str, Any]) -> bytes:
+    """Of a safetensors file; the data behind it stay aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)  # tensors stay aligned in the file
+    text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)
     return LENGTH.pack(len(text)) + text
 
 

@@ -7,7 +7,6 @@ the names that ``state_dict()`` has, behind the name of the part of the job that
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from ..errors import InvalidInput, RemoteProtocolError
 from ..ipc.sparse import open_plain
 from .files import CommitRecord, read_record
-from .image import LENGTH, SAFETENSORS_DTYPES, parse_image
+from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image
 
 OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
 GRADIENT: Final = ".grad"  # ends a left-over gradient's, behind its parameter's
@@ -93,12 +92,10 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data start on 8 bytes, as the format wishes
     temporary = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            file.write(LENGTH.pack(len(text)) + text)
+            file.write(packed_head(header))
             for weight in weights.values():
                 file.write(np.ascontiguousarray(weight.values).data)
         temporary.replace(path)

@@ -116,9 +116,7 @@ class DeviceEffects:
         known = self._workers.get(command.slot)
         if known is None:
             return
-        descriptors = []
-        if command.commits_of is not None:
-            descriptors.append(self._memory.commits[command.commits_of])
+        descriptors = self._commits_of(command)
         files = self._files_for(command.slot, command.message)
         try:
             match command.message:
@@ -137,6 +135,9 @@ class DeviceEffects:
             return
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
+
+    def _commits_of(self, command: ToWorker | ToDaemon) -> list[int]:
+        return [] if command.commits_of is None else [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: BindTenant) -> list[int]:
         """What one tenant's worker maps; training slices where it may run scripts."""
@@ -176,9 +177,7 @@ class DeviceEffects:
     def _to_daemon(self, command: ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
             return
-        descriptors = []
-        if command.commits_of is not None:
-            descriptors.append(self._memory.commits[command.commits_of])
+        descriptors = self._commits_of(command)
         if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
             try:
                 descriptors += self._arena_for(command.message.tenant)

@@ -6,12 +6,15 @@ Runs in the scheduler's thread. It decides nothing; what it learns goes back as 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+
+import msgspec
 
 from ..commits.files import load_commit, read_record, remove_unnamed
 from ..errors import (
@@ -24,6 +27,7 @@ from ..ipc.messages import (
     JobName,
     ModelName,
 )
+from ..lane import Lane
 from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..scheduler.events import (
@@ -56,6 +60,7 @@ from ..scheduler.events import (
     Warn,
 )
 from ..scheduler.timeline import Timeline
+from ..wire.frames import pack_dict
 from .builds import Builds
 from .device import DeviceEffects, Ground
 from .journal import JournalFile
@@ -196,7 +201,7 @@ class Effects:
         if loaded is None:
             return None
         descriptor, slot_bytes, record = loaded
-        self._memory.keep_commits(job, descriptor, slot_bytes)
+        self._memory.commits[job] = descriptor
         return slot_bytes, record.step
 
     def step_on_disk(self, job: JobName) -> int:
@@ -224,3 +229,31 @@ class Effects:
             self._frontend.uploads.remove([gone])
         for kind in ("log", "history", "progress"):
             (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)
+
+
+class Tracer:
+    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s.
+
+    On a lane, which the first question starts.
+    """
+
+    def __init__(self, timeline: Timeline, answer: Callable[[Answer], None]) -> None:
+        """``answer`` may be called from any thread."""
+        self._timeline = timeline
+        self._answer = answer
+        self._lane = Lane("pipeswitch-trace")
+
+    def ask(self, token: Token, since_ms: float) -> None:
+        """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
+        if not self._lane.is_started:
+            self._lane.start()
+        self._lane.put(functools.partial(self._tell, token, since_ms))
+
+    def stop(self) -> None:
+        """Answer what is asked, join."""
+        if self._lane.is_started:
+            self._lane.stop()
+
+    def _tell(self, token: Token, since_ms: float) -> None:
+        trace = pack_dict(self._timeline.chrome_trace(since_ms))
+        self._answer(Answer(token=token, body={"trace": msgspec.Raw(trace)}))

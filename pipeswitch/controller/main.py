@@ -19,6 +19,7 @@ from .. import failpoints
 from ..config import Config
 from ..devices.kinds import choose_devices
 from ..errors import ConfigError, PipeSwitchError
+from ..frontend.listeners import Listeners
 from ..machine import available_bytes
 from ..units import PrintableFormatter
 from ..watchdog import LoopWatchdog
@@ -34,9 +35,7 @@ log = logging.getLogger(__name__)
 LOG_NAME: Final = "server.log"
 STOP_TIMEOUT_S: Final = 5.0
 MAX_OPEN_FILES: Final = 65536  # what the soft limit is raised to
-SWITCH_INTERVAL_S: Final = (
-    0.0005  # the copier and the upload writer must not keep the loop for 5 ms
-)
+SWITCH_INTERVAL_S: Final = 0.0005  # copier and upload writer must not keep the loop for 5 ms
 
 
 def serve(config: Config) -> int:
@@ -77,7 +76,8 @@ def serve(config: Config) -> int:
 
 def _run(server: Server) -> int:
     """From the first socket to the last child's end; the exit status."""
-    addresses = _open_doors(server)
+    listeners = _open_doors(server)
+    addresses = [listeners.tcp.address, listeners.ipc.address, *server.gateway.addresses]
     with contextlib.ExitStack() as cleanup:
         loop = Loop(server, server.ready_line(addresses))
         cleanup.callback(loop.close)
@@ -96,7 +96,7 @@ def _run(server: Server) -> int:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         server.processes.start_server()
         server.memory.keep_environment()
-        server.gateway.start(os.environ["PIPESWITCH_HOST"])
+        server.gateway.start(listeners.ipc.address)
         for command in server.scheduler.start(time.monotonic() * 1000.0):
             server.effects.perform(command)
         restore(server)
@@ -110,8 +110,8 @@ def _run(server: Server) -> int:
             return os.EX_SOFTWARE
 
 
-def _open_doors(server: Server) -> list[str]:
-    """Before anything is forked: a port in use is known now. All addresses."""
+def _open_doors(server: Server) -> Listeners:
+    """Before anything is forked: a port in use is known now."""
     server.gateway.open()  # a former one gives its ports back
     listeners = server.frontend.open()
     # Children inherit it: a Client() in a training script is one of its own server.
@@ -123,7 +123,7 @@ def _open_doors(server: Server) -> list[str]:
     for warning in [*listeners.warnings, *server.gateway.warnings]:
         log.warning("%s", warning)
         sys.stderr.write(f"Warning: {warning}\n")
-    return [listeners.tcp.address, listeners.ipc.address, *server.gateway.addresses]
+    return listeners
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from ..frontend.frontend import Frontend
 from ..scheduler.events import Event, Leave
 from ..units import format_bytes
 from .device import DeviceEffects, Ground
-from .effects import Effects
+from .effects import Effects, Tracer
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
@@ -27,7 +27,6 @@ from .processes import Processes
 from .setup import make_scheduler, sizes_of
 from .shared_memory import DeviceShare, Memory
 from .stages import StageEffects
-from .tracing import Tracer
 
 log = logging.getLogger(__name__)
 

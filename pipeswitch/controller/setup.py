@@ -153,26 +153,16 @@ def make_scheduler(
 ) -> Scheduler:
     """With the settings of the machine, and each device's own."""
     given, machine = config.scheduler, sizes[0]
+    known = {field.name for field in dataclasses.fields(SchedulerSettings)}
+    of_section = {name: value for name, value in vars(given).items() if name in known}
     settings = SchedulerSettings(
+        **of_section,
         store_bytes=machine.store_bytes,
         words=machine.words,
         standby=config.workers.standby,
         max_builds=MAX_BUILDS,
         max_models_per_client=config.server.max_models_per_client,
-        admission=given.admission,
-        look_ahead=given.look_ahead,
-        training=given.training,
-        placement=given.placement,
-        move_after_ms=given.move_after_ms,
-        max_queue=given.max_queue,
-        max_queue_per_model=given.max_queue_per_model,
-        max_queue_time_ms=given.max_queue_time_ms,
-        commit_every_ms=given.commit_every_ms,
         weights=config.tenants,
-        max_compute_ms=given.max_compute_ms,
-        deadline_grace_ms=given.deadline_grace_ms,
-        stop_grace_ms=given.stop_grace_ms,
-        evict_grace_ms=given.evict_grace_ms,
         restart_backoff_ms=config.workers.restart_backoff_ms,
         stages=config.preprocess.processes,
         max_stage_ms=config.preprocess.max_time_ms,

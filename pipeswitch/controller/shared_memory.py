@@ -9,7 +9,7 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ..commits.area import CommitArea, create_area
+from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..inputs.table import SHARERS_BYTE
 from ..ipc.board import Board, new_bell, sealed_memfd
 from ..ipc.messages import JobName
@@ -97,7 +97,6 @@ class Memory:
         self._pools = {"": self.pool}  # by tenant, where they are separate
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}
-        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
         self._input_bytes = sizes.input_bytes
         self._rings: dict[str, int] = {}  # of batches, by the group that shares them
         self._sharers: dict[str, int] = {}  # jobs of each group
@@ -123,17 +122,13 @@ class Memory:
         descriptor = create_area(slot_bytes)
         old = self.commits.get(job)
         if old is not None:
-            _carry_over(old, self._slot_bytes[job], descriptor, slot_bytes)
+            _carry_over(old, descriptor)
         self.drop_commits(job)
-        self.keep_commits(job, descriptor, slot_bytes)
-
-    def keep_commits(self, job: JobName, descriptor: int, slot_bytes: int) -> None:
         self.commits[job] = descriptor
-        self._slot_bytes[job] = slot_bytes
 
     def slot_bytes(self, job: JobName) -> int:
         """How large the job's commits may be."""
-        return self._slot_bytes.get(job, 0)
+        return slot_bytes_of(self.commits[job]) if job in self.commits else 0
 
     def drop_commits(self, job: JobName) -> None:
         old = self.commits.pop(job, None)
@@ -191,10 +186,10 @@ def close_soon(descriptors: list[int]) -> None:
         threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
 
 
-def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:
+def _carry_over(old: int, new: int) -> None:
     """Copy the newest commit into a larger area."""
-    source = CommitArea(old, old_slot_bytes)
-    target = CommitArea(new, new_slot_bytes, is_writer=True)
+    source = CommitArea(old, slot_bytes_of(old))
+    target = CommitArea(new, slot_bytes_of(new), is_writer=True)
     try:
         commit = source.newest()
         if commit is not None:

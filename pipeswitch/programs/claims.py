@@ -29,7 +29,7 @@ def check_claims(manifest: Manifest) -> None:
         RegistrationRefused: says which.
     """
     _check_texts(manifest)
-    _check_tensors(manifest.tensors, manifest.total_bytes)
+    check_tensors(manifest.tensors, manifest.total_bytes)
     if not manifest.groups:
         _refuse("it has no groups")
     if manifest.layers:
@@ -59,7 +59,12 @@ def _check_texts(manifest: Manifest) -> None:
             _refuse(f"{key} is not a size")
 
 
-def _check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+    """One after the other, as large as their shapes, and nothing behind them.
+
+    Raises:
+        RegistrationRefused: names the tensor.
+    """
     position = 0
     for tensor in tensors:
         if not is_name(tensor.name):

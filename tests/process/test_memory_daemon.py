@@ -52,7 +52,7 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -223,15 +223,15 @@ def persisted(directory: Path) -> tuple[int, bytes] | None:
 
 
 def write_model(directory: Path, data: bytes) -> Path:
-    """A program of one tensor, with 100 bytes of padding behind it."""
+    """A program of one tensor, with padding behind it."""
     tensor = TensorSpec(
         name="w", dtype="uint8", shape=(len(data),), offset_bytes=0, size_bytes=len(data),
         file_offset_bytes=0,
     )  # fmt: skip
     manifest = Manifest(
-        digest="d", mode="graph", mode_reason="", source="test", total_bytes=len(data) + 100,
-        tensors=(tensor,), groups=(), inputs=(), outputs=(),
-        weights_sha256=hashlib.sha256(data + bytes(100)).hexdigest(),
+        digest="d", mode="graph", mode_reason="", source="test", tensors=(tensor,), groups=(),
+        inputs=(), outputs=(), total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),
+        weights_sha256=hashlib.sha256(data + bytes(-len(data) % TENSOR_ALIGN_BYTES)).hexdigest(),
     )  # fmt: skip
     (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     (directory / BUNDLE_FILE).write_bytes(data)

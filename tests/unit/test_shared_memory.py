@@ -32,7 +32,7 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
     ring = memory.ring_of("group", "reader")
     tenants = share.arena_of("tenant")
     share.take_arena([arena], b"")
-    memory.keep_commits(JobName("j"), commits, 4096)
+    memory.commits[JobName("j")] = commits
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory.os, "close", note)
         share.drop_arenas()

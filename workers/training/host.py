@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from pipeswitch.commits.area import HEADER_BYTES, SLOT_COUNT, CommitArea
+from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
@@ -293,8 +293,7 @@ def _private(path: str, flags: int) -> int:
 
 def _last_image(descriptor: int) -> bytes | None:
     """A private copy of the newest complete commit (the area goes on being written)."""
-    slot_bytes = (os.fstat(descriptor).st_size - HEADER_BYTES) // SLOT_COUNT
-    area = CommitArea(descriptor, slot_bytes)
+    area = CommitArea(descriptor, slot_bytes_of(descriptor))
     try:
         commit = area.newest()
         return bytes(area.image(commit)) if commit is not None else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -22,44 +22,11 @@ ZEROS: Final = memoryview(bytes(1 << 20))
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class Models(Protocol):
-    """The memory of models. All but ``take`` and ``open_tenant`` belong to the copy thread."""
-
-    descriptors: list[int]  # for every worker
-
-    def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """The file where this tenant's models shall lie; the descriptor stays the caller's.
-
-        Raises:
-            RemoteProtocolError: tenants share one, or it has another size.
-        """
-        ...
-
-    def take(self, order: TransmitModel) -> None:
-        """Its region is its tenant's from now on; no task reads it as another's any more.
-
-        Raises:
-            RemoteProtocolError: this tenant has no file.
-        """
-        ...
-
-    def write(self, tenant: str, start: int, source: Bytes) -> None: ...
-
-    def clear(self, tenant: str, start: int, end: int) -> None:
-        """Make it read as zeros: less than a page."""
-        ...
-
-    def raise_word(self, tenant: str, index: int, value: int) -> None: ...
-
-    def tidy(self) -> None:
-        """A copy has ended: give back what a tenant has no place for any more."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class OneFile:
-    """Of all tenants: populated at the start, and sealed against other writers."""
+    """Of all tenants: populated at the start, and sealed against other writers.
+
+    All but ``take`` and ``open_tenant`` belong to the copy thread; so they do in ``FilePerTenant``.
+    """
 
     def __init__(self, arena_bytes: int, words: int) -> None:
         """Take the memory.
@@ -79,9 +46,15 @@ class OneFile:
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """See ``DeviceMemory``."""
         raise RemoteProtocolError("tenants share this arena")
 
     def take(self, order: TransmitModel) -> None:
+        """Its region is its tenant's from now on; no task reads it as another's any more.
+
+        Raises:
+            RemoteProtocolError: this tenant has no file.
+        """
         if order.tenant:
             raise RemoteProtocolError("tenants share this arena")
 
@@ -91,13 +64,14 @@ class OneFile:
         np.copyto(self._bytes[start : start + len(source)], source)
 
     def clear(self, tenant: str, start: int, end: int) -> None:
+        """Make it read as zeros: less than a page."""
         self._bytes[start:end] = 0
 
     def raise_word(self, tenant: str, index: int, value: int) -> None:
         self._words[index] = value
 
     def tidy(self) -> None:
-        """A page is some tenant's at any time."""
+        """A copy has ended: give back what a tenant has no place for any more."""
 
     def close(self) -> None:
         self._words.release()
@@ -181,3 +155,6 @@ class FilePerTenant:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+Models = OneFile | FilePerTenant

@@ -73,6 +73,16 @@ class NoCudaDevice(ConfigError):
     """There is no GPU to be had; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
 
 
+def no_driver(**data: Any) -> NoCudaDevice:
+    return NoCudaDevice(
+        "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
+        hint="install the driver, in a container give it the GPU (--gpus all); "
+        "or serve --device cpu",
+        kind="no driver",
+        **data,
+    )
+
+
 class CudaError(PipeSwitchError):
     """A CUDA call failed. ``call`` and ``code`` say which and how; ``is_sticky``: for good."""
 
@@ -146,12 +156,7 @@ class Cuda:
                 kind="no device", code=code,
             )  # fmt: skip
         if version == 0:
-            return NoCudaDevice(
-                "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
-                hint="install the driver, in a container give it the GPU (--gpus all); "
-                "or serve --device cpu",
-                kind="no driver", code=code,
-            )  # fmt: skip
+            return no_driver(code=code)
         return NoCudaDevice(
             f"the NVIDIA driver (for CUDA {version // 1000}.{version % 1000 // 10}) cannot be used "
             f"with this torch: {code}",

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ...errors import ConfigError
+from .bindings import PACKAGE, no_driver
 
-REAL_PACKAGE: Final = "cuda.bindings"
 SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the program itself
 
 
@@ -31,13 +31,8 @@ def examine(package: str, index: int, *, with_tests: bool) -> dict[str, dict[str
     Raises:
         ConfigError: there is no such device; carries the program's own words.
     """
-    if package == REAL_PACKAGE and not has_driver_library():
-        raise ConfigError(
-            "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
-            hint="install the driver, in a container give it the GPU (--gpus all); "
-            "or serve --device cpu",
-            kind="no driver",
-        )
+    if package == PACKAGE and not has_driver_library():
+        raise no_driver()
     order = {"package": package, "index": index, "tests": with_tests}
     program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda.selftest")
     command = [sys.executable, *program, json.dumps(order)]

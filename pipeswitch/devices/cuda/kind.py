@@ -38,7 +38,7 @@ STATUS_LOST: Final = 71
 class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How daemon and workers use a device: the rungs that were chosen when the server began."""
 
-    package: str = "cuda.bindings"
+    package: str
     visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
     waits: Waits = "cpu"
     words: Words = "copy"

@@ -12,6 +12,7 @@ millisecond or two, and still the link never waits for this thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -283,8 +284,16 @@ class CudaDeviceMemory(DeviceMemory):
         self._host_words[word] = value
         self._ring_all()
 
-    def _watched(self) -> _Watch:
-        return _Watch(self._on_lost)
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around CUDA calls: after a sticky error this process can do nothing any more."""
+        try:
+            yield
+        except CudaError as error:
+            if error.is_sticky and self._on_lost is not None:
+                log.critical("device=lost cause=%s", error)
+                self._on_lost()
+            raise
 
 
 class _Flight:
@@ -330,21 +339,6 @@ class _Flight:
         if mark.word >= 0:
             self.ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
             memory._landed(mark.word, self._value)
-
-
-class _Watch:
-    """Around CUDA calls: a sticky error means that this process can do nothing any more."""
-
-    def __init__(self, on_lost: Callable[[], None] | None) -> None:
-        self._on_lost = on_lost
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CudaError) and error.is_sticky and self._on_lost is not None:
-            log.critical("device=lost cause=%s", error)
-            self._on_lost()
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
