@@ -442,7 +442,11 @@ class ModelConfig(_Checked):
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
     preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
-    raw: tuple[str, ...] = _setting((), "what clients send it, like image=1..4194304:uint8")
+    raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
+    postprocess: str = _setting(
+        "", "package.module:function that makes the answer from its outputs"
+    )
+    returns: tuple[str, ...] = _setting((), "what clients get, like label=1..64:bytes")
 
 
 @dataclass(frozen=True)

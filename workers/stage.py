@@ -1,4 +1,4 @@
-"""The process of a stage: calls the owner's functions over requests' raw inputs (ADR 34).
+"""The process of a stage: calls the owner's functions over requests' tensors (ADR 34).
 
 It runs the owner's code outside of the sandbox, touches no device, and reads the pool: what a
 function returns goes into memory of its own, from where the controller copies it.
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeswitch.errors import InvalidInput
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
@@ -36,6 +37,7 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
+from pipeswitch.texts import BYTES, packed, unpacked
 from pipeswitch.units import nearest
 
 Function = Callable[..., Any]
@@ -73,18 +75,21 @@ def run(settings: StageSettings, channel: Channel, results: int) -> int:
 
 
 def check(settings: CheckStage, channel: Channel) -> int:
-    """Say whether a function can be imported and called; the exit status."""
+    """Say whether functions can be imported, and the first be called; the exit status."""
     signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
     answer: StageReady | StageFailed = StageReady(pid=os.getpid())
+    name = ""
     try:
-        found = _load(settings.function)
+        loaded = [_load(name := function) for function in settings.functions]
+        name = settings.functions[0]
         with contextlib.suppress(ValueError):  # one in C may tell no signature
-            inspect.signature(found).bind(**dict.fromkeys(settings.inputs))
+            if settings.inputs:
+                inspect.signature(loaded[0]).bind(**dict.fromkeys(settings.inputs))
     except Unusable as problem:
-        answer = StageFailed(epoch=Epoch(0), reason=str(problem))
+        answer = StageFailed(epoch=Epoch(0), reason=f"{name}: {problem}")
     except TypeError as error:
         given = ", ".join(settings.inputs)
-        reason = f"it cannot be called with {given}, which --raw names: {error}"
+        reason = f"{name}: it cannot be called with {given}, which --raw names: {error}"
         answer = StageFailed(epoch=Epoch(0), reason=reason)
     channel.send(answer)
     return 0
@@ -124,11 +129,16 @@ def _read(pool: int, slab: SlabTensor) -> Any:
     """A copy of an input: the function may write to it, and the slab may become another's."""
     data = bytearray(slab.size_bytes)
     os.preadv(pool, [data], slab.offset_bytes)
+    if slab.dtype == BYTES:
+        try:
+            return unpacked(data, slab.shape)
+        except InvalidInput as error:
+            raise Unusable(f"its {slab.name} is not what was said: {error.message}") from None
     return np.frombuffer(data, dtype=np.dtype(slab.dtype)).reshape(slab.shape)
 
 
 def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
-    """Write what a function returned: a dict of arrays by the model's inputs, or a lone array.
+    """Write what a function returned: a dict of arrays by name, or a lone array.
 
     Raises:
         Unusable: it is something else, or too large.
@@ -139,6 +149,15 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
     placed, at = [], 0
     for name, value in named.items():
         is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
+        if is_name and (texts := packed(value)) is not None:
+            shape, data = texts
+            if at + len(data) > len(memory):
+                raise Unusable(_too_large(memory))
+            memory[at : at + len(data)] = data
+            placed.append(SlabTensor(name=name, dtype=BYTES, shape=shape, offset_bytes=at,
+                                     size_bytes=len(data)))  # fmt: skip
+            at += aligned(len(data), TENSOR_ALIGN_BYTES)
+            continue
         if not is_name or not isinstance(value, np.ndarray):
             what = f"a {type(value).__name__}"
             if named is returned:
@@ -148,7 +167,7 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
             raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")
         size = ITEM_BYTES[value.dtype.name] * math.prod(value.shape)
         if at + size > len(memory):
-            raise Unusable(f"it returned over {len(memory)} bytes: raise [server] max_message")
+            raise Unusable(_too_large(memory))
         flat = np.frombuffer(memory, dtype=value.dtype.name, count=value.size, offset=at)
         np.copyto(flat.reshape(value.shape), value)
         placed.append(
@@ -159,3 +178,7 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
         )  # fmt: skip
         at += aligned(size, TENSOR_ALIGN_BYTES)
     return tuple(placed)
+
+
+def _too_large(memory: memoryview) -> str:
+    return f"it returned over {len(memory)} bytes: raise [server] max_message"

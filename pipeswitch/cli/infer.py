@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,8 @@ import click
 
 from ..errors import InvalidInput, PipeSwitchError
 from ..planning.fit import percentile
+from ..texts import BYTES
+from ..units import printable
 from ..wire.bill import PARTS, SELDOM
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # the verbs' own start needs no socket
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+MOST_TEXTS: Final = 16  # of an answer on the screen
 SIDE: Final = 224  # of a picture, where the model takes it
 RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
 _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
@@ -38,6 +41,7 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.command()
 @name_argument
 @click.option("--input", "path", type=click.Path(), help="x.npy, inputs.npz or photo.jpg.")
+@click.option("--text", "texts", multiple=True, help="For a model that takes texts (repeatable).")
 @click.option("--random", "is_random", is_flag=True, help="Made-up inputs (the default).")
 @click.option("--output", type=click.Path(), help="Write the last result: y.npy or y.npz.")
 @click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
@@ -50,6 +54,7 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 def infer(
     name: str,
     path: str | None,
+    texts: tuple[str, ...],
     is_random: bool,
     output: str | None,
     count: int,
@@ -61,8 +66,8 @@ def infer(
     as_json: bool,
 ) -> None:
     """Send requests and print each one's bill."""
-    if path and is_random:
-        raise click.UsageError("--input and --random exclude each other")
+    if bool(path) + bool(texts) + is_random > 1:
+        raise click.UsageError("--input, --text and --random exclude each other")
     if output:
         _check_output(output)
     try:
@@ -73,7 +78,7 @@ def infer(
     if deadline is not None:
         options["deadline_ms"] = milliseconds("--deadline", deadline)
     with connected() as client:
-        inputs = load_inputs(path, client.signature(name), seed)
+        inputs = list(texts) if texts else load_inputs(path, client.signature(name), seed)
         on_done = (lambda outcome: None) if as_json else _bill_printer(count)
         outcomes = run_requests(client, name, inputs, count, pace, options, seed, on_done)
     results = [outcome.result for outcome in outcomes if outcome.result]
@@ -87,6 +92,8 @@ def infer(
             _print_summary(summary)
         if output and results:
             views.echo(f"wrote {output}")
+        elif results:
+            _print_texts(results[-1].outputs)
     if len(outcomes) < count:
         raise KeyboardInterrupt
     errors = [outcome.error for outcome in outcomes if outcome.error]
@@ -120,6 +127,21 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
         views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
 
     return show_bill
+
+
+def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What of an answer people read, by name."""
+    return {
+        name: [one.decode(errors="replace") for one in value.reshape(-1)]
+        for name, value in outputs.items()
+        if getattr(getattr(value, "dtype", None), "kind", "") == "O"
+    }
+
+
+def _print_texts(outputs: Mapping[str, Any]) -> None:
+    for name, texts in texts_of(outputs).items():
+        more = f", and {len(texts) - MOST_TEXTS} more" if len(texts) > MOST_TEXTS else ""
+        views.echo(f"{name}: {printable(', '.join(texts[:MOST_TEXTS]))}{more}")
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
@@ -163,6 +185,8 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
     """Write a result; where it is. An .npy file has room for one output."""
     import numpy as np
 
+    # An array of objects would be written as a pickle.
+    outputs = {name: v.astype("S") if v.dtype.kind == "O" else v for name, v in outputs.items()}
     if len(outputs) > 1:
         path = str(Path(path).with_suffix(".npz"))
     if path.endswith(".npz"):
@@ -177,7 +201,7 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
 
     ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
     as the torchvision classifiers expect and repeated to the model's smallest batch. Where the only
-    input is a row of bytes, any other file is sent as it is.
+    input is a row of bytes or texts, any other file is sent as it is.
     """
     import numpy as np
 
@@ -187,6 +211,8 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
     if not file.is_file():
         raise InvalidInput(f"no file {path!r}")
     is_arrays = file.suffix.lower() in (".npy", ".npz")
+    if not is_arrays and [v.dtype for v in signature.inputs] == [BYTES]:
+        return [file.read_bytes()]
     if not is_arrays and [(v.dtype, len(v.shape)) for v in signature.inputs] == [("uint8", 1)]:
         return np.frombuffer(file.read_bytes(), np.uint8)
     if file.suffix.lower() in IMAGE_SUFFIXES:
@@ -275,7 +301,9 @@ class Outcome:
         bill = self.result.timing.as_dict() if self.result else {}
         error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
         late = {"late": self.is_late} if self.deadline_ms is not None else {}
-        return {"n": self.number, **bill, "client_ms": round(self.total_ms, 3), **late, **error}
+        texts = {"texts": found} if self.result and (found := texts_of(self.result.outputs)) else {}
+        told_ms = {"client_ms": round(self.total_ms, 3)}
+        return {"n": self.number, **bill, **told_ms, **late, **texts, **error}
 
 
 def run_requests(

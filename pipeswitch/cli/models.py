@@ -61,8 +61,14 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
               help="Function of the server that makes the inputs from what clients send.",
 )  # fmt: skip
-@click.option("--raw", multiple=True, metavar="[NAME=]1..4194304:uint8",
+@click.option("--raw", multiple=True, metavar="[NAME=]1..64:bytes",
               help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)  # fmt: skip
+@click.option("--postprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
+              help="Of the server's; makes the answer of the model's outputs, beside the device.",
+)  # fmt: skip
+@click.option("--returns", multiple=True, metavar="[NAME=]1..64:bytes",
+              help="With --postprocess: shape and dtype of what clients get (repeatable).",
 )  # fmt: skip
 @devices_option
 @json_option
@@ -73,6 +79,7 @@ def register(
     part: str,
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
+    returns: tuple[str, ...],
     example: str | None,
     batch: int | None,
     batch_delay: str,
@@ -95,7 +102,8 @@ def register(
     from ..client.client import FILES
 
     signature = _signature(inputs, "--input")
-    options["raw"] = _signature(raw, "--raw")
+    options["raw"] = _signature(raw, "--raw", texts=True)
+    options["returns"] = _signature(returns, "--returns", texts=True)
     options["example_inputs"] = _arrays(example) if example else None
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
@@ -103,6 +111,8 @@ def register(
         report = stack.enter_context(views.progress_bar(is_shown, name))
         notes: list[str] = []
         if source.endswith(FILES):
+            if example:
+                raise click.UsageError("--example is for package.module:factory: give --input")
             source, notes = _converted(source, signature, stack)
             signature = {}
         client = stack.enter_context(connected())
@@ -140,14 +150,16 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
-def _signature(texts: tuple[str, ...], option: str) -> dict[str, tuple[list[int], str]]:
-    """What ``--input`` or ``--raw`` says, in the SDK's form."""
+def _signature(
+    declared: tuple[str, ...], option: str, *, texts: bool = False
+) -> dict[str, tuple[list[int], str]]:
+    """What ``--input``, ``--raw`` or ``--returns`` says, in the SDK's form."""
     from ..programs.signature import parse_input
 
     found = {}
-    for number, text in enumerate(texts):
+    for number, text in enumerate(declared):
         try:
-            name, (shape, dtype) = parse_input(text, number)
+            name, (shape, dtype) = parse_input(text, number, texts=texts)
         except InvalidInput as error:
             raise click.BadParameter(error.message, param_hint=option) from None
         found[name] = (shape, dtype)

@@ -200,6 +200,8 @@ class Client(Verbs):
         devices: Sequence[str] = (),
         preprocess: str = "",
         raw: Inputs | None = None,
+        postprocess: str = "",
+        returns: Inputs | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -238,7 +240,11 @@ class Client(Verbs):
                 from what requests send. It gets numpy arrays by the names of ``raw``, in a process
                 beside the devices, and returns an array, or a dict of arrays by input name.
             raw: shapes and dtypes of what requests then send, as in ``inputs``, not nested:
-                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes.
+                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes, and
+                ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, ``bytes`` objects there.
+            postprocess: a function as ``preprocess``, which is called with the model's outputs and
+                makes the answer from them.
+            returns: shapes and dtypes of that answer, as ``raw``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -250,8 +256,9 @@ class Client(Verbs):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)
-            if raw_takes is not None:
-                raise InvalidInput("raw inputs do not nest")
+            answer_takes, returned = _signature(returns)
+            if raw_takes is not None or answer_takes is not None:
+                raise InvalidInput("raw and returns do not nest")
             if dynamic and isinstance(source, str | os.PathLike):
                 raise InvalidInput(
                     "dynamic is for a module; a file or a name says it in its inputs",
@@ -287,6 +294,11 @@ class Client(Verbs):
                 "batch_delay_ms": batch_delay_ms,
                 **({"devices": list(devices)} if devices else {}),
                 **({"preprocess": preprocess, "raw": sent} if preprocess or sent else {}),
+                **(
+                    {"postprocess": postprocess, "returns": returned}
+                    if postprocess or returned
+                    else {}
+                ),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -330,6 +342,8 @@ class Client(Verbs):
             return self._export(source, example_inputs, options, _folder(stack), progress, notes)
         text = os.fspath(source)
         suffix = os.path.splitext(text)[1]
+        if suffix in (".bundle", ".pt2") and example_inputs is not None:
+            raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
         if suffix in _NO_PROGRAMS:
             hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
             raise InvalidInput(f"{text!r} is no program", hint=hint)

@@ -19,6 +19,7 @@ from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
 from ..programs.nesting import Tree, check_tree, flatten, unflatten
+from ..texts import BYTES, packed, unpacked
 from ..wire.bill import Bill
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
@@ -183,6 +184,9 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
             plain = np.ascontiguousarray(plain)
         array, dtype = plain, _dtype_name(plain.dtype)
     if dtype not in ITEM_BYTES:
+        if (texts := packed(value)) is not None:
+            shape, data = texts
+            return BYTES, shape, memoryview(data)
         raise InvalidInput(
             f"{part} has dtype {dtype}, which does not travel",
             hint=f"one of {', '.join(ITEM_BYTES)}",
@@ -222,6 +226,9 @@ def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
     outputs: dict[str, Any] = {}
     for tensor in reply.outputs:
         buffer = reply.frames[tensor.frame]
+        if tensor.dtype == BYTES:
+            outputs[tensor.name] = _texts(tensor, buffer)
+            continue
         size = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 0)
         if size != len(buffer) or tensor.dtype not in ITEM_BYTES:
             raise RemoteProtocolError(f"output {tensor.name} is {len(buffer)} bytes, not {size}")
@@ -241,6 +248,13 @@ def from_reply(model: str, wants_torch: bool, reply: Reply) -> Result:
         except RegistrationRefused as error:
             raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
     return Result(model, reply.request_id, outputs, reply.timing or Bill(), returns)
+
+
+def _texts(tensor: WireTensor, buffer: Any) -> Any:
+    try:
+        return unpacked(buffer, tensor.shape)
+    except (InvalidInput, ValueError) as error:
+        raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
 
 
 def _numpy_array(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:

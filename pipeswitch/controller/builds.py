@@ -115,6 +115,7 @@ class Builds:
     def _check(self, command: StartBuild, spec: bytes, stage: Stage) -> None:
         """Build, if the function can be called: a process like those that will call it says so."""
         said: list[Message] = []
+        functions = tuple(one for one in (stage.function, stage.after) if one)
 
         def on_exit(status: int) -> None:
             self._builders.pop(command.epoch, None)
@@ -122,18 +123,21 @@ class Builds:
                 case [StageReady()] if status == 0:
                     self._build(command, spec)
                     return
-                case [StageFailed(reason=reason)]:
-                    pass
+                case [StageFailed(reason=text)]:
+                    reason = ""
                 case _ if status == -signal.SIGALRM:
                     reason = "importing it took longer than [preprocess] max_time allows"
                 case _:
                     reason = f"importing it ended the process with status {status}"
-            text = f"{stage.function}: {reason}"
-            self._refuse(command, RegistrationRefused("preprocess", text))
+            if reason:
+                text = f"{' and '.join(functions)}: {reason}"
+            is_first = stage.function and text.startswith(stage.function)
+            part = "preprocess" if is_first else "postprocess"
+            self._refuse(command, RegistrationRefused(part, text))
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
 
         settings = CheckStage(
-            function=stage.function,
+            functions=functions,
             inputs=tuple(one.name for one in stage.inputs),
             timeout_s=self._sizes.stage_timeout_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from typing import Any
@@ -95,14 +96,18 @@ def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
     source = permissions.check_source(
         model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
     )
-    inputs, raw = (
-        dict(map(parse_input, texts, range(len(texts)))) for texts in (model.inputs, model.raw)
+    inputs = dict(map(parse_input, model.inputs, range(len(model.inputs))))
+    raw, returns = (
+        dict(map(functools.partial(parse_input, texts=True), declared, range(len(declared))))
+        for declared in (model.raw, model.returns)
     )
-    if model.preprocess or raw:
-        permissions.check_function(model.preprocess, raw, is_owner=True, allow_code=())
+    permissions.check_function("preprocess", model.preprocess, raw, is_owner=True, allow_code=())
+    permissions.check_function(
+        "postprocess", model.postprocess, returns, is_owner=True, allow_code=()
+    )
     spec, digest = permissions.encode_spec(
         model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
-        model.devices, model.preprocess, raw,
+        model.devices, model.preprocess, raw, model.postprocess, returns,
     )  # fmt: skip
     return RegisterAsked(
         token=token,

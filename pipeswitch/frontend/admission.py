@@ -19,6 +19,7 @@ from ..programs.nesting import Tree, argument_names, check_takes
 from ..programs.signature import signature_text
 from ..roles import ANYONE
 from ..scheduler.events import Announce
+from ..texts import BYTES, LENGTH_BYTES
 from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
 
@@ -109,7 +110,9 @@ def check_infer(
         InvalidInput: with the model's signature in the text.
     """
     stage = announced.stage
-    manifest = announced.manifest if stage is None else stage.raw(announced.manifest)
+    manifest = announced.manifest
+    if stage is not None and stage.function:
+        manifest = stage.raw(manifest)
     ordered = _by_call_order(header.model, header.inputs, manifest)
     values: dict[str, int] = {}
     checked = []
@@ -196,7 +199,12 @@ def _check_shape(
 
 
 def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
-    size = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+    count = math.prod(tensor.shape)
+    if tensor.dtype == BYTES:  # each says its length: the function's process reads it
+        if frame_bytes < count * LENGTH_BYTES:
+            raise InvalidInput(f'{model} input "{tensor.name}" has too few bytes for {count} texts')
+        return frame_bytes
+    size = count * ITEM_BYTES[tensor.dtype]
     if size != frame_bytes:
         raise InvalidInput(
             f'{model} input "{tensor.name}": {signature_text(tensor.dtype, tensor.shape)} is '
@@ -280,8 +288,8 @@ class Body:
             raise InvalidInput(f"{self._op}: {key} must be a list of at most {MAX_ARGS} texts")
         return tuple(value)
 
-    def signature(self, key: str) -> dict[str, list[Any]]:
-        """``{name: [shape, dtype]}``; dense, listed dtypes only."""
+    def signature(self, key: str, *, texts: bool = False) -> dict[str, list[Any]]:
+        """``{name: [shape, dtype]}``; listed dtypes only; ``bytes`` too where texts may be."""
         value = self._left.pop(key, {})
         is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
         if not is_named or len(value) > 64:
@@ -292,9 +300,10 @@ class Body:
                     f"{self._op}: input name {name[:80]!r} is longer than {MAX_INPUT_NAME} "
                     "characters or has control characters"
                 )
-        return {name: self._one_signature(name, spec) for name, spec in value.items()}
+        dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
+        return {name: self._one_signature(name, spec, dtypes) for name, spec in value.items()}
 
-    def _one_signature(self, name: str, spec: object) -> list[Any]:
+    def _one_signature(self, name: str, spec: object, dtypes: Sequence[str]) -> list[Any]:
         if isinstance(spec, list | tuple) and len(spec) == 2:
             shape, dtype = spec
             if (
@@ -302,12 +311,12 @@ class Body:
                 and len(shape) <= MAX_DIMS
                 and all(map(_is_extent, shape))
                 and isinstance(dtype, str)  # a list is not even hashable
-                and dtype in ITEM_BYTES
+                and dtype in dtypes
             ):
                 return [[n if isinstance(n, int) else tuple(n) for n in shape], dtype]
         raise InvalidInput(
             f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
-            f"positive dimensions, or ranges of them, and one of {', '.join(ITEM_BYTES)}"
+            f"positive dimensions, or ranges of them, and one of {', '.join(dtypes)}"
         )
 
     def tree(self, key: str, names: Iterable[str]) -> Tree:

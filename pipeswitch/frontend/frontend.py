@@ -423,6 +423,11 @@ class Frontend:
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
+        if pending.op == "infer" and (pending.after or pending.bill):
+            found = self.inference.go_on(pending, answer)
+            if found is None:
+                return
+            answer = found
         client, verb = pending.client, VERBS[pending.op]
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body

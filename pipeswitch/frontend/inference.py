@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -131,6 +132,8 @@ class Inference:
             lineage=0 if version else announced.lineage,
             arrived_at_ms=arrived_at_ms,
         )
+        if announced.stage is not None and announced.stage.after:
+            pending.after = event
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)
             self._take(event)
@@ -174,10 +177,11 @@ class Inference:
         else:
             self._take(event)
 
-    # ---- inputs that a function made -----------------------------------------------------------
+    # ---- what a function made ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Into the pool, in place of what came, if the model takes it; then ``Prepared``.
+        """Into the pool, in place of what came, if the model takes it, or it is the answer that was
+        declared; then ``Prepared``.
 
         ``memory``: of the slot, whose process waits meanwhile.
         """
@@ -188,7 +192,8 @@ class Inference:
             return
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
-            admitted, announced = self._admit_result(command, [len(one) for one in tensors])
+            admit = self._admit_answer if command.is_after else self._admit_result
+            admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
             self._requests.clear(pending)  # it holds its share no longer
             room = pending.room = self._pool.reserve(
@@ -199,14 +204,14 @@ class Inference:
             return
         prepared = msgspec.structs.replace(
             prepared,
-            inputs=room.place(admitted.inputs),
+            inputs=room.place(admitted.inputs, in_reply=command.is_after),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             digest=announced.manifest.digest,
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
         taken = functools.partial(self._take, prepared)
-        if admitted.input_bytes <= INLINE_COPY_BYTES:
+        if sum(map(len, payload)) <= INLINE_COPY_BYTES:
             self._pool.fill(prepared.inputs, payload, room.tenant)
             taken()
         else:
@@ -221,16 +226,57 @@ class Inference:
         """
         announced = admission.find_version(*split_name(command.model), self._versions)
         announced = msgspec.structs.replace(announced, stage=None)
-        inputs = tuple(
-            WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
-            for number, one in enumerate(command.outputs)
-        )
-        header = RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
         try:
-            return self._admit(header, sizes, announced), announced
+            return self._admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
                 f"preprocess {command.function} returned what its model does not take: "
                 f"{error.message}",
                 hint=error.hint,
             ) from None
+
+    def _admit_answer(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+        """Whether a function returned what was declared. Its room is that of the reply alone.
+
+        Raises:
+            TaskFailed, InvalidInput: as of ``_admit_result``.
+        """
+        announced = admission.find_version(*split_name(command.model), self._versions)
+        if announced.stage is None or not announced.stage.after:
+            raise TaskFailed(f'"{command.model}" was registered anew meanwhile', hint="ask again")
+        declared = announced.stage.answer(announced.manifest)
+        as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
+        try:
+            found = admission.check_infer(_as_request(command), sizes, as_model, self._max_bytes)
+        except InvalidInput as error:
+            raise TaskFailed(
+                f"postprocess {command.function} returned other than what --returns declares: "
+                f"{error.message}"
+            ) from None
+        return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
+
+    def go_on(self, pending: Pending, answer: Answer) -> Answer | None:
+        """What a model computed goes to the function behind it; None: the answer follows."""
+        if pending.after is None:
+            if pending.bill is None or answer.timing is None:
+                return answer
+            made_ms = answer.timing.postprocess_ms
+            bill = msgspec.structs.replace(
+                pending.bill, postprocess_ms=made_ms, total_ms=pending.bill.total_ms + made_ms
+            )
+            return msgspec.structs.replace(answer, timing=bill)
+        answer = self._requests.checked(pending, answer)
+        event, pending.after, pending.bill = pending.after, None, answer.timing
+        if answer.error is not None:
+            return answer
+        self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
+        return None
+
+
+def _as_request(command: TakeResult) -> RequestHeader:
+    """What a function returned, as if a client had sent it."""
+    inputs = tuple(
+        WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
+        for number, one in enumerate(command.outputs)
+    )
+    return RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)

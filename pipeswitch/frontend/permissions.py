@@ -139,21 +139,33 @@ def _require_code_right(
     )
 
 
+STAGE_HINTS: Final = {
+    "preprocess": "--preprocess package.module:function --raw text=1..64:bytes",
+    "postprocess": "--postprocess package.module:function --returns label=1..64:bytes",
+}
+
+
 def check_function(
-    function: str, raw: Mapping[str, Any], *, is_owner: bool, allow_code: Sequence[str]
-) -> None:
-    """A stage's ``package.module:function``, with what clients send it.
+    what: str, function: str, declared: Mapping[str, Any], *, is_owner: bool,
+    allow_code: Sequence[str],
+) -> None:  # fmt: skip
+    """A stage's ``package.module:function``, with what clients send it or get of it. Both or none.
+
+    Args:
+        what: ``preprocess`` or ``postprocess``.
 
     Raises:
         PermissionDenied, InvalidInput.
     """
-    hint = "--preprocess package.module:function --raw image=1..4194304:uint8"
+    hint, option = STAGE_HINTS[what], "--raw" if what == "preprocess" else "--returns"
+    if not function and not declared:
+        return
+    if not declared or not function:
+        raise InvalidInput(f"--{what} and {option} need each other", hint=hint)
     if not _MODULE.fullmatch(function):
-        raise InvalidInput(f"preprocess {function!r} is no package.module:function", hint=hint)
-    if not raw:
-        raise InvalidInput(f"preprocess {function} without raw inputs", hint=hint)
-    if any(dtype == "bfloat16" for _, dtype in raw.values()):
-        raise InvalidInput("raw inputs are numpy arrays: none is bfloat16", hint=hint)
+        raise InvalidInput(f"{what} {function!r} is no package.module:function", hint=hint)
+    if any(dtype == "bfloat16" for _, dtype in declared.values()):
+        raise InvalidInput(f"{option}: these are numpy arrays, none is bfloat16", hint=hint)
     module = function.partition(":")[0]
     _require_code_right(function, module, is_owner=is_owner, allow_code=allow_code)
 
@@ -200,6 +212,8 @@ def encode_spec(
     devices: tuple[str, ...],
     preprocess: str = "",
     raw: Mapping[str, list[Any]] | None = None,
+    postprocess: str = "",
+    returns: Mapping[str, list[Any]] | None = None,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -227,6 +241,8 @@ def encode_spec(
         devices=devices,
         preprocess=preprocess,
         raw=_declared(raw or {}),
+        postprocess=postprocess,
+        returns=_declared(returns or {}),
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

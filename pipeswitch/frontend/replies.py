@@ -12,6 +12,7 @@ from ..ipc.messages import SlabTensor
 from ..programs.layout import ITEM_BYTES
 from ..roles import MODEL_FACTS, Role, Standing
 from ..scheduler.events import Answer
+from ..texts import BYTES
 from ..units import printed
 from ..wire.bill import Bill
 from ..wire.frames import (
@@ -152,6 +153,8 @@ def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: 
         size = ITEM_BYTES.get(tensor.dtype, 0)
         for extent in tensor.shape:
             size *= extent
+        if tensor.dtype == BYTES:  # what a function returned: measured where it was packed
+            size = tensor.size_bytes
         if size != tensor.size_bytes or min(tensor.shape, default=0) < 0:
             return f"{tensor.name} claims {tensor.size_bytes} bytes for {size}"
         if not start_bytes <= tensor.offset_bytes <= tensor.offset_bytes + size <= end_bytes:

@@ -40,9 +40,11 @@ class Room(msgspec.Struct, kw_only=True, eq=False):
     reply_bytes: int
     tenant: str = ""  # in whose file it lies
 
-    def place(self, inputs: Sequence[CheckedInput]) -> tuple[SlabTensor, ...]:
-        """Where the inputs lie in it, in call order."""
-        at = self.input_offset_bytes
+    def place(
+        self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
+    ) -> tuple[SlabTensor, ...]:
+        """Where the inputs lie in it, in call order; or the answer that a function made."""
+        at = self.reply_offset_bytes if in_reply else self.input_offset_bytes
         return tuple(
             [
                 SlabTensor(

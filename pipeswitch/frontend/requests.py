@@ -17,7 +17,8 @@ from .. import failpoints
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
 from ..ipc.messages import ModelName
-from ..scheduler.events import Answer, Token
+from ..scheduler.events import Answer, InferArrived, Token
+from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
 from .clients import Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
@@ -39,6 +40,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     is_copying: bool = False  # its payload is on the way into the pool
     is_cancelled: bool = False  # meanwhile
+    after: InferArrived | None = None  # its outputs go to a function, which makes the answer
+    bill: Bill | None = None  # of the model, whose outputs are there
 
 
 class Requests:
@@ -129,11 +132,7 @@ class Requests:
         if client.is_gone:
             self._ended(pending, "undeliverable", is_sent=False)
             return None
-        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
-        if bad_output := output_outside(answer.outputs, at, size):
-            _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
-            error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
-            answer = Answer(token=answer.token, error=error)
+        answer = self.checked(pending, answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
         memory = self._pool.memory_of(room)
         return Outgoing(
@@ -142,6 +141,16 @@ class Requests:
                 self._ended, pending, "ok" if answer.error is None else "error"
             ),
         )
+
+    def checked(self, pending: Pending, answer: Answer) -> Answer:
+        """The answer, or an error in its place when it names bytes outside of its own reply."""
+        room = pending.room
+        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
+        if bad_output := output_outside(answer.outputs, at, size):
+            _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
+            error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
+            return Answer(token=answer.token, error=error)
+        return answer
 
     def _ended(self, pending: Pending, outcome: Outcome, is_sent: bool) -> None:
         """Its answer has left, or never will: nothing points at it any more."""

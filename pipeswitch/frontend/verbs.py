@@ -124,18 +124,16 @@ def _register(q: Question) -> Event:
     if is_pinned:
         standing.require(Role.OPERATE, "to pin a model")
     devices = body.texts("devices")
-    preprocess, raw = body.text("preprocess", ""), body.signature("raw")
-    if preprocess:
-        permissions.check_function(preprocess, raw, **code)
-        standing.require(Role.CODE, "to preprocess")
-    elif raw:
-        raise InvalidInput(
-            "register: raw inputs without preprocess",
-            hint="--preprocess package.module:function makes the model's inputs of them",
-        )
+    preprocess, raw = body.text("preprocess", ""), body.signature("raw", texts=True)
+    postprocess, returns = body.text("postprocess", ""), body.signature("returns", texts=True)
+    permissions.check_function("preprocess", preprocess, raw, **code)
+    permissions.check_function("postprocess", postprocess, returns, **code)
+    if preprocess or postprocess:
+        standing.require(Role.CODE, "to preprocess" if preprocess else "to postprocess")
     spec, digest = permissions.encode_spec(
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
+        postprocess, returns,
     )  # fmt: skip
     return RegisterAsked(
         token=q.token,

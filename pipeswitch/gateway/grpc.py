@@ -56,7 +56,7 @@ OPTIONS: Final = (
 _CONTENTS: Final[Mapping[str, str]] = {
     "bool": "bool_contents", "int8": "int_contents", "int16": "int_contents",
     "int32": "int_contents", "int64": "int64_contents", "uint8": "uint_contents",
-    "float32": "fp32_contents", "float64": "fp64_contents",
+    "float32": "fp32_contents", "float64": "fp64_contents", "bytes": "bytes_contents",
 }  # fmt: skip
 
 _RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it

@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import InvalidInput
 from ..programs.dims import BATCH
 from ..programs.layout import ITEM_BYTES
+from ..texts import BYTES, LENGTH_BYTES, pack, packed, unpack
 from ..units import format_bytes, nearest
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 from .refusals import TooLarge
@@ -27,8 +28,9 @@ from .refusals import TooLarge
 DATATYPES: Final[Mapping[str, str]] = {
     "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
     "INT64": "int64", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64",
+    "BYTES": BYTES,
 }  # fmt: skip
-"""The protocol's names of the dtypes that a model can have here."""
+"""The protocol's names of the dtypes that a model can have here, or the functions around it."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
 FIRST_VERSION: Final = 1  # where a bill does not say
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
@@ -36,6 +38,7 @@ MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
 MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
 LONG_BYTES: Final = 64 << 10  # of JSON or typed contents: what is longer is not read on the loop
 LONG_NUMBERS: Final = LONG_BYTES // 4  # of an answer's, the same
+ANY_SIZE: Final = -1  # of a tensor whose shape does not tell it
 MAX_PARAMETERS: Final = 64  # of a request or a tensor
 MAX_MARKS: Final = 1 << 16  # of each of ``MARKS``: a list costs thirty times a number's memory
 MARKS: Final = (b"[", b"{", b":")  # what begins a list, an object, one of its values
@@ -234,6 +237,10 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
     ((name, (extents, dtype)),) = row["inputs"].items()
+    if dtype == BYTES:  # as of Triton: one text, without its length
+        text = WireTensor(name=name, dtype=dtype, shape=(1,) * len(extents), frame=0)
+        return InferRequest(id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))],
+                            is_binary=True)  # fmt: skip
     chosen = [extent for extent in extents if isinstance(extent, str)]
     if len(chosen) > 1:
         raise InvalidInput(
@@ -306,7 +313,7 @@ def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
     count = 0
     for output, is_binary in chosen:
         if not is_binary and output.place is None:
-            count += len(output.data) // ITEM_BYTES[output.dtype]
+            count += len(output.data) // ITEM_BYTES.get(output.dtype, LENGTH_BYTES)
     return count
 
 
@@ -411,7 +418,7 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor of this shape.
+    """The bytes of a tensor of this shape; of texts they may be as many as they are.
 
     Raises:
         InvalidInput: it is none.
@@ -421,7 +428,7 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
             f'input "{name}" has no shape: {list(shape[:MAX_DIMS])}',
             hint=f"at most {MAX_DIMS} numbers, none below 0 or of more than 63 bits",
         )
-    return math.prod(shape) * ITEM_BYTES[dtype]
+    return math.prod(shape) * ITEM_BYTES[dtype] if dtype != BYTES else ANY_SIZE
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
@@ -447,7 +454,7 @@ def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: in
     is_placed = isinstance(data, Place)
     given = data.size_bytes if is_placed else len(data)
     where = "are in shared memory" if is_placed else "came"
-    if given != size:
+    if given != size and size != ANY_SIZE:
         raise InvalidInput(
             f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
             f"{given} {where}"
@@ -465,6 +472,8 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
     """
     if isinstance(values, list) and len(values) > max(math.prod(shape), LONG_NUMBERS):
         raise _other_count(name, len(values), shape)
+    if dtype == BYTES:
+        return _from_texts(name, shape, values)
     try:
         array = np.asarray(values)
         if array.dtype == object and "float" in dtype and _are_numbers(array):
@@ -495,6 +504,18 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         return _dense(array.astype(target))
 
 
+def _from_texts(name: str, shape: Sequence[int], values: Any) -> memoryview:
+    array = np.asarray(values, object)
+    if array.size != math.prod(shape):
+        raise _other_count(name, array.size, shape)
+    if not array.size:
+        return memoryview(b"")
+    texts = packed(array)
+    if texts is None:
+        raise InvalidInput(f'input "{name}" is BYTES: its data is texts', hint='"data": ["a text"]')
+    return memoryview(texts[1])
+
+
 def _other_count(name: str, count: int, shape: Sequence[int]) -> InvalidInput:
     return InvalidInput(
         f'input "{name}" has {count} values, its shape {list(shape)} asks for {math.prod(shape)}'
@@ -508,7 +529,18 @@ def _are_numbers(array: Any) -> bool:
 def as_numbers(output: Output) -> list[Any]:
     """An output's values, flat, in row-major order. What is no finite number becomes null, the one
     word that every client's parser takes: orjson and rapidjson refuse 1e999, most others Infinity.
+
+    Raises:
+        InvalidInput: a byte string that is no text.
     """
+    if output.dtype == BYTES:
+        try:
+            return [one.decode() for one in unpack(output.data, math.prod(output.shape))]
+        except UnicodeDecodeError:
+            raise InvalidInput(
+                f'output "{output.name}" is no UTF-8, and JSON has texts only',
+                hint='ask for bytes: "parameters": {"binary_data_output": true}',
+            ) from None
     if output.dtype == "bfloat16":
         bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)
         array: Any = bits.view(np.float32)
@@ -570,7 +602,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
         return [
             {
                 "name": name,
-                "data_type": f"TYPE_{DATATYPE_OF[dtype]}",
+                "data_type": f"TYPE_{'STRING' if dtype == BYTES else DATATYPE_OF[dtype]}",
                 "dims": shown(shape[1:] if is_batched else shape),
             }
             for name, (shape, dtype) in side.items()

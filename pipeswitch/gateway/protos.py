@@ -93,7 +93,7 @@ _INFERENCE: Final = {
 _DATA_TYPES: Final = {
     "TYPE_INVALID": 0, "TYPE_BOOL": 1, "TYPE_UINT8": 2, "TYPE_INT8": 6, "TYPE_INT16": 7,
     "TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP16": 10, "TYPE_FP32": 11, "TYPE_FP64": 12,
-    "TYPE_BF16": 14,
+    "TYPE_STRING": 13, "TYPE_BF16": 14,
 }  # fmt: skip
 _HEALTH: Final = {
     "HealthCheckRequest": "service=1:string",

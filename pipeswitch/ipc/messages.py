@@ -620,11 +620,11 @@ class StageSettings(Message, frozen=True):
 
 
 class CheckStage(Message, frozen=True):
-    """What a process is started with that imports a function for its registration, says StageReady
+    """What a process is started with that imports functions for a registration, says StageReady
     or StageFailed, and leaves. Descriptor: the server's environment."""
 
-    function: str  # package.module:function
-    inputs: tuple[str, ...]  # that it will be called with
+    functions: tuple[str, ...]  # package.module:function
+    inputs: tuple[str, ...]  # that the first will be called with; none: not known yet
     timeout_s: float  # 0: as long as it takes
 
 

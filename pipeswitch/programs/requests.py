@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..texts import BYTES
 from .dims import Values, shape_at
 from .layout import ValueSpec
 
@@ -21,6 +22,8 @@ def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.g
     """
     generator = np.random.default_rng([seed, *spec.name.encode()])
     shape = shape_at(spec.shape, values)
+    if spec.dtype == BYTES:
+        return np.full(shape, b"a text", dtype=object)
     if spec.dtype == "bool":
         return generator.integers(0, 2, shape).astype(np.bool_)
     if "mask" in spec.name:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import InvalidInput
+from ..texts import BYTES
 from .layout import ITEM_BYTES, Manifest
 
 
@@ -19,7 +20,7 @@ def signature_text(dtype: str, shape: Iterable[object]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
+def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str, list[Any]]:
     """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
 
     An extent that requests choose is a range: ``ids=1..8x1..512:int64``.
@@ -27,6 +28,7 @@ def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
     Args:
         text: the name may be missing, the dtype too (float32).
         number: position among the inputs; a nameless one is called x, x1, x2…
+        texts: ``bytes`` is a dtype too: of what a stage takes or returns.
 
     Raises:
         InvalidInput: it is not of that form.
@@ -37,11 +39,12 @@ def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
     dtype = dtype or "float32"
     ends = [part.split("..") for part in parts]
     is_sound = all(len(one) <= 2 and all(end.isdecimal() for end in one) for one in ends)
-    if not is_sound or dtype not in ITEM_BYTES:
+    dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
+    if not is_sound or dtype not in dtypes:
         raise InvalidInput(
             f"input {text!r} is not of the form [NAME=]8x3x224x224:float32, "
             "or 1..8x1..512:int64 where requests choose",
-            hint=f"dtypes: {', '.join(ITEM_BYTES)}",
+            hint=f"dtypes: {', '.join(dtypes)}",
         )
     extents = [int(one[0]) if len(one) == 1 else [int(end) for end in one] for one in ends]
     return name or (f"x{number}" if number else "x"), [extents, dtype]

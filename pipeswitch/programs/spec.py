@@ -47,6 +47,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices: tuple[str, ...] = ()  # of the server that may serve it; none named: all
     preprocess: str = ""  # package.module:function that makes its inputs; empty: clients send them
     raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they send
+    postprocess: str = ""  # the same for the answer; empty: the model's outputs are it
+    returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they get
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -68,12 +70,12 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
 
 
 def stage_of(spec: bytes) -> Stage | None:
-    """What makes the inputs of an encoded spec's model; None: its clients, or it is no spec."""
+    """What runs before and behind an encoded spec's model; None: nothing, or it is no spec."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
         return None
-    return stage(decoded.preprocess, decoded.raw) if decoded.preprocess else None
+    return stage(decoded.preprocess, decoded.raw, decoded.postprocess, decoded.returns)
 
 
 def needs_more(spec: bytes) -> bool:

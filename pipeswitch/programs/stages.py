@@ -1,4 +1,6 @@
-"""Stages: a function of the owner's that makes a model's inputs of what clients send. Pure."""
+"""Stages: functions of the owner's around a model, from requests to its inputs, from its outputs to
+answers. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,50 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on the CPU before a model computes (ADR 34)."""
+    """What runs on the CPU before a model computes, and behind it (ADR 34)."""
 
-    function: str  # package.module:function
-    inputs: tuple[ValueSpec, ...]  # what clients send
-    dims: tuple[Dim, ...]  # the extents of those that a request chooses
+    function: str = ""  # package.module:function, of what clients send; empty: they send inputs
+    inputs: tuple[ValueSpec, ...] = ()  # what clients send then
+    dims: tuple[Dim, ...] = ()  # the extents of those that a request chooses
+    after: str = ""  # package.module:function, of the model's outputs; empty: they are the answer
+    outputs: tuple[ValueSpec, ...] = ()  # what it returns
+    output_dims: tuple[Dim, ...] = ()
 
     def raw(self, manifest: Manifest) -> Manifest:
-        """A model as its clients see it, before the function has run: there are no outputs yet."""
+        """What clients send, where a function makes inputs of it: there are no outputs yet."""
         return msgspec.structs.replace(
             manifest, inputs=self.inputs, dims=self.dims, takes=None, outputs=()
         )
 
+    def answer(self, manifest: Manifest) -> Manifest:
+        """What a function makes of a model's outputs, where one does, as a model that takes it."""
+        return msgspec.structs.replace(
+            manifest, inputs=self.outputs, dims=self.output_dims, takes=None, outputs=()
+        )
 
-def stage(function: str, declared: Raw) -> Stage:
-    """Each range is a dimension of its own, called after its input: ``image.0``."""
+    def public(self, manifest: Manifest) -> Manifest:
+        """A model as its clients see it."""
+        if self.function:
+            outputs, dims = manifest.outputs, (*self.dims, *manifest.dims)
+            manifest = msgspec.structs.replace(self.raw(manifest), outputs=outputs, dims=dims)
+        if not self.after:
+            return manifest
+        dims = (*manifest.dims, *self.output_dims)
+        return msgspec.structs.replace(manifest, outputs=self.outputs, dims=dims, returns=None)
+
+
+def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) -> Stage | None:
+    """None: clients send what the model takes, and get what it returns."""
+    if not function and not after:
+        return None
+    inputs, dims = _declared(raw)
+    outputs, output_dims = _declared(returns or {})
+    return Stage(function=function, inputs=inputs, dims=dims, after=after, outputs=outputs,
+                 output_dims=output_dims)  # fmt: skip
+
+
+def _declared(declared: Raw) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...]]:
+    """Each range is a dimension of its own, called after its value: ``image.0``."""
     inputs: list[ValueSpec] = []
     dims: list[Dim] = []
     for name, (shape, dtype) in declared.items():
@@ -41,4 +72,4 @@ def stage(function: str, declared: Raw) -> Stage:
                 dims.append(Dim(f"{name}.{axis}", *extent))
                 extents.append(dims[-1].name)
         inputs.append(ValueSpec(name=name, dtype=dtype, shape=tuple(extents)))
-    return Stage(function=function, inputs=tuple(inputs), dims=tuple(dims))
+    return tuple(inputs), tuple(dims)

@@ -53,6 +53,7 @@ class InferArrived(Asked, frozen=True):
     tenant: str = ""  # Announce's: in whose file of the pool they lie
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
+    is_after: bool = False  # its model has computed: ``inputs`` go to the function behind that
 
 
 class Prepared(_Told, frozen=True):
@@ -309,7 +310,8 @@ class KillStage(_Told, frozen=True):
 
 
 class TakeResult(_Told, frozen=True):
-    """Copy what a function returned to its request's place in the pool, if the model takes it.
+    """Copy what a function returned to its request's place in the pool, if the model takes it or it
+    is the answer that was declared.
 
     ``Prepared`` follows; until then the process in that slot is given nothing.
     """
@@ -319,6 +321,7 @@ class TakeResult(_Told, frozen=True):
     model: ModelName
     function: str
     outputs: tuple[SlabTensor, ...]  # in the memory of the slot
+    is_after: bool = False  # it is the answer
 
 
 class StartBuild(_Told, frozen=True):

@@ -36,8 +36,10 @@ def _shown(spec: ValueSpec) -> list[Any]:
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
-def _preprocess(model: Model) -> dict[str, str]:
-    return {} if model.stage is None else {"preprocess": model.stage.function}
+def _functions(model: Model) -> dict[str, str]:
+    stage = model.stage
+    named = {} if stage is None else {"preprocess": stage.function, "postprocess": stage.after}
+    return {what: function for what, function in named.items() if function}
 
 
 class Listing:
@@ -136,13 +138,15 @@ class Listing:
                 "batching": msgspec.to_builtins(manifest.batching),
             }
         if manifest is not None and model.stage is not None:
-            raw = model.stage.raw(manifest)
+            public = model.stage.public(manifest)
             row |= {
-                **_preprocess(model),
-                "model_inputs": {v.name: _shown(v) for v in manifest.inputs},
-                "inputs": {v.name: _shown(v) for v in raw.inputs},
-                "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in raw.dims},
-                "batch": [1, 1],
+                **_functions(model),
+                "model_inputs": row["inputs"],
+                "model_outputs": row["outputs"],
+                "inputs": {v.name: _shown(v) for v in public.inputs},
+                "outputs": {v.name: _shown(v) for v in public.outputs},
+                "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
+                **({"batch": [1, 1]} if model.stage.function else {}),
             }
         if len(self._machine.devices) > 1:
             row["devices"] = list(model.devices)
@@ -164,7 +168,7 @@ class Listing:
                     "bytes": replica.model.manifest.total_bytes,
                     "grouping": replica.plan_source,
                     "grouping_why": replica.plan_why,
-                    **_preprocess(replica.model),
+                    **_functions(replica.model),
                     "profile": None
                     if replica.profile is None
                     else msgspec.to_builtins(replica.profile),

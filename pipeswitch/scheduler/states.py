@@ -110,6 +110,7 @@ TASK_LIVE: Final = frozenset(TaskState) - TASK_FINAL
 
 TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.PREPROCESSING, _E.PREPARED): _S.QUEUED,
+    (_S.PREPROCESSING, _E.FINISHED): _S.DONE,  # what its function made is the answer
     (_S.PREPROCESSING, _E.WORKER_DIED): _S.PREPROCESSING,  # tried again, a bounded number of times
     (_S.PREPROCESSING, _E.CANCEL): _S.CANCELLED,
     (_S.PREPROCESSING, _E.EXPIRE): _S.EXPIRED,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-SELDOM: Final = ("preprocess_ms", "kept_bytes", "device", "placed")  # told where they say something
+SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "placed")
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +21,9 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     copy_ms: Annotated[float, "Copying the model to the device, while it computes already"] = 0.0
     stall_ms: Annotated[float, "Waiting for layer groups that had not arrived"] = 0.0
     compute_ms: Annotated[float, "Computing"] = 0.0
+    postprocess_ms: Annotated[
+        float, "Making the answer of the model's outputs, beside the device"
+    ] = 0.0
     total_ms: Annotated[float, "In the server, from arrival to answer"] = 0.0
     resident: bool = False
     preempted: str = ""  # the job that stepped aside
@@ -34,7 +37,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     placed: str = ""  # why there
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``--json`` and the gateway tell it."""
+        """As ``--json`` and the gateway tell it: what is seldom, where it says something."""
         told = msgspec.structs.asdict(self)
         return {name: value for name, value in told.items() if value or name not in SELDOM}
 

@@ -43,7 +43,7 @@ OWN_SIDES: Final = {
     for names in (*PICTURES.values(), DETECTORS)
     for name in names.split()
     if name not in SIZED
-}
+} | {"transformers SwinForImageClassification", "transformers YolosForObjectDetection"}
 
 SMALL: Final[Mapping[str, int]] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,

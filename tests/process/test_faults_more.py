@@ -27,6 +27,7 @@ from process_tools import (
     kill,
     marked_pids,
     mlp,
+    rss_bytes,
     start_endless_job,
     stop,
     until,
@@ -321,10 +322,6 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
 
 
 # ------------------------------------------------------------------------------- hostile peers
-
-
-def rss_bytes(pid: int) -> int:
-    return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_two_thousand_idle_connections_disturb_nobody(running: Checked) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, mlp, until
+from process_tools import Checked, checked_server, eager, mlp, until, write_script
 
 pytest.importorskip("httptools", reason="make installs it")
 for _client in ("tritonclient.http", "tritonclient.grpc"):
@@ -53,9 +53,17 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checked(tokens: Path, net: torch.nn.Module) -> Iterator[Checked]:
     args = ("--gateway-tokens", str(tokens))
-    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "1m"}  # else what waits goes first after 2 s
-    with checked_server(http=True, args=args, arena="128MiB", environment=patient) as checked:
+    write_script(tokens.parent, "worded.py", WORDED)
+    environment = {
+        "PIPESWITCH_SCHEDULER__MAX_WAIT": "1m",  # else what waits goes first after 2 s
+        "PYTHONPATH": os.pathsep.join((str(tokens.parent), os.environ.get("PYTHONPATH", ""))),
+    }
+    with checked_server(http=True, args=args, arena="128MiB", environment=environment) as checked:
         client = checked.client
+        client.register("moods", net, example_inputs=(torch.zeros(2, 16),),
+                        preprocess="worded:rows", raw={"text": (((1, 8),), "bytes")},
+                        postprocess="worded:moods", returns={"mood": (((1, 8),), "bytes")},
+                        )  # fmt: skip
         client.register("mlp", net, example_inputs=(torch.zeros(2, 16),), max_batch=64)
         for name, dtype in (("half", torch.float16), ("brain", torch.bfloat16)):
             client.register(name, Doubled(), example_inputs=(torch.zeros(2, 4, dtype=dtype),))
@@ -85,6 +93,64 @@ def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
     ).stdout  # fmt: skip
     body, _, status = said.rpartition("\n")
     return int(status), json.loads(body)
+
+
+WORDED = """
+import numpy as np
+
+def rows(text):
+    found = np.zeros((len(text), 16), np.float32)
+    for row, one in zip(found, text):
+        row[: len(one)] = list(one[:16])
+    return found
+
+def moods(y):
+    return {"mood": np.array([b"\\xff" if not row.any() else f"mood {row.argmax()}" for row in y])}
+"""
+WORDS = """
+    import json, sys
+    import numpy as np
+    import tritonclient.http as triton
+    import tritonclient.grpc as remote
+
+    texts = np.array(sys.argv[3:], dtype=object)
+    found = {}
+    for name, kind, address in (("http", triton, sys.argv[1]), ("grpc", remote, sys.argv[2])):
+        client = kind.InferenceServerClient(address)
+        given = kind.InferInput("text", texts.shape, "BYTES")
+        given.set_data_from_numpy(texts)
+        answer = client.infer("moods", [given]).as_numpy("mood")
+        found[name] = [one.decode() for one in answer.tolist()]
+    print(json.dumps(found))
+"""
+
+
+def test_a_text_goes_in_and_a_label_comes_out(checked: Checked, http: str) -> None:
+    texts = ["a text", "größer"]
+    wanted = [one.decode() for one in checked.client.infer("moods", texts)["mood"].tolist()]
+    assert all(one.startswith("mood ") for one in wanted)
+    found = run(WORDS, http, checked.running.grpc_address, *texts)
+    assert found == {"http": wanted, "grpc": wanted}
+    ask = {"inputs": [{"name": "text", "shape": [2], "datatype": "BYTES", "data": texts}]}
+    status, answer = curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))
+    assert (status, answer["outputs"][0]["datatype"]) == (200, "BYTES"), answer
+    assert answer["outputs"][0]["data"] == wanted
+    assert answer["parameters"]["postprocess_ms"] > 0
+    about = curl(http, "/v2/models/moods")[1]
+    assert about["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [-1]}]
+    assert about["outputs"] == [{"name": "mood", "datatype": "BYTES", "shape": [-1]}]
+    assert curl(http, "/v2/models/moods/config")[1]["input"][0]["data_type"] == "TYPE_STRING"
+    ask["inputs"][0] |= {"data": [1, 2]}
+    status, answer = curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))
+    assert (status, "its data is texts" in answer["error"]) == (400, True)
+    ask["inputs"][0] |= {"shape": [1], "data": ["x"], "datatype": "FP32"}
+    assert curl(http, "/v2/models/moods/infer", "-d", json.dumps(ask))[0] == 400
+    raw = subprocess.run(
+        ["curl", "-s", f"http://{http}/v2/models/moods/infer", "--data-binary", texts[0],
+         "-H", "Inference-Header-Content-Length: 0"],
+        capture_output=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert raw.endswith(wanted[0].encode())
 
 
 ASK = '{"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [%s]}]}'
@@ -163,7 +229,7 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
     assert found["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [16]}]
     assert found["metadata"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
     assert {row["name"]: row["state"] for row in found["index"]} == dict.fromkeys(
-        ("mlp", "half", "brain"), "READY"
+        ("mlp", "half", "brain", "moods"), "READY"
     )
     x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()

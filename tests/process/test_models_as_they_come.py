@@ -91,8 +91,23 @@ class Sounds(nn.Module):
         self.layer = nn.Linear(33, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.stft(x, 64, 16, 48, self.window, return_complex=True)
+        window = self.window * torch.hamming_window(48)
+        found = torch.stft(x, 64, 16, 48, window, return_complex=True)
         return self.layer(found.abs().transpose(1, 2))
+
+
+class OneKey(nn.Module):
+    """Heads that share their keys and values, as Falcon's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x).unsqueeze(1).chunk(2, -1)
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return found.transpose(1, 2).flatten(2)
 
 
 class Detector(nn.Module):
@@ -133,7 +148,7 @@ def mixtral_config(transformers: Any) -> Any:
 
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
-    "quantized": lambda: quantized(), "detector": Detector, "appends": Appends,
+    "quantized": lambda: quantized(), "one_key": OneKey, "detector": Detector, "appends": Appends,
     "plain": lambda: plain(),
 }  # fmt: skip
 PACKAGE = "as_they_come"
@@ -226,6 +241,13 @@ def test_a_short_time_transform_is_a_graph(tmp_path: Path) -> None:
     manifest, bound = served("sounds", tmp_path, inputs={"x": ((1, 400), "float32")})
     assert manifest.mode == "graph", manifest.mode_reason
     check_bits(bound, fresh("sounds"), [torch.randn(3, 400)])
+
+
+def test_heads_that_share_their_keys_are_a_graph(tmp_path: Path) -> None:
+    manifest, bound = served("one_key", tmp_path, inputs={"x": ((1, (2, 20), 16), "float32")})
+    assert [dim.name for dim in manifest.dims] == ["batch", "length"]
+    for length in (2, 9, 20):
+        check_bits(bound, fresh("one_key"), [torch.randn(3, length, 16)])
 
 
 @pytest.mark.parametrize(

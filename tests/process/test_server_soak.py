@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, rss_bytes
 
 from tests.process.figures import publishing, say
 
@@ -23,10 +23,6 @@ def processes(checked: Checked) -> dict[str, int]:
     """Everything that must not grow, by name."""
     workers = {f"worker-{slot}": pid for slot, pid in checked.worker_pids().items()}
     return {"controller": checked.pid, "daemon": checked.daemon_pid(), **workers}
-
-
-def rss_bytes(pid: int) -> int:
-    return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def holdings(pid: int) -> dict[str, int]:

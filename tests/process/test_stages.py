@@ -63,6 +63,19 @@ def starts(text):
         print(subprocess.Popen(["sleep", "3600"]).pid, file=file, flush=True)
     dies(text)
 
+def read(text):
+    found = np.zeros((len(text), {WIDTH}), np.float32)
+    for row, one in zip(found, text):
+        row[: len(one)] = list(one)
+    return {{"x": found}}
+
+def label(y):
+    return {{"label": np.array([f"no. {{n}}" for n in y.argmax(1)]), "score": y.max(1)}}
+
+def labels_oddly(y): return ["a", "b"]
+
+def dies_behind(y): os.kill(os.getpid(), 9)
+
 def odd(text):
     match bytes(text):
         case b"dtype": return np.zeros((1, {WIDTH}))
@@ -106,7 +119,7 @@ def options(functions: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
         "state_dir": tmp_path_factory.mktemp("state"),
         "tcp_roles": ("infer", "register"),
         "environment": {
-            "PYTHONPATH": f"{folder}",
+            "PYTHONPATH": os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))),
             "PIPESWITCH_SERVER__ALLOW_CODE": "staged",
             "SECRET_OF_THE_OWNER": "told",
         },
@@ -128,6 +141,54 @@ def running(options: dict[str, Any]) -> Iterator[Checked]:
 
 def text(said: str) -> Any:
     return np.frombuffer(said.encode(), np.uint8)
+
+
+TEXTS = {"text": (((1, 8),), "bytes")}
+LABELS = {"label": (((1, 8),), "bytes"), "score": (((1, 8),), "float32")}
+
+
+def test_texts_go_in_and_labels_come_out(running: Checked, functions: ModuleType) -> None:
+    module, client = mlp(WIDTH, 2, 0), running.client
+    options: dict[str, Any] = {"example_inputs": torch.zeros(2, WIDTH), "returns": LABELS}
+    client.register("labels", module, preprocess="staged:read", raw=TEXTS,
+                    postprocess="staged:label", **options)  # fmt: skip
+    client.register("behind", module, postprocess="staged:label", **options)
+    said = ["a text", "größer", ""]
+    rows = functions.read([one.encode() for one in said])["x"]
+    plain = client.infer("plain", rows)["y"]
+    wanted = functions.label(plain)
+    for found in (
+        client.infer("labels", {"text": said}),
+        client.infer("labels", np.array(said, dtype=object)),
+        client.infer("behind", rows),
+    ):
+        assert found["label"].tolist() == [one.encode() for one in wanted["label"]]
+        assert is_bit_equal(torch.as_tensor(found["score"]), torch.as_tensor(wanted["score"]))
+        assert 0.0 < found.timing.postprocess_ms < found.timing.total_ms
+    assert client.infer("labels", "one text")["label"].shape == (1,)
+    row = client.show("labels")
+    assert (row["preprocess"], row["postprocess"]) == ("staged:read", "staged:label")
+    assert row["outputs"]["label"] == [["label.0"], "bytes"]
+    assert row["dims"]["label.0"] == [1, 8]
+    for wrong in (["x"] * 9, [1.0], np.zeros((1, WIDTH), np.float32)):
+        with pytest.raises(InvalidInput, match=r'"text" expects bytes\[1\.\.8\]'):
+            client.infer("labels", wrong)
+
+
+def test_a_function_behind_a_model_fails_alone(running: Checked) -> None:
+    module, client = mlp(WIDTH, 2, 0), running.client
+    example = torch.zeros(2, WIDTH)
+    for name, function in (("oddly", "labels_oddly"), ("deadly", "dies_behind")):
+        client.register(name, module, example_inputs=example, returns=LABELS,
+                        postprocess=f"staged:{function}")  # fmt: skip
+    x = np.ones((1, WIDTH), np.float32)
+    with pytest.raises(TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
+        client.infer("oddly", x)
+    with pytest.raises(WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
+        client.infer("deadly", x)
+    assert client.infer("plain", x)["y"].shape == (1, WIDTH)
+    with pytest.raises(InvalidInput, match="need each other"):
+        client.register("n", module, example_inputs=example, postprocess="staged:label")
 
 
 def stage_pid(running: Checked, state: str) -> int:

@@ -137,16 +137,6 @@ def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.C
     until(lambda: server.tcp.pool.is_empty)
 
 
-def test_concurrent_requests_get_their_own_answers(
-    server: FakeScheduler, client: ps.Client
-) -> None:
-    server.announce("m")
-    inputs = [np.full((1, 4), n, dtype=np.float32) for n in range(300)]
-    futures = [client.submit("m", x) for x in inputs]
-    for x, future in zip(inputs, futures, strict=True):
-        assert np.array_equal(future.result(DEADLINE_S)["y"], x * 2)
-
-
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [

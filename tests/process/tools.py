@@ -84,6 +84,10 @@ def command_of(pid: int) -> str:
     return ""
 
 
+def rss_bytes(pid: int) -> int:
+    return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def shm_names() -> set[str]:
     """What lies in /dev/shm; a fuzzer that runs beside the tests has a folder there."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("pipeswitch-fuzz-")}

@@ -258,7 +258,7 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
     assert checked > 10
 
 
-@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize("factor", [1.5, 4.0])
 def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_they_come(
     factor: float,
 ) -> None:
@@ -266,7 +266,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
     later, by their deadline less what they take."""
     server, rng = Server("edf"), random.Random(11)
     began_ms, asked = server.now_ms, []
-    while server.now_ms < began_ms + 20_000.0:
+    while server.now_ms < began_ms + 8_000.0:
         server.run(server.now_ms + rng.expovariate(factor / 10.0))
         deadline_ms = rng.uniform(87.0, 121.0)
         asked.append((server.ask(rng.randrange(4), deadline_ms), server.now_ms, deadline_ms))
@@ -277,7 +277,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
     at_once = [one for one in ended if one[0][1].error is not None and one[0][0] == one[1]]
     assert len(served) + len(at_once) == len(asked), "none was accepted and then refused"
     spent_us = server.scheduler.machine.devices[0].state.spent_us
-    assert sum(spent_us.values()) / 1000.0 >= 0.95 * 20_000.0
+    assert sum(spent_us.values()) / 1000.0 >= 0.95 * 8_000.0
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:

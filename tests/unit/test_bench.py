@@ -40,16 +40,16 @@ def test_quantiles_are_interpolated():
     assert quantile([7.0], 0.99) == 7.0
 
 
-def test_the_optimum_is_the_first_transfer_and_all_compute_when_computing_takes_longer():
-    assert optimal_makespan([1.0, 1.0, 1.0], [5.0, 5.0, 5.0]) == 16.0
-
-
-def test_the_optimum_is_all_transfers_and_the_last_compute_when_sending_takes_longer():
-    assert optimal_makespan([5.0, 5.0, 5.0], [1.0, 1.0, 1.0]) == 16.0
-
-
-def test_the_optimum_finds_a_bottleneck_in_the_middle():
-    assert optimal_makespan([1.0, 9.0, 1.0], [1.0, 1.0, 9.0]) == 20.0
+@pytest.mark.parametrize(
+    ("sent_ms", "computed_ms", "expected"),
+    [
+        ([1.0] * 3, [5.0] * 3, 16.0),  # the first transfer and all computing
+        ([5.0] * 3, [1.0] * 3, 16.0),  # all transfers and the last computing
+        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], 20.0),  # a bottleneck in the middle
+    ],
+)
+def test_the_optimum_of_two_lanes(sent_ms, computed_ms, expected):
+    assert optimal_makespan(sent_ms, computed_ms) == expected
 
 
 def test_one_disturbed_piece_does_not_change_the_typical_whole():

@@ -275,7 +275,10 @@ def test_where_a_model_takes_a_row_of_bytes_a_file_is_sent_as_it_is(tmp_path: Pa
 
 def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
     outcome = cli_infer.Outcome(0, deadline_ms=50.0)
-    outcome.result, outcome.total_ms = SimpleNamespace(timing=SimpleNamespace(as_dict=dict)), 60.0  # type: ignore[assignment]
+    outcome.result, outcome.total_ms = (
+        SimpleNamespace(timing=SimpleNamespace(as_dict=dict), outputs={}),
+        60.0,
+    )  # type: ignore[assignment]
     assert outcome.row()["late"] is True
     outcome.total_ms = 40.0
     assert outcome.row()["late"] is False

@@ -31,7 +31,7 @@ from pipeswitch.gateway.oip import (
 )
 from pipeswitch.gateway.refusals import TooLarge
 
-PLAIN = [name for name in DATATYPES if name != "BF16"]
+PLAIN = [name for name in DATATYPES if name not in ("BF16", "BYTES")]
 ROW = {
     "name": "m",
     "state": "ready",
@@ -196,7 +196,7 @@ def test_priority_and_timeout_become_the_servers() -> None:
         (body(datatype="UINT8", data=[1, 2, 3, -1]), None, "from 0 to 255"),
         (body(datatype="INT32", data=[1, 2, 3, 0.5]), None, "with fractions"),
         (body(datatype="FLOAT32"), None, "one of BOOL"),
-        (body(datatype="BYTES"), None, "not served here"),
+        (body(datatype="BYTES"), None, "its data is texts"),
         (body(shape=[-2, -2]), None, "has no shape"),
         (body(shape=[1] * 9), None, "has no shape"),
         (body(shape=[10**4000] * 2), None, "has no shape"),
@@ -291,8 +291,9 @@ def test_a_model_whose_requests_are_joined_says_so_as_triton_does() -> None:
 
 def test_every_dtype_of_the_wire_has_a_datatype() -> None:
     from pipeswitch.programs.layout import ITEM_BYTES
+    from pipeswitch.texts import BYTES
 
-    assert DATATYPE_OF.keys() == ITEM_BYTES.keys()
+    assert DATATYPE_OF.keys() == {*ITEM_BYTES, BYTES}
 
 
 def of_data(data: bytes, datatype: str = "FP32", count: int = 4) -> bytes:

@@ -26,6 +26,7 @@ MAY_IMPORT: Mapping[str, str] = {
     # What everything else speaks of.
     "errors": "",
     "units": "",
+    "texts": "errors",
     "machine": "",
     "failpoints": "",
     "lane": "",
@@ -36,7 +37,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "planning": "",
     "wire": "config errors roles",
     "ipc": "errors failpoints wire",
-    "programs": "errors planning units",
+    "programs": "errors planning units texts",
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
     "job": "errors inputs",
@@ -52,21 +53,21 @@ MAY_IMPORT: Mapping[str, str] = {
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints inputs ipc job programs",
-    "workers/": "devices failpoints ipc programs sandbox units workers/inference/ "
-    "workers/training/",
+    "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
+    "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler shares "
-    "units wire",
+    "units wire texts",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
-    "client": "commits errors programs programs/build wire",
+    "client": "commits errors programs programs/build wire texts",
     "__init__": "client errors job wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc programs roles shares units wire",
+    "gateway": "client errors frontend ipc programs roles shares units wire texts",
     "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
-    "sandbox scheduler simulator units watchdog wire",
+    "sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "
@@ -78,8 +79,8 @@ MAY_IMPORT: Mapping[str, str] = {
 PURE = (
     "__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "datetime",
     "enum", "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator",
-    "os.EX_SOFTWARE", "random.Random", "re", "statistics", "threading.Condition", "threading.RLock",
-    "typing",
+    "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct", "threading.Condition",
+    "threading.RLock", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 

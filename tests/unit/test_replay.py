@@ -202,12 +202,12 @@ def simulate(*args: str) -> tuple[int, str, str]:
 def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
     status, text, _ = simulate(
-        "poisson:50", "--requests", "300", "--models", "random:10", "--memory", "30%,90%", "--json",
+        "poisson:50", "--requests", "120", "--models", "random:10", "--memory", "30%,90%", "--json",
         "--plot", str(drawn.with_suffix("")), "--timeline", str(traced),
     )  # fmt: skip
     assert status == 0
     told = json.loads(text)
-    assert (told["requests"], told["models"], told["is_estimate"]) == (300, 10, True)
+    assert (told["requests"], told["models"], told["is_estimate"]) == (120, 10, True)
     runs = [(run["memory"], run["policy"]) for run in told["runs"]]
     assert runs == [("30%", "fifo"), ("30%", "priority"), ("90%", "fifo"), ("90%", "priority")]
     assert all(0.0 < run["in_slo"] <= 1.0 and run["refused"] == 0 for run in told["runs"])

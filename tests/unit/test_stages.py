@@ -46,7 +46,7 @@ class Pool(Stages):
             token, f"r{token}", "m", priority, deadline_at_ms, RAW, 0, 0, self.core.now_ms,
             is_raw=True,
         )  # fmt: skip
-        self.take(request, STAGE, self.born, "")
+        self.take(request, STAGE.function, self.born, "")
         return request
 
     def out(self, kind: type[Any]) -> list[Any]:
@@ -226,7 +226,7 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
     ("function", "raw", "error", "words"),
     [
         ("rows", {"x": [[1], "uint8"]}, InvalidInput, "no package.module:function"),
-        ("pkg:fn", {}, InvalidInput, "without raw inputs"),
+        ("pkg:fn", {}, InvalidInput, "need each other"),
         ("pkg:fn", {"x": [[1], "bfloat16"]}, InvalidInput, "bfloat16"),
         ("other:fn", {"x": [[1], "uint8"]}, PermissionDenied, "does not accept code"),
     ],
@@ -235,9 +235,11 @@ def test_what_a_registration_may_not_name(
     function: str, raw: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        check_function(function, raw, is_owner=False, allow_code=("pkg",))
-    check_function("pkg:fn", {"x": [[1], "uint8"]}, is_owner=False, allow_code=("pkg",))
-    check_function("other:fn", {"x": [[1], "uint8"]}, is_owner=True, allow_code=())
+        check_function("preprocess", function, raw, is_owner=False, allow_code=("pkg",))
+    check_function(
+        "postprocess", "pkg:fn", {"x": [[1], "uint8"]}, is_owner=False, allow_code=("pkg",)
+    )
+    check_function("preprocess", "other:fn", {"x": [[1], "uint8"]}, is_owner=True, allow_code=())
 
 
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
@@ -245,7 +247,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
     scheduler.start(0.0)
     late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, is_raw=True)
-    scheduler.admission.stages.take(late, STAGE, scheduler.core.next_epoch(), "")
+    scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_epoch(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Answer))

@@ -78,7 +78,9 @@ class Source:
         names = ("given", "is_closed", "_is_fresh", "_entry", "_before")
         iteration = self._loader.iteration if self._ahead else 0
         state = {name: getattr(self, name) for name in names}
-        return {**state, "held": len(self._held), "iteration": iteration, "now": self._now()}
+        data = self._data.capture()
+        now = (data.generators, data.own)
+        return {**state, "held": len(self._held), "iteration": iteration, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where it was: nothing that was used is fetched again, where the loader allows."""
@@ -87,7 +89,7 @@ class Source:
         if self.is_closed:
             return
         self.pass_by(state)
-        now = DataState(*state["now"][1])
+        now = DataState(*state["now"])
         self._go_to(state["_entry"])
         self._open(DataState(*state["_before"][1]) if state["held"] else now)
         if state["held"]:

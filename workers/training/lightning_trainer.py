@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +60,7 @@ class LightningLoop(TrainerLoop):
             return loader
         if self.feed is not None:
             raise InvalidInput("job.trainer: fit() with several training loaders cannot be resumed")
-        if not _has_length(loader):
+        if operator.length_hint(loader, -1) < 0:
             raise InvalidInput(
                 "job.trainer: the training loader has no length", hint="give its dataset a __len__"
             )
@@ -82,7 +84,7 @@ class LightningLoop(TrainerLoop):
         trainer, loop = self.trainer, self.trainer.fit_loop
         results = loop.epoch_loop._results.items()
         return {
-            "loops": loop.state_dict(),
+            "loops": json.dumps(loop.state_dict()),
             "fetched": loop._data_fetcher.fetched if loop._data_fetcher is not None else 0,
             "stops": trainer.should_stop,
             "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
@@ -93,7 +95,7 @@ class LightningLoop(TrainerLoop):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, loop = self.trainer, self.trainer.fit_loop
-        loop.load_state_dict(state["loops"])
+        loop.load_state_dict(json.loads(state["loops"]))
         for one in _loops(loop):
             one.on_iteration_done()  # they are in the middle, and do not begin anew
         if loop._data_fetcher is not None:
@@ -116,13 +118,6 @@ class LightningLoop(TrainerLoop):
         """Of torchmetrics, in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except TypeError:
-        return False
 
 
 def _of_metric(metric: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
     if isinstance(dynamic, list | tuple):
         dynamic = dict(zip(names, dynamic, strict=False))
     for pattern, wanted in dynamic.items():
-        found = [name for name in names if fnmatchcase(name, pattern)]
+        found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not found:
             raise RegistrationRefused(
                 f"dynamic {pattern!r}", f"no input has that name{nearest(pattern, names)}",

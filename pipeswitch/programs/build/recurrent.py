@@ -15,11 +15,16 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import RegistrationRefused
 from ..contracts import recurrent_results
 from .advice import PACKED
 
+_WINDOWS: Final = (
+    torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window,
+    torch.kaiser_window,
+)  # fmt: skip
 NAMESPACE: Final = "pipeswitch_export"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _REST: Final = (
@@ -29,7 +34,8 @@ _REST: Final = (
 
 
 class OneCallEach(TorchFunctionMode):
-    """Recurrent layers are traced as one call, ``stft`` as the two that it is.
+    """Recurrent layers are traced as one call, ``stft`` as the two that it is, attention with keys
+    for each head.
 
     Raises (where a module calls it):
         RegistrationRefused: it packs sequences.
@@ -44,11 +50,25 @@ class OneCallEach(TorchFunctionMode):
             return _operators()[name](*args)
         if func is torch.stft:
             return _stft(*args, **(kwargs or {}))
+        if func in _WINDOWS:  # a constant: no kernel of them is on the list
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if name == "_pack_padded_sequence":
             raise RegistrationRefused(
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
             )
+        if name == "scaled_dot_product_attention" and len(args) >= 3:
+            args = [*_as_many_heads(*args[:3]), *args[3:]]
         return func(*args, **(kwargs or {}))
+
+
+def _as_many_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """With keys and values that all heads share as a view for each: none is broadcast."""
+    if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
+        return query, key, value
+    return query, *(one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
 
 
 def _stft(

@@ -1,8 +1,8 @@
-"""Stages: which process makes which request's inputs of what its client sent (ADR 34).
+"""Stages: which process calls which request's function, before its model or behind it (ADR 34).
 
-A stage computes on no device: requests are here before one of them is chosen, and another model's
-compute meanwhile. A process has one request at a time; it reads the raw inputs in the pool and
-returns into memory of its slot, from where ``TakeResult`` has them copied.
+A stage computes on no device: requests are here before one of them is chosen, or when it has
+computed, and another model's compute meanwhile. A process has one request at a time; it reads its
+tensors in the pool and returns into memory of its slot, from where ``TakeResult`` has them copied.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
-from ...programs.stages import Stage
 from ..core import QUEUE, STAGES, Core
 from ..events import (
     FromStage,
@@ -50,10 +49,10 @@ class Process:
 
 @dataclass
 class Raw:
-    """A request whose inputs are to be made."""
+    """A request whose inputs, or answer, are to be made."""
 
     request: Request
-    stage: Stage
+    function: str
     born: Epoch  # of its model's registration
     tenant: str
     error: PipeSwitchError | None = None  # it was taken back while its inputs were copied
@@ -90,9 +89,9 @@ class Stages:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def take(self, request: Request, stage: Stage, born: Epoch, tenant: str) -> None:
-        """It was admitted; ``prepared`` gives it back."""
-        self.waits[request.token] = Raw(request, stage, born, tenant)
+    def take(self, request: Request, function: str, born: Epoch, tenant: str) -> None:
+        """It was admitted, or its model has computed; ``prepared`` gives it back."""
+        self.waits[request.token] = Raw(request, function, born, tenant)
         if request.deadline_at_ms is not None:
             self._core.look_again(request.deadline_at_ms, STAGES)
         self.advance()
@@ -118,7 +117,8 @@ class Stages:
             return None
         del self.waits[event.token]
         request = raw.request
-        request.state.apply(TaskEvent.PREPARED, raw.stage.function)
+        made = TaskEvent.FINISHED if request.is_after else TaskEvent.PREPARED
+        request.state.apply(made, raw.function)
         request.preprocess_ms = self._core.now_ms - process.began_at_ms
         request.inputs = event.inputs
         request.reply_offset_bytes = event.reply_offset_bytes
@@ -169,10 +169,11 @@ class Stages:
                 raw = self._ended(process)
                 if raw is not None and process.state.state is WorkerState.CLEANING:
                     process.is_copied = True
-                    request, function = raw.request, raw.stage.function
+                    request = raw.request
                     self._core.emit(
                         TakeResult(token=request.token, slot=process.slot, model=request.model,
-                                   function=function, outputs=outputs)
+                                   function=raw.function, outputs=outputs,
+                                   is_after=request.is_after)
                     )  # fmt: skip
                     return
                 self._cleaned(process)
@@ -243,8 +244,8 @@ class Stages:
         core = self._core
         process.state.apply(WorkerEvent.ACTIVATED, raw.request.request_id)
         process.epoch, process.token = core.next_epoch(), raw.request.token
-        process.function, process.began_at_ms = raw.stage.function, core.now_ms
-        call = RunStage(epoch=process.epoch, function=raw.stage.function, inputs=raw.request.inputs)
+        process.function, process.began_at_ms = raw.function, core.now_ms
+        call = RunStage(epoch=process.epoch, function=raw.function, inputs=raw.request.inputs)
         core.emit(ToStage(slot=process.slot, message=call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
             core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
@@ -278,17 +279,21 @@ class Stages:
         assert len(held) == len(set(held)), "two processes make one request's inputs"
 
 
+def kind(raw: Raw) -> str:
+    return "postprocess" if raw.request.is_after else "preprocess"
+
+
 def failed(raw: Raw, reason: str) -> TaskFailed:
     """What its client reads when the function returned nothing useful."""
     return TaskFailed(
-        f'preprocess {raw.stage.function} of "{raw.request.model}": {reason}',
+        f'{kind(raw)} {raw.function} of "{raw.request.model}": {reason}',
         hint=f"pipeswitch show {raw.request.model} says what the model takes",
     )
 
 
 def _lost(raw: Raw, status: int) -> WorkerLost:
     return WorkerLost(
-        f'preprocess {raw.stage.function} of "{raw.request.model}": its process died '
+        f'{kind(raw)} {raw.function} of "{raw.request.model}": its process died '
         f"{raw.request.deaths} times (last status {status})",
         hint=f"pipeswitch show {raw.request.model}",
         deaths=raw.request.deaths,
@@ -298,7 +303,8 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
     return DeadlineExceeded(
-        f"{raw.stage.function} had not made the inputs after {waited_ms:.0f} ms",
+        f"{raw.function} had not made the {'answer' if raw.request.is_after else 'inputs'} after "
+        f"{waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,
     )
@@ -306,7 +312,7 @@ def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
 
 def _hung(raw: Raw, limit_ms: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f'preprocess {raw.stage.function} of "{raw.request.model}" was killed: it ran for '
+        f'{kind(raw)} {raw.function} of "{raw.request.model}" was killed: it ran for '
         f"{limit_ms / 1000.0:g} s",
         hint="raise [preprocess] max_time",
     )

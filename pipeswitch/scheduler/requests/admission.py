@@ -7,10 +7,11 @@ from msgspec.structs import replace
 from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
 from ...ipc.messages import ModelName
 from ...shares import left
+from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
 from ..device import Device
 from ..device_state import DeviceState
-from ..events import CancelAsked, InferArrived, Prepared
+from ..events import Answer, CancelAsked, InferArrived, Prepared
 from ..machine import Machine
 from ..models.versions import Versions, split_name
 from ..processes.stages import Stages
@@ -41,6 +42,9 @@ class Admission:
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
         core = self._core
+        if event.is_after:
+            self._computed(event)
+            return
         event = self._of_a_version_that_is_there(event)
         refusal = self._refusal(event)
         if refusal is not None:
@@ -59,18 +63,37 @@ class Admission:
             arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
             caller=event.caller,
             size_bytes=model.built.total_bytes,
-            is_raw=model.stage is not None,
+            is_raw=model.stage is not None and bool(model.stage.function),
         )
-        if model.stage is None:
+        if model.stage is None or not model.stage.function:
             self._queue(request, model)
         else:
             born = self._machine.served[model.base].born
-            self.stages.take(request, model.stage, born, event.tenant)
+            self.stages.take(request, model.stage.function, born, event.tenant)
+
+    def _computed(self, event: InferArrived) -> None:
+        """Its model's outputs lie in the pool: the function behind that makes the answer."""
+        core, name = self._core, split_name(event.model)[0]
+        served, model = self._machine.served.get(name), self._versions.current(name)
+        if served is None or model is None or model.stage is None or not model.stage.after:
+            core.refuse(event.token, changed_on_the_way(event.model))
+            return
+        request = Request(
+            token=event.token, request_id=event.request_id, model=event.model,
+            priority=event.priority, deadline_at_ms=event.deadline_at_ms, inputs=event.inputs,
+            reply_offset_bytes=event.reply_offset_bytes, reply_bytes=event.reply_bytes,
+            arrived_at_ms=core.now_ms, caller=event.caller, is_raw=True, is_after=True,
+        )  # fmt: skip
+        self.stages.take(request, model.stage.after, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
-        """The inputs of a request that came raw are there, or why they are not."""
+        """What a request's function has made is there, or why it is not."""
         request = self.stages.prepared(event)
         if request is None:
+            return
+        if request.is_after:
+            bill = Bill(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
+            self._core.emit(Answer(token=request.token, outputs=event.inputs, timing=bill))
             return
         model = self._machine.models.get(request.model)
         error: PipeSwitchError | None = None

@@ -1,0 +1,81 @@
+"""Tensors of byte strings: ``bytes`` here, ``BYTES`` in Triton's protocol, which packs them so.
+
+Each element is its length, four bytes with the least significant first, and its bytes. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from .errors import InvalidInput
+
+BYTES: Final = "bytes"  # the dtype
+LENGTH_BYTES: Final = 4
+_LENGTH: Final = struct.Struct("<I")
+
+
+def pack(elements: Iterable[bytes]) -> bytes:
+    """Elements in row-major order, one after the other."""
+    return b"".join(part for one in elements for part in (_LENGTH.pack(len(one)), one))
+
+
+def unpack(data: Any, count: int) -> list[bytes]:
+    """The elements of a buffer.
+
+    Raises:
+        InvalidInput: it holds other than ``count`` of them.
+    """
+    found: list[bytes] = []
+    view, at = memoryview(data), 0
+    while at < len(view):
+        begin = at + LENGTH_BYTES
+        if len(found) == count or begin > len(view):
+            break
+        at = begin + _LENGTH.unpack_from(view, at)[0]
+        if at > len(view):
+            break
+        found.append(bytes(view[begin:at]))
+    if len(found) != count or at != len(view):
+        raise InvalidInput(
+            f"{len(view)} bytes are not {count} byte strings, each after its length in four bytes"
+        )
+    return found
+
+
+def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
+    """Shape and bytes of a text (UTF-8) or a byte string, or of a list or array of them.
+
+    None: it is something else.
+    """
+    import numpy as np
+
+    if isinstance(value, str | bytes):
+        value = [value]
+    if isinstance(value, list | tuple):
+        if not value or not all(isinstance(one, str | bytes) for one in value):
+            return None
+        shape, elements = (len(value),), list(value)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        shape, elements = value.shape, value.reshape(-1).tolist()
+        if not all(isinstance(one, str | bytes) for one in elements):
+            return None
+    else:
+        return None
+    return shape, pack(one.encode() if isinstance(one, str) else one for one in elements)
+
+
+def unpacked(data: Any, shape: Sequence[int]) -> Any:
+    """An array of ``bytes`` objects.
+
+    Raises:
+        InvalidInput: as of ``unpack``.
+    """
+    import numpy as np
+
+    found = unpack(data, math.prod(shape))
+    array = np.empty(len(found), dtype=object)
+    array[:] = found
+    return array.reshape(tuple(shape))
