@@ -1,8 +1,8 @@
 """The manual's code blocks, run as they stand: each page's in order, with one server.
 
-Python blocks of a page share their names. One that begins with ``# NAME.py`` is written to that
-file instead. In a shell block the line ``pipeswitch serve …`` starts a server with those flags in
-place of the page's own, on ports of the test's; TOML is read as a server's configuration.
+Python blocks of a page share their names; one that begins with ``# NAME.py`` becomes that file. In
+a shell block ``pipeswitch serve …`` starts a server with those flags in place of the page's own, on
+ports of the test's. TOML is read as a server's configuration.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ ROOT = Path(__file__).parents[2]
 GUIDE = set(ROOT.glob("docs/guide/*.md")) - {ROOT / "docs/guide/trainers.md"}  # test_trainers
 PAGES = [ROOT / "README.md", ROOT / "docs/scheduling.md", *sorted(GUIDE)]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SKIPPED = ("make ", "pip install ", "git clone ", "cd ")  # what comes before the first server
-COMMAND = """#!/bin/sh
-exec {python} -P -c 'import sys; sys.argv[0] = "pipeswitch"
-from pipeswitch.cli.main import main; main()' "$@"
-"""
+SKIPPED = ("make ", "pip install ")  # what comes before the first server
+COMMAND = 'import sys; sys.argv[0] = "pipeswitch"; from pipeswitch.cli.main import main; main()'
 BLOCK_TIMEOUT_S = 120
 
 
@@ -42,43 +39,35 @@ def blocks_of(page: Path) -> list[tuple[int, str, str]]:
 
 
 class Page:
-    """A reader who does what the page says, in a folder of his own."""
+    """A reader who does what the page says, in a folder of its own."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self.folder = folder
+        self.folder, self._outer = folder, stack
         self.names: dict[str, Any] = {"__name__": "page"}
-        self._outer = stack
         self._stack = stack.enter_context(contextlib.ExitStack())
         self._server: testing.RunningServer | None = None
-        path = os.pathsep.join([str(folder), str(ROOT)])
-        self.environment = {"PYTHONPATH": path}  # the server's too: it may import what is here
+        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}  # the server's too
         (folder / "bin").mkdir()
-        for name, text in (
-            ("pipeswitch", COMMAND.format(python=sys.executable)),
-            ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
-        ):
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
+        for name, start in (("pipeswitch", f"-P -c {shlex.quote(COMMAND)}"), ("python", "")):
+            path = folder / "bin" / name
+            path.write_text(f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n')
+            path.chmod(0o755)
 
     def serve(self, flags: list[str]) -> testing.RunningServer:
         """The server that these flags start; the one before has ended."""
         self._stack.close()
         self._stack = self._outer.enter_context(contextlib.ExitStack())
-        devices, args = [], []
-        for flag, value in zip(flags[::2], flags[1::2], strict=True):
-            if flag == "--device":
-                devices.append(value)
-            else:
-                args += [flag, value.replace(":5555", ":0")]
+        pairs = list(zip(flags[::2], flags[1::2], strict=True))
+        devices = [value for flag, value in pairs if flag == "--device"]
+        rest = [
+            one.replace(":5555", ":0") for pair in pairs if pair[0] != "--device" for one in pair
+        ]
         self._server = self._stack.enter_context(
             testing.server(
-                http=True,
-                state_dir=self.folder / "state",
-                devices=tuple(devices or ["cpu"]),
-                args=("--threads", "1", *args),
-                environment=self.environment,
+                http=True, state_dir=self.folder / "state", devices=tuple(devices or ["cpu"]),
+                args=("--threads", "1", *rest), environment=self.environment,
             )
-        )
+        )  # fmt: skip
         return self._server
 
     @property
@@ -86,11 +75,10 @@ class Page:
         return self._server or self.serve([])
 
     def run(self, line: int, language: str, text: str) -> None:
-        server = None if language == "toml" or "pipeswitch serve" in text else self.server
-        if server:
-            text = text.replace("127.0.0.1:8000", server.http_address)
-            text = text.replace("127.0.0.1:8001", server.grpc_address)
-            port = server.tcp_address.rpartition(":")[2]
+        if language != "toml" and "pipeswitch serve" not in text:
+            port = self.server.tcp_address.rpartition(":")[2]
+            text = text.replace("127.0.0.1:8000", self.server.http_address)
+            text = text.replace("127.0.0.1:8001", self.server.grpc_address)
             text = text.replace("127.0.0.1:5555", f"127.0.0.1:{port}")
         match language:
             case "python":
@@ -132,22 +120,18 @@ class Page:
         self.bash(lines)
 
     def bash(self, lines: list[str]) -> None:
-        host = {"PIPESWITCH_HOST": self.server.ipc_address} if lines else {}
+        if not lines:
+            return
+        ours = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "PIPESWITCH_HOST": self.server.ipc_address,
+            "PIPESWITCH_SERVER__STATE_DIR": str(self.folder / "state"),
+        }
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
-            cwd=self.folder,
-            env={
-                **os.environ,
-                **self.environment,
-                **host,
-                "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-                "PIPESWITCH_SERVER__STATE_DIR": str(self.folder / "state"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BLOCK_TIMEOUT_S,
-        )
+            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=self.folder, text=True,
+            env={**os.environ, **self.environment, **ours}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=BLOCK_TIMEOUT_S,
+        )  # fmt: skip
         assert done.returncode == 0, f"{done.args[-1]}\n{done.stdout}"
 
 
@@ -157,11 +141,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
         yield Page(tmp_path, stack)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PAGES if blocks_of(path)],
-    ids=lambda path: path.stem.lower(),
-)
+@pytest.mark.parametrize("path", [*filter(blocks_of, PAGES)], ids=lambda path: path.stem.lower())
 def test_every_block_of_a_page_works_as_it_stands(path: Path, page: Page) -> None:
     for line, language, text in blocks_of(path):
         if language not in ("text", "mermaid"):
