@@ -175,7 +175,7 @@ class Effects:
                 return
             error = ServerUnavailable(
                 f'the server cannot keep "{entry["name"]}": {self._places.root}: {reason}',
-                hint="free or mend the disk of its state directory, then try again",
+                hint="free space on the disk of its state directory, or repair it, then try again",
             )
             self._refused.update(dict.fromkeys(command.accepts, error))
             if entry["kind"] == "job":

@@ -11,7 +11,7 @@ SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "pla
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request; of a joined run each of its requests is told all of it."""
+    """Where a request's time went, in ms; each request of a joined run is told all of it."""
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
     preprocess_ms: Annotated[

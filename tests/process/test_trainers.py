@@ -33,7 +33,7 @@ from tests.process.tools import (
 )
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
-DOCS = Path(__file__).parents[2] / "docs/programs.md"
+DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
 SEED = 1125
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
