@@ -22,6 +22,7 @@ from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
     Announce,
     Answer,
+    CancelAsked,
     Event,
     InferArrived,
     PrefetchHint,
@@ -241,9 +242,10 @@ class Inference:
         Raises:
             TaskFailed, InvalidInput: as of ``_admit_result``.
         """
-        announced = admission.find_version(*split_name(command.model), self._versions)
-        if announced.stage is None or not announced.stage.after:
-            raise TaskFailed(f'"{command.model}" was registered anew meanwhile', hint="ask again")
+        name, version = split_name(command.model)
+        announced = self._versions.get((name, version)) or self.models.get(name)
+        if announced is None or announced.stage is None or not announced.stage.after:
+            raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
@@ -268,6 +270,7 @@ class Inference:
         answer = self._requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
+            self._take(CancelAsked(token=pending.token))  # if it is waited for there
             return answer
         self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
         return None
