@@ -91,10 +91,12 @@ class Inference:
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
+        trace_id = ""
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
             caller = admission.tenant_of(body, caller)
+            trace_id = admission.trace_id_of(body)
             body.done()
         announced = self.models.get(header.model)
         if announced is None:
@@ -116,6 +118,8 @@ class Inference:
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self._requests.accept(client, header, room)
+        pending.caller, pending.trace_id = caller, trace_id
+        pending.bytes_in = sum(map(len, payload))
         if failpoints.is_on:
             reach("frontend.accepted")
         event = InferArrived(
