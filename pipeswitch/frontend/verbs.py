@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
+from ..programs.chains import Sources, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
     Asked,
+    ChainAsked,
     DrainAsked,
     JobAsked,
     PinAsked,
@@ -148,6 +150,19 @@ def _register(q: Question) -> Event:
     )
 
 
+def _chain(q: Question) -> Event:
+    steps: Any = q.body.of_type("steps", Steps)
+    for step in steps:
+        admission.check_name(step.name or step.model, "step")
+    return ChainAsked(
+        token=q.token,
+        model=ModelName(admission.check_name(q.model, "chain")),
+        steps=steps,
+        returns=q.body.of_type("outputs", Sources, {}),
+        tenant=admission.tenant_of(q.body, q.standing.tenant),
+    )
+
+
 def _train(q: Question) -> Event:
     job = JobName(admission.check_name(q.body.text("name"), "job"))
     entry = permissions.check_entry(
@@ -254,6 +269,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
+    "chain": Verb(Role.REGISTER, _chain),
     "unregister": Verb(Role.REGISTER, _unregister, of_model=True, of_owner=True),
     "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
     "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # over whosever model
