@@ -1,6 +1,6 @@
 """The results that pages show, written from the files in ``benchmarks/results``: never typed.
 
-README has one table and one picture; ``benchmarks/results/README.md`` has the rest, and every
+README has two sentences and a picture; ``benchmarks/results/README.md`` has the tables, and every
 target that is missed. What stands between the two marks of a page is replaced; a test checks that
 it is what the newest results say. Pure but for ``newest`` and ``main``, which read files.
 """
@@ -38,10 +38,8 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """The paragraphs of README: the switch, the demo in a sentence, how many targets are met."""
+    """The paragraphs of README: the demo in a sentence, how many targets are met."""
     parts = []
-    if "switch" in results:
-        parts.append(switch_table(*results["switch"]))
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
     judged = [row for _, document in _measured(results).values() for row in _judged(document)]
@@ -55,8 +53,10 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """The paragraphs of ``benchmarks/results/README.md``: the demo's bill, all targets."""
+    """The paragraphs of ``benchmarks/results/README.md``: switch, demo, all targets."""
     parts = []
+    if "switch" in results:
+        parts.append(switch_table(*results["switch"]))
     if DEMO in results:
         parts.append(demo_table(*results[DEMO]))
     measured = _measured(results)
@@ -157,7 +157,7 @@ def switch_table(file: str, document: Document) -> str:
     for arm in arms:
         cells = [_p50_p99(rows.get((case, arm))) for case in cases]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"([{file}](benchmarks/results/{file}))"])
+    return "\n".join([*lines, "", f"([{file}]({file}))"])
 
 
 def target_table(results: Results) -> str:

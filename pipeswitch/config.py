@@ -117,7 +117,7 @@ class ServerConfig(_Checked):
         pattern=LISTEN_PATTERN, example=DEFAULT_LISTEN,
     )  # fmt: skip
     name: str = _setting(
-        "", "of the owner's ipc socket; empty: the port", pattern=NAME_PATTERN.pattern
+        "", "name of the owner's socket; empty: the port", pattern=NAME_PATTERN.pattern
     )
     max_message_bytes: int = _setting(
         "256MiB", "largest tensor or weight chunk a client may send", parse_size, low=1 << 20
@@ -156,19 +156,17 @@ class ServerConfig(_Checked):
         "auto: only when other machines can reach the address", choices=("auto", "keys"),
     )  # fmt: skip
     keys_dir: str = _setting("", "the server's CURVE key and its clients'; empty: STATE_DIR/keys")
-    max_connections: int = _setting(
-        1024, "TCP connections at once, to each of the two ports", low=1
-    )
+    max_connections: int = _setting(1024, "TCP connections at once", low=1)
     watchdog_ms: float = _setting(
         "30s", "a scheduler that stands still this long ends the server; 0: never", parse_ms
     )
     drain_grace_ms: float = _setting(
-        "30s", "to finish what was accepted after SIGTERM or SIGINT", parse_ms
+        "30s", "time to finish what was accepted, after SIGTERM or SIGINT", parse_ms
     )
     state_dir: str = _setting(
         "", "bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch"
     )
-    runtime_dir: str = _setting("", "of the owner's ipc socket; empty: $XDG_RUNTIME_DIR/pipeswitch")
+    runtime_dir: str = _setting("", "folder of its socket; empty: $XDG_RUNTIME_DIR/pipeswitch")
 
 
 def _device_names(given: object) -> str:
@@ -199,14 +197,14 @@ class DeviceConfig(_Checked):
     )
     prefix: Amount = _setting(  # noqa: RUF009 - as above
         "auto",
-        "of the arena, to keep the first groups of models that had to leave: auto (none), 1GiB…",
+        "part of the arena for the first groups of models that had to leave: auto (none), 1GiB…",
         Amount.parse,
     )
     link_gbps: float = _setting(
         0.0, "cpu device: model a host link of this many GB/s; 0: as fast as it goes", low=0
     )
     waits: str = _setting(
-        "auto", "cuda: who waits for a layer group to arrive: auto, cpu or gpu",
+        "auto", "cuda: what waits for a layer group to arrive: auto, cpu or gpu",
         choices=("auto", "cpu", "gpu"),
     )  # fmt: skip
     words: str = _setting(
@@ -276,7 +274,7 @@ class PreprocessConfig(_Checked):
     """``[preprocess]``."""
 
     processes: int = _setting(
-        1, "that run the functions of models with --preprocess, beside the devices", low=1, high=64
+        1, "processes that run --preprocess functions, beside the devices", low=1, high=64
     )
     max_time_ms: float = _setting(
         "60s", "a function that runs longer for one request is killed; 0: never", parse_ms
@@ -319,7 +317,7 @@ class SchedulerConfig(_Checked):
         256, "of them for one model: a flood for one leaves room for the others", low=1
     )
     max_queue_time_ms: float = _setting(
-        "0", "what waits for one model times what it takes, as measured; 0: no limit", parse_ms
+        "0", "how long the requests that wait for one model may compute; 0: no limit", parse_ms
     )
     max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
     commit_every_ms: float = _setting(
@@ -345,8 +343,8 @@ class JobsConfig(_Checked):
     """``[jobs]``."""
 
     keep: Keep = _setting(  # noqa: RUF009 - Keep is frozen, sharing it is safe
-        "20", "jobs that are over and stay, with their last state and their log: so many, or for "
-        "so long (7d)", Keep.parse,
+        "20", "finished jobs that are kept, with their last state and log: a number, or a "
+        "time (7d)", Keep.parse,
     )  # fmt: skip
     shared_input_bytes: int = _setting(
         "256MiB", "host memory for the batches of each group of jobs that share their input",
@@ -414,7 +412,7 @@ class GatewayConfig(_Checked):
         False, "a proxy in front does TLS, and passes other Hosts on; callers need tokens"
     )
     max_body_bytes: int = _setting(
-        "64MiB", "largest request; and all together that are not whole yet", parse_size, low=1 << 16
+        "64MiB", "largest request, and all unfinished ones together", parse_size, low=1 << 16
     )
     nv_metrics: bool = _setting(
         False, "/metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards"
@@ -438,15 +436,17 @@ class ModelConfig(_Checked):
     pin: bool = _setting(False, "keep on the device")
     devices: tuple[str, ...] = _setting(
         (),
-        "of several, those that may serve it, by name or kind; empty: all of the first one's kind",
+        "devices that may serve it, by name or kind; empty: all of the first one's kind",
     )
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
-    batch_delay_ms: float = _setting("0", "for so long one waits for others to join", parse_ms)
-    preprocess: str = _setting("", "package.module:function that makes its inputs of raw ones")
+    batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
+    preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
     raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
-    postprocess: str = _setting("", "package.module:function that makes the answer of its outputs")
-    returns: tuple[str, ...] = _setting((), "what clients get of it, like label=1..64:bytes")
+    postprocess: str = _setting(
+        "", "package.module:function that makes the answer from its outputs"
+    )
+    returns: tuple[str, ...] = _setting((), "what clients get, like label=1..64:bytes")
 
 
 @dataclass(frozen=True)

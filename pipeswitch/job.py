@@ -13,15 +13,15 @@ is imported when ``job.device`` is asked for outside the server, not before.
 What resuming means for a script: it runs again from the top; finished epochs and finished loops
 are skipped, and the loop in which it stopped goes on with the next batch. So names first bound
 inside a loop body may be missing after a loop that had already finished: bind them before it;
-and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts anew.
+and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts over.
 ``job.step`` goes on from epoch to epoch; ``job.step_in_epoch`` begins each loop at 0, as
 ``enumerate`` does: ``if (job.step_in_epoch + 1) % accumulate == 0: optimizer.step()``.
 
-What a loop changes and ``job.steps`` was not given, starts anew as well: a best loss, a hidden
-state that is carried along, a target network, a random generator of the script's own. Keep plain
-values in a dict and pass it as ``extra_state``; pass every network as ``model``. A script must not
-skip epochs by a checkpoint of its own: ``job`` does. ``atexit`` hooks run when the script has
-ended, not when it is evicted.
+Anything else that a loop changes starts over as well, unless ``job.steps`` has it: a best loss, a
+hidden state that is carried along, a target network, a random generator of the script's own. Keep
+plain values in a dict and pass it as ``extra_state``; pass every network as ``model``. A script
+must not skip epochs by a checkpoint of its own: ``job`` does. ``atexit`` hooks run when the script
+has ended, not when it is evicted.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
 
     Args:
         loader: a DataLoader without worker processes, over a map-style dataset.
-        name: of this input within the group, where a script shares several.
-        seed: of what is random in it.
+        name: of this input within the group, if a script shares several.
+        seed: of its randomness.
 
     Returns:
         What iterates as ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:

@@ -87,7 +87,7 @@ def server(
 ) -> Iterator[RunningServer]:
     """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
 
-    ``tcp_roles`` is what clients through TCP may do: infer, urgent, register, operate, code. With
+    ``tcp_roles`` is what TCP clients may do: infer, urgent, register, operate, code. With
     ``http`` the server has a gateway too.
 
     Raises:

@@ -30,7 +30,7 @@ def _split(_: click.Context, __: click.Parameter, names: str) -> list[str]:
 
 devices_option = click.option(
     "--devices", default="", metavar="DEVICE,DEVICE", callback=_split,
-    help="Those of the server's that may have it: cuda:1, or cuda for all. None: the first's kind.",
+    help="Allowed devices: cuda:1, or cuda for all. Default: all of the first one's kind.",
 )  # fmt: skip
 
 

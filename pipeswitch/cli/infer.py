@@ -46,10 +46,10 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.option("--output", type=click.Path(), help="Write the last result: y.npy or y.npz.")
 @click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
 @click.option("--rate", help="poisson:50 or constant:50 requests a second.")
-@click.option("--deadline", help="50ms, from sending; who waits longer is not computed.")
+@click.option("--deadline", help="50ms from sending; a request that waits longer is not computed.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
-@click.option("--version", type=click.IntRange(1), help="Of the model (default: the current one).")
-@click.option("--seed", type=int, default=0, help="Of made-up inputs and arrivals.")
+@click.option("--version", type=click.IntRange(1), help="Default: the current one.")
+@click.option("--seed", type=int, default=0, help="Seed of made-up inputs and arrivals.")
 @json_option
 def infer(
     name: str,

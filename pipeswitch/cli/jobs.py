@@ -32,7 +32,7 @@ FIRST_LOOK_S: Final = 1.0
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("--name", default="", help="Of the job (default: the script's).")
+@click.option("--name", default="", help="Name of the job (default: the script's).")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option(
     "--share", metavar="GROUP", default="",
@@ -51,7 +51,7 @@ def train(
 ) -> None:
     """Start a training script as a background job.
 
-    ENTRY is SCRIPT.py or package.module:main; what follows -- is the script's own.
+    ENTRY is SCRIPT.py or package.module:main; arguments after -- go to the script.
     """
     more = list(takewhile(lambda arg: arg.endswith(".py"), args)) if share else []
     if more and name:
@@ -172,7 +172,7 @@ _job_verb("wait", "Block until a job is over; fails if the job failed.")
 @click.option("--to", required=True, metavar="DEVICE", help="cpu:1")
 @json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
-    """Train on another device of the server from now on.
+    """Move a job to another device of the server.
 
     Between two cpu devices the job's process goes along, and no step is computed again. Otherwise
     it commits its last step, and its script starts again over there.
@@ -188,7 +188,7 @@ def jobs_move(name: str, to: str, as_json: bool) -> None:
 @job_argument
 @json_option
 def jobs_rm(name: str, as_json: bool) -> None:
-    """Drop what is kept of a job that is over."""
+    """Remove what is kept of a finished job."""
     with connected() as client:
         print_done(client.task(name).remove(), f"removed job {name}", as_json)
 

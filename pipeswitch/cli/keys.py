@@ -142,7 +142,7 @@ def keys_admit(name: str, key: str, roles: tuple[str, ...], as_json: bool) -> No
 @roles_option
 @json_option
 def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
-    """Give an admitted client infer, the roles that are named, and no others.
+    """Give a client infer and the named roles, and no others.
 
     A client that is connected has them within a second or two.
     """
@@ -176,6 +176,6 @@ def keys_ls(as_json: bool) -> None:
 @name_argument
 @json_option
 def keys_revoke(name: str, as_json: bool) -> None:
-    """Keep a client out: connections it has end within a second or two."""
+    """Keep a client out; its connections end within two seconds."""
     _folder().revoke(name)
     print_done({"revoked": name}, f"{name} is kept out", as_json)

@@ -40,9 +40,9 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.argument("name")
 @click.argument("source", required=False, default="")
 @click.option("--from-job", metavar="JOB[@STEP]",
-              help="Its newest commit becomes the model's next version.")  # fmt: skip
+              help="Make the job's newest commit the model's next version.")  # fmt: skip
 @click.option("--part", default="", metavar="NAME",
-              help="With --from-job: of what it trains, where several fit the model.")  # fmt: skip
+              help="With --from-job: the part of the job, if several fit the model.")  # fmt: skip
 @click.option(
     "--weights",
     default="",
@@ -56,11 +56,11 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--pin", is_flag=True, help="Keep it on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
 @click.option("--batch", type=click.IntRange(2), metavar="ROWS",
-              help="Up to so many that wait together are computed as one batch.")  # fmt: skip
+              help="Join up to this many rows of waiting requests into one run.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
-              help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
+              help="With --batch: how long a request waits for others (2ms).")  # fmt: skip
 @click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
-              help="Of the server's; makes the inputs of what clients send, beside the device.",
+              help="Function of the server that makes the inputs from what clients send.",
 )  # fmt: skip
 @click.option("--raw", multiple=True, metavar="[NAME=]1..64:bytes",
               help="With --preprocess: shape and dtype of what clients send (repeatable).",
@@ -269,7 +269,7 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
 @click.argument("share", metavar="VERSION=PERCENT%")
 @json_option
 def models_split(name: str, share: str, as_json: bool) -> None:
-    """Try a version: 2=10% of the requests that name none are its. 2=0% ends it."""
+    """Try a version: 2=10% gives it a tenth of the requests that name none, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
     if found is None:
         raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
@@ -280,7 +280,7 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 
 @click.command()
 @name_argument
-@click.option("--version", type=click.IntRange(1), help="Default: the current one.")
+@click.option("--version", type=click.IntRange(1), help="Version (default: the current one).")
 @json_option
 @watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:

@@ -36,11 +36,11 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(), help="pipeswitch.toml of this folder if any.")
+@click.option("--config", "path", type=click.Path(), help="Default: pipeswitch.toml, if here.")
 @click.option("--device", "device__name", multiple=True, callback=_commas,
               help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.")  # fmt: skip
 @click.option("--listen", "server__listen", help="tcp://127.0.0.1:5555")
-@click.option("--name", "server__name", help="Of the owner's ipc socket (default: the port).")
+@click.option("--name", "server__name", help="Name of the owner's socket (default: the port).")
 @click.option("--arena", "device__arena", help="Device memory: auto, 20GiB or a fraction.")
 @click.option("--host-store", "host__store",
               help="Host memory for models: auto, 32GiB or a fraction.")  # fmt: skip
@@ -49,9 +49,9 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
               help="Bundles, commits, journal, logs.")  # fmt: skip
 @click.option("--auth", "server__auth",
               help="keys: TCP clients need a key on loopback too (default: auto).")  # fmt: skip
-@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="Made by pipeswitch keys.")
+@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="From pipeswitch keys.")
 @click.option("--tcp-roles", "server__tcp_roles", metavar="ROLE,ROLE",
-              help="Of every TCP client: infer (default), urgent, register, operate, code.",
+              help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
 )  # fmt: skip
 @click.option("--standby", "workers__standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", "workers__threads", type=int,
@@ -62,7 +62,7 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
               help="deadline: refuse at once what cannot be answered in time (default: off).",
 )  # fmt: skip
 @click.option("--default-deadline", "scheduler__default_deadline",
-              help="Of requests that name none: 2s; 0 (default): none.")  # fmt: skip
+              help="Deadline of requests without one: 2s; 0 (default): none.")  # fmt: skip
 @click.option("--link-gbps", "device__link_gbps", type=float,
               help="cpu device: model a link of this many GB/s.")  # fmt: skip
 @click.option("--commit-every", "scheduler__commit_every",
@@ -71,14 +71,14 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
 @click.option("--allow-code", "server__allow_code", multiple=True, metavar="PATTERN",
               help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
 @click.option("--http", "gateway__http", metavar="HOST:PORT",
-              help="For Triton's and KServe's clients, and metrics.")  # fmt: skip
+              help="For Triton's and KServe's clients, metrics and the page.")  # fmt: skip
 @click.option("--grpc", "gateway__grpc", metavar="HOST:PORT",
-              help="The same by gRPC, if grpcio is installed.")  # fmt: skip
-@click.option("--no-http", is_flag=True, help="Neither of the two.")
+              help="For gRPC's clients, if grpcio is installed.")  # fmt: skip
+@click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
 @click.option("--gateway-roles", "gateway__roles", metavar="ROLE,ROLE",
-              help="What every caller of the two may do.")  # fmt: skip
+              help="Roles of every HTTP and gRPC caller.")  # fmt: skip
 @click.option("--gateway-tokens", "gateway__tokens", type=click.Path(),
-              help="Lines of NAME TOKEN ROLE,ROLE.")  # fmt: skip
+              help="File with lines NAME TOKEN ROLE,ROLE.")  # fmt: skip
 def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..config import load
@@ -171,11 +171,11 @@ def ui(no_open: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--deep", is_flag=True, help="Through scheduler, memory daemon and workers.")
-@click.option("--wait", default="0", metavar="1m", help="Ask for so long, until it would.")
+@click.option("--deep", is_flag=True, help="Ask scheduler, memory daemon and workers too.")
+@click.option("--wait", default="0", metavar="1m", help="Keep asking for this long.")
 @json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:
-    """Whether the server would serve a request now: exit 0, else 1; 3 when no server answers."""
+    """Check whether the server would serve a request now: exit 0, else 1; 3 if none answers."""
     answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
     print_done(answer, views.ping_line(answer), as_json)
     sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)

@@ -92,7 +92,7 @@ class Hardware:
               help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
 @click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
 @click.option("--policy", "policies", default="fifo,priority", show_default=True,
-              help="Compared: the server's, yours (module:name), serial.")  # fmt: skip
+              help="Policies to compare: the server's, yours (module:name), serial.")  # fmt: skip
 @click.option("--device", default="v100-pcie3", show_default=True,
               help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
 @click.option("--memory", help="For models and jobs: sizes, or parts of all their bytes (6%,25%; "
@@ -100,30 +100,30 @@ class Hardware:
 @click.option("--job", "jobs", metavar=JOB, multiple=True,
               help="A training job: a:400:10ms:1GiB, b:50:5ms:1GiB@2s; repeatable.")  # fmt: skip
 @click.option("--training", default="rotate", show_default=True,
-              help=f"Which job is next, compared: {', '.join(JOB_ORDERS)}.")  # fmt: skip
+              help=f"Orders of jobs to compare: {', '.join(JOB_ORDERS)}.")  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=1),
-              help="As the server's: so many requests of a model are joined at most.")  # fmt: skip
-@click.option("--batch-delay", default="0", show_default=True, help="One waits so long for others.")
+              help="Join at most this many requests of a model.")  # fmt: skip
+@click.option("--batch-delay", default="0", show_default=True, help="How long one waits.")
 @click.option("--batch-row", metavar="SHARE",
-              help="Of a request's computing, what each further joined one adds (as measured, "
+              help="What each further joined row adds to the computing of one (as measured, "
                    "else 100%).")  # fmt: skip
-@click.option("--slo", default="100ms", show_default=True, help="Beyond a request's computing.")
+@click.option("--slo", default="100ms", show_default=True, help="Time beyond its own computing.")
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
 @click.option("--admission/--no-admission", default=False,
               help="Refuse at once what cannot meet its deadline.")  # fmt: skip
 @click.option("--look-ahead/--no-look-ahead", default=True,
               help="The link works ahead while the device computes.")  # fmt: skip
 @click.option("--deadlines/--no-deadlines", default=False,
-              help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
-@click.option("--speed-up", metavar="NUMBER", help="Of the trace (azure: 20, others: 1).")
-@click.option("--requests", type=click.IntRange(min=1), help="Only the first.")
+              help="Requests carry it as their deadline.")  # fmt: skip
+@click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
+@click.option("--requests", type=click.IntRange(min=1), help="Only this many requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
 @click.option("--timeline", type=click.Path(dir_okay=False),
-              help="Of the runs' last switches, as `pipeswitch trace` writes it.")  # fmt: skip
+              help="A timeline of the last switches, as of `pipeswitch trace`.")  # fmt: skip
 @json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
-    """What a policy, a device or more memory would do to a trace's requests, and to jobs.
+    """Show what a policy, a device or more memory would do to a trace's requests and to jobs.
 
     TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), a file
     with the lines at_ms,model, or none (for jobs alone). The scheduler is the server's, the device

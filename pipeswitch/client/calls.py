@@ -277,7 +277,7 @@ class Calls:
                     call,
                     ServerUnavailable(
                         f"the server at {self.address} went away before it answered",
-                        hint="whether it was carried out is not known: look before sending again",
+                        hint="it may have been carried out: check before you send it again",
                     ),
                 )
             call.is_sent = False

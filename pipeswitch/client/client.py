@@ -59,8 +59,8 @@ class Client(Verbs):
         timeout_s: how long a server may take to answer the first hello.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
-        shared_memory: hand tensors of 64 KiB or more to a server of this user's in memory that
-            both map; False: through the socket, as to any other server.
+        shared_memory: pass tensors of 64 KiB or more to your own server in memory that both map;
+            False: through the socket.
 
     Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.
@@ -206,9 +206,9 @@ class Client(Verbs):
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
 
-        What was decided on the way (why a batch or a length is fixed) is in the row's ``notes``.
-        A module is exported in this process, one at a time whatever thread asks. Threads that
-        compute meanwhile do so without mkldnn and cudnn: slower, and other in the last bits.
+        The row's ``notes`` say what was decided on the way, such as why a length is fixed.
+        Modules are exported in this process, one at a time. Threads that compute meanwhile do
+        without mkldnn and cudnn: slower, and with other last bits.
 
         Args:
             name: what requests will call it.
@@ -222,29 +222,28 @@ class Client(Verbs):
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
             example_inputs: for a module: what its ``forward`` takes, nested as it is. For
                 ``package.module:factory`` the same by name; values are not made up then.
-            dynamic: for a module: the extents beside the batch that requests choose, by input and
-                dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
-                one range and one extent in the example are the same; ``("source", 1, 512)`` calls
-                one apart. ``"cache.*.k"`` is each input of such a name. Torch's own form will do
-                too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the inputs' order.
+            dynamic: for a module: the dimensions beside the batch that requests choose, and their
+                ranges: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Equal
+                ranges with equal extents in the example are one dimension; a name sets one apart:
+                ``("source", 1, 512)``. ``"cache.*.k"`` is each input of such a name. Torch's own
+                form will do too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the
+                inputs' order.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            batch: requests that wait together are computed as one batch of up to so many rows;
-                0: never. Each sees its own answer alone; ``show`` says whether its last bits
-                depend on the batch (``batching``).
-            batch_delay_ms: for so long a request waits for others though the device is free.
-            devices: of several of the server, those that may serve it, by name or by kind
-                (``cuda:1``, ``cpu``); none: all, of two kinds those of the first one's.
+            batch: join waiting requests into one run of up to this many rows; 0: never. ``show``
+                says whether the last bits of an answer then depend on the batch (``batching``).
+            batch_delay_ms: how long a request waits for others though the device is free.
+            devices: the server's devices that may serve it, by name or kind (``cuda:1``, ``cpu``);
+                none: all of the first one's kind.
             preprocess: ``package.module:function`` of the server's, which makes the model's inputs
-                of what requests send: it is called with numpy arrays by the names of ``raw``, in a
-                process beside the devices, and returns a dict of arrays by the model's inputs, or
-                the only one.
-            raw: shapes and dtypes of what requests send then, as in ``inputs``, not nested:
+                from what requests send. It gets numpy arrays by the names of ``raw``, in a process
+                beside the devices, and returns an array, or a dict of arrays by input name.
+            raw: shapes and dtypes of what requests then send, as in ``inputs``, not nested:
                 ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes, and
                 ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, ``bytes`` objects there.
             postprocess: a function as ``preprocess``, which is called with the model's outputs and
-                makes the answer of them.
+                makes the answer from them.
             returns: shapes and dtypes of that answer, as ``raw``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
@@ -443,8 +442,8 @@ class Client(Verbs):
             args: its command line.
             priority: among jobs.
             share: jobs of one group find each other's ``job.shared`` batches.
-            devices: of several of the server, those that may train it, of one kind, by name or by
-                kind; none: all, of two kinds those of the first one's.
+            devices: the server's devices that may train it, of one kind, by name or kind; none:
+                all of the first one's kind.
 
         Raises:
             InvalidInput: there is no such script, or it is no Python.
@@ -486,7 +485,7 @@ class Client(Verbs):
         return records
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
-        """What is behind ``events``; the caller closes it. ``on_news``: as of ``Subscription``."""
+        """The subscription behind ``events``; you close it. ``on_news``: as of ``Subscription``."""
         made = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(made)
         return made
@@ -573,9 +572,8 @@ class Task:
     def export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Write its newest commit's parameters and buffers to a safetensors file; its row.
 
-        They have the names of the model's ``state_dict()``; where a job trains several models,
-        behind the key that ``job.steps(model={…})`` was given. ``persisted_step`` in the row is
-        the step they are of.
+        They have the names of the model's ``state_dict()``; if a job trains several models, behind
+        their key in ``job.steps(model={…})``. ``persisted_step`` in the row is their step.
 
         Raises:
             InvalidInput: it has committed nothing.

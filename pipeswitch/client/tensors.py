@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> Any:
-        """What the module returned: a lone tensor, or dicts, lists, tuples and None as it had them.
+        """The module's answer: a lone tensor, or dicts, lists, tuples and None as it had them.
 
         Dataclasses, and what transformers returns, are dicts.
         """

@@ -66,10 +66,10 @@ class Verbs:
         """Make a job's newest commit the next version of a model; returns when it is current.
 
         Args:
-            name: of a registered model: its program stays, parameters are matched by name.
-            job: whose; it may be over.
-            step: that the commit must be of; -1: whatever it is of.
-            part: of ``job.steps(model={"net": net, "ema": ema})``; not needed where only one fits.
+            name: a registered model; its program stays, parameters are matched by name.
+            job: it may be over.
+            step: the commit must be of this step; -1: any.
+            part: one of ``job.steps(model={"net": net, "ema": ema})``, if several fit.
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ, and which.
@@ -85,8 +85,8 @@ class Verbs:
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
-        """Give a version so many of a hundred requests that name none, until another one becomes
-        current; 0 takes them back. Each answer is of one: ``timing.version``."""
+        """Give a version this share of the requests that name none, until another becomes current;
+        0 ends it. ``timing.version`` says which one answered."""
         body = {"version": version, "share": percent}
         return self._ask("rollback", model=name, body=body)
 
@@ -121,8 +121,7 @@ class Verbs:
 
         Args:
             name: of a model that is ready.
-            batches: sizes to time, the groups are made for the first; default: the one its
-                requests come with.
+            batches: sizes to time; groups are made for the first. Default: that of its requests.
             progress: called as the work proceeds.
         """
         future = self._connection.request(
@@ -173,11 +172,11 @@ class Verbs:
         return trace
 
     def about(self) -> dict[str, Any]:
-        """What the server says of itself: pid, device, addresses."""
+        """The server's pid, device, addresses and limits."""
         return self._ask("ping")
 
     def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
-        """Whether the server would serve a request now: ``{"ready": …, "why": …, "total_ms": …}``.
+        """Ask whether a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
 
         Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
         ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``

@@ -220,13 +220,13 @@ class Builds:
         """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
         if not is_a_place or not message.folder.startswith(work_prefix(command.epoch)):
-            nonsense = RegistrationRefused("build", "its builder spoke nonsense")
+            nonsense = RegistrationRefused("build", "its builder sent a malformed message")
             self._refuse(command, nonsense)
             return
         try:
             built = load_manifest(self._places.models / message.folder)
             if built.mode == "module" and not needs_more(spec):
-                raise RegistrationRefused("build", "a module's code, of a source that has none")
+                raise RegistrationRefused("build", "its builder returned code, unasked")
             if built.mode == "graph":
                 check_claims(built)
             if not is_joined_as_asked(built, spec):

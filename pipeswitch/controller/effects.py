@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from .. import failpoints
 from ..commits.files import load_commit, read_record, remove_unnamed
 from ..errors import (
     PipeSwitchError,
@@ -140,7 +141,8 @@ class Effects:
     # -- answers and what they promise ---------------------------------------------------------
 
     def _answer(self, command: Answer) -> None:
-        reach("controller.answer")
+        if failpoints.is_on:
+            reach("controller.answer")
         if not command.more:
             refusal = self._refused.pop(command.token, None)
             if refusal is not None:
@@ -173,7 +175,7 @@ class Effects:
                 return
             error = ServerUnavailable(
                 f'the server cannot keep "{entry["name"]}": {self._places.root}: {reason}',
-                hint="free or mend the disk of its state directory, then try again",
+                hint="free space on the disk of its state directory, or repair it, then try again",
             )
             self._refused.update(dict.fromkeys(command.accepts, error))
             if entry["kind"] == "job":

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Final
 
+from .. import failpoints
 from ..failpoints import reach
 from ..scheduler.events import DrainAsked, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
@@ -106,7 +107,8 @@ class Loop:
         if isinstance(event, Query) and event.what == "trace":
             self._server.tracer.ask(event.token, _now_ms() - event.seconds * 1000.0)
             return
-        reach("controller.event")
+        if failpoints.is_on:
+            reach("controller.event")
         for command in self._scheduler.decide(event, _now_ms()):
             self._effects.perform(command)
         for command in self._scheduler.settle():

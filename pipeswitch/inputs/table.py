@@ -202,7 +202,7 @@ class Table(msgspec.Struct):
 
 def differs(label: Label, job: str, what: str) -> SharedInputRefused:
     return SharedInputRefused(
-        f'the shared input "{label.loader}" is another one than in job "{job}": {what}',
+        f'the shared input "{label.loader}" differs from the one in job "{job}": {what}',
         hint="give both jobs the same data, order and seed; or this input another name: "
         'job.shared(loader, "other")',
     )

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from .. import failpoints
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
@@ -81,7 +82,7 @@ class Channel:
             LocalProtocolError: larger than a packet can be.
         """
         data = encode_message(message)
-        if self.point:
+        if failpoints.is_on and self.point:
             data = garbled(self.point, data)
         control = []
         if descriptors:

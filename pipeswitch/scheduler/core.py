@@ -109,26 +109,26 @@ class Wakeups:
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()
-        self._heap: list[tuple[float, int]] = []
+        self.heap: list[tuple[float, int]] = []
         self._first: dict[int, float] = {}  # by bits; a later one of the same may be there as well
         for at_ms, bits in instants:
             self.add(at_ms, bits)
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)
 
     def add(self, at_ms: float, bits: int = ALL) -> None:
         if (at_ms, bits) not in self._known:
             self._known.add((at_ms, bits))
-            heapq.heappush(self._heap, (at_ms, bits))
+            heapq.heappush(self.heap, (at_ms, bits))
             if at_ms < self.first_ms(bits):
                 self._first[bits] = at_ms
 
     def forget_until(self, now_ms: float) -> int:
         """Those have come; the bits of all of them."""
         due = 0
-        while self._heap and self._heap[0][0] <= now_ms:
-            at_ms, bits = entry = heapq.heappop(self._heap)
+        while self.heap and self.heap[0][0] <= now_ms:
+            at_ms, bits = entry = heapq.heappop(self.heap)
             self._known.remove(entry)
             due |= bits
             if self._first.get(bits) == at_ms:
@@ -140,14 +140,9 @@ class Wakeups:
         return self._first.get(bits, math.inf)
 
     @property
-    def next_ms(self) -> float:
-        """Infinity when only events matter."""
-        return self._heap[0][0] if self._heap else math.inf
-
-    @property
     def all(self) -> tuple[tuple[float, int], ...]:
         """In order."""
-        return tuple(sorted(self._heap))
+        return tuple(sorted(self.heap))
 
 
 @dataclass

@@ -8,7 +8,6 @@ its workers, requests, jobs and bytes. The parts each own one concern: of the ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from os import EX_SOFTWARE
 from typing import Final
@@ -209,8 +208,8 @@ class Scheduler:
 
     def next_wakeup_ms(self) -> float | None:
         """When a Tick is wanted at the latest; None when only events matter."""
-        next_ms = self.core.wakeups.next_ms
-        return next_ms if next_ms < math.inf else None
+        heap = self.core.wakeups.heap
+        return heap[0][0] if heap else None
 
     @property
     def waited_since_ms(self) -> float | None:

@@ -11,7 +11,7 @@ SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "pla
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request; of a joined run each of its requests is told all of it.
+    """Where a request's time went, in ms; each request of a joined run is told all of it.
 
     Of a chain the times and ``kept_bytes`` are the sums of its steps', ``resident`` says whether
     all were, ``preempted`` names the first job that stepped aside, and the rest is the last step's.

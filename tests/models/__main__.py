@@ -98,7 +98,7 @@ class Sweep:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             return {"name": name, "outcome": "not made", "why": why, "took_s": 0.0}
-        module.eval()  # as docs/programs.md says what answers are equal to
+        module.eval()  # as docs/guide/serving.md says what answers are equal to
         for parameter in module.parameters():
             parameter.requires_grad = False
         row: dict[str, Any] = {"name": name, "outcome": "refused"}

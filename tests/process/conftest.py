@@ -31,7 +31,7 @@ for _name, _file in (
 LONGEST = (
     "test_server_api_stateful", "test_programs_bitexact", "test_training_exact",
     "test_server_training", "test_server_kills", "test_faults_more", "test_health",
-    "test_versions", "test_tenants", "test_device_conformance",
+    "test_versions", "test_tenants", "test_device_conformance", "test_guide",
 )  # fmt: skip
 
 

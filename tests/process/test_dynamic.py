@@ -259,7 +259,7 @@ def test_edges_name_nodes_that_there_are(running: Checked) -> None:
     ("module", "dynamic", "words"),
     [
         (nn.Linear(10, 3), {"x": {1: (1, 20)}}, "the model fixes length at 10"),
-        (Branches(), {"y": {1: (1, 20)}}, "no input is called so"),
+        (Branches(), {"y": {1: (1, 20)}}, "no input has that name"),
         (Branches(), {"x": {2: (1, 20)}}, "it has dimensions 0 to 1"),
         (Branches(), {"x": {1: (20, 1)}}, "a range is"),
         (Branches(), {"x": {1: (1, 9)}}, "the example's extent 10 is not within 1..9"),

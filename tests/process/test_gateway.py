@@ -776,16 +776,3 @@ def test_requests_whose_callers_hang_up_are_taken_back(checked: Checked, http: s
 def test_the_gateway_is_no_place_for_torch() -> None:
     source = "import json, sys, pipeswitch.gateway.main; print(json.dumps('torch' in sys.modules))"
     assert run(source) is False
-
-
-def test_the_readmes_curl_works_as_copied(http: str, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    section = text.partition("## Triton's and KServe's clients")[2]
-    line = section.partition("```bash\n")[2].partition("```")[0]
-    command = line.replace("127.0.0.1:8000", http).replace("resnet152", "mlp")
-    done = subprocess.run(
-        command.replace("602112", "64"), shell=True, capture_output=True, text=True, check=True,
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.stdout == '{"name":"mlp","ready":true} 200\n'
-    assert b'"shape":[1,16]' in (tmp_path / "answer.bin").read_bytes()

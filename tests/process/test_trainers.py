@@ -33,7 +33,7 @@ from tests.process.tools import (
 )
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
-DOCS = Path(__file__).parents[2] / "docs/programs.md"
+DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
 SEED = 1125
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
@@ -269,8 +269,9 @@ def script(folder: Path, name: str, body: str) -> Path:
 
 def needs(name: str) -> None:
     library = next(one for one in LIBRARIES if one in name)
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install -e '.[test]'")
+    for one in (library, "accelerate" if library == "transformers" else library):
+        if importlib.util.find_spec(one) is None:
+            pytest.skip(f"{one} is not installed: pip install -e '.[test]'")
     importlib.import_module(library)  # the first time it draws from the generators
 
 

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
 
+from pipeswitch import Timing
 from pipeswitch.ipc import messages
 from pipeswitch.scheduler import states
 
@@ -77,10 +79,38 @@ def test_the_protocol_lists_every_message_between_processes() -> None:
     }
 
 
+def script(name: str) -> ModuleType:
+    """One of the scripts that write documents."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("page", ["api.md", "commands.md", "settings.md"])
+def test_the_generated_pages_of_the_manual_are_current(page: str) -> None:
+    written = (ROOT / "docs/guide" / page).read_text("utf-8")
+    assert written == script("reference").PAGES[page](), "python docs/reference.py writes it again"
+
+
+def test_the_manual_names_every_page_of_its_own() -> None:
+    for index in ("README.md", "docs/README.md"):
+        text = (ROOT / index).read_text("utf-8")
+        for page in (ROOT / "docs/guide").glob("*.md"):
+            assert f"guide/{page.name})" in text, f"{index}: {page.name}"
+
+
+def test_the_manual_explains_every_field_of_the_bill() -> None:
+    bill = (ROOT / "docs/guide/python.md").read_text("utf-8").partition("## The bill")[2]
+    told = {name for row in re.findall(r"^\| (`.+?) \|", bill, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert told == {*Timing.__struct_fields__}
+
+
 def test_the_readme_shows_the_picture_of_the_newest_result() -> None:
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs/picture.py")
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
+    generator = script("picture")
     drawn = generator.picture(json.loads(generator.newest().read_text("utf-8")))
     assert generator.PICTURE.read_text("utf-8") == drawn, "python docs/picture.py draws it again"
     shown = generator.PICTURE.relative_to(ROOT).as_posix()
@@ -169,21 +199,22 @@ def test_the_reliability_page_says_what_its_files_say(goal: str) -> None:
     assert not any(scope["violation"] for scope in files["model"]["scopes"])
 
 
-def test_the_readme_shows_only_flags_and_verbs_that_exist() -> None:
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md"))], ids=lambda path: path.stem
+)
+def test_the_manual_shows_only_commands_and_flags_that_exist(page: Path) -> None:
     from pipeswitch.cli.main import main
 
-    text = (ROOT / "README.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("pipeswitch ")]
-    assert lines, "the first screen shows commands"
-    for line in lines:
-        words = line.partition("#")[0].split()
+    text = page.read_text().replace("\\\n", "")
+    for line in re.findall(r"(?:^|`|&& )(pipeswitch [a-z][^`\n|]*)", text, re.MULTILINE):
+        words = line.partition(" #")[0].partition(" -- ")[0].split()
         command = main.get_command(click.Context(main), words[1])
         assert command is not None, line
-        if isinstance(command, click.Group) and words[2] in command.commands:
+        if isinstance(command, click.Group) and len(words) > 2 and words[2] in command.commands:
             command = command.commands[words[2]]
         known = {flag for parameter in command.params for flag in parameter.opts}
         for word in words[2:]:
-            assert not word.startswith("-") or word in known, line
+            assert not word.startswith("-") or word in known | {"--help"}, line
 
 
 def test_the_readme_starts_with_the_command_that_needs_no_gpu() -> None:

@@ -33,7 +33,7 @@ class Bound:
     """Looks its integers up in a table of ten rows, in the last group."""
 
     def __init__(self, *values: ValueSpec) -> None:
-        self.manifest = SimpleNamespace(inputs=values, dims=(Dim("batch", 1, 8),))
+        self.manifest = SimpleNamespace(mode="graph", inputs=values, dims=(Dim("batch", 1, 8),))
         self.ran: list[list[torch.Tensor]] = []
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]) -> None:

@@ -134,7 +134,7 @@ class TrainedObjects:
         if not self.schedulers and any("initial_lr" in group for group in groups):
             warnings.warn(
                 "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
-                "starts it anew. Pass scheduler=…",
+                "starts it over. Pass scheduler=…",
                 InexactResumeWarning,
                 stacklevel=5,
             )

@@ -107,7 +107,7 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
         found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not found:
             raise RegistrationRefused(
-                f"dynamic {pattern!r}", f"no input is called so{nearest(pattern, names)}",
+                f"dynamic {pattern!r}", f"no input has that name{nearest(pattern, names)}",
                 hint=f"the inputs are {', '.join(names)}",
             )  # fmt: skip
         ranges = dict(wanted if isinstance(wanted, Mapping) else enumerate(wanted or ()))
@@ -131,7 +131,7 @@ def _range(part: str, given: Any) -> tuple[str, int, int]:
     is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
     if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
         raise RegistrationRefused(
-            part, f"a range is (smallest, largest), from 1 to {MAX_EXTENT}, or has a name before; "
+            part, f"a range is ([name,] smallest, largest), up to {MAX_EXTENT}; "
             'or torch.export.Dim("length", min=1, max=512)',
         )  # fmt: skip
     return called, bounds[0], bounds[1]

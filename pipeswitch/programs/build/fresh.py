@@ -81,10 +81,10 @@ def check_keeps_nothing(program: Program, fresh: Fresh, inputs: Sequence[torch.T
     if not all_same(expected, found) and all(value.device.type == "cpu" for value in expected):
         raise RegistrationRefused(
             "module",
-            "to other values than the example's it answers otherwise than its exported graph: it "
+            "its answers to other values than the example's differ from its exported graph's: it "
             "keeps state between calls",
-            hint="make forward depend on its inputs and weights alone; where the first call sets "
-            "what is to stay, call the module before you register it",
+            hint="make forward depend on its inputs and weights alone; if the first call sets "
+            "something for good, call the module before you register it",
         )
 
 

@@ -162,7 +162,7 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
         near = difflib.get_close_matches(name, known, 1)
         raise RegistrationRefused(
             f"torchvision model {name!r}",
-            "there is none of that name" + (f"; did you mean {near[0]!r}?" if near else ""),
+            "torchvision has no such model" + (f"; did you mean {near[0]!r}?" if near else ""),
         )
     side = 299 if name == "inception_v3" else 224
 
@@ -269,7 +269,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
         )
     if not isinstance(config, cls.config_class or ()):  # a base class has none
         raise RegistrationRefused(
-            f"architecture {wished!r}", f"it is no {config.model_type}, which the source is"
+            f"architecture {wished!r}", f"the source is a {config.model_type}, which this is not"
         )
     return cls
 

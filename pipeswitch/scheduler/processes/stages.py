@@ -303,7 +303,7 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.arrived_at_ms
     return DeadlineExceeded(
-        f"{raw.function} had not made its {'answer' if raw.request.is_after else 'inputs'} after "
+        f"{raw.function} had not made the {'answer' if raw.request.is_after else 'inputs'} after "
         f"{waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",
         waited_ms=waited_ms,

@@ -356,7 +356,7 @@ class Profiling:
         session.retries += 1
         if session.retries > MAX_RETRIES:
             error = ServerUnavailable(
-                f'"{session.replica.name}" could not be measured: no trial of it comes to its end'
+                f'"{session.replica.name}" could not be measured: none of its trials ends'
             )
             self._fail(session, error)
 
@@ -446,4 +446,4 @@ def program_of(name: str, built: Manifest) -> Program:
 
 
 def _gone(name: ModelName) -> ModelNotFound:
-    return ModelNotFound(f'"{name}" is there no more', hint="pipeswitch models")
+    return ModelNotFound(f'"{name}" is no longer there', hint="pipeswitch models")
