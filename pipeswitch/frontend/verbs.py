@@ -34,6 +34,7 @@ from ..scheduler.events import (
     TrainAsked,
     UnregisterAsked,
 )
+from ..units import printable
 from ..wire.frames import RequestHeader
 from . import admission, permissions
 from .admission import Body
@@ -152,13 +153,17 @@ def _register(q: Question) -> Event:
 
 def _chain(q: Question) -> Event:
     steps: Any = q.body.of_type("steps", Steps)
+    returns: dict[str, str] = q.body.of_type("outputs", Sources, {})
     for step in steps:
         admission.check_name(step.name or step.model, "step")
+    named = [name for step in steps for name in step.inputs.values()]
+    if odd := [name for name in (*named, *returns) if printable(name, keep="") != name]:
+        raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
     return ChainAsked(
         token=q.token,
         model=ModelName(admission.check_name(q.model, "chain")),
         steps=steps,
-        returns=q.body.of_type("outputs", Sources, {}),
+        returns=returns,
         tenant=admission.tenant_of(q.body, q.standing.tenant),
     )
 

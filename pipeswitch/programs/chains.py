@@ -12,8 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from ..errors import InvalidInput
-from ..units import nearest, printable
-from .dims import MAX_EXTENT, Dim, Expr, Extent, extent_text
+from .dims import MAX_EXTENT, Dim, Expr, Extent
 from .layout import Manifest, ValueSpec
 from .signature import signature_text
 
@@ -71,112 +70,100 @@ def chain_of(
     Raises:
         InvalidInput: a name leads nowhere, a value does not fit, or a step is in vain.
     """
-    return _Resolver(name, steps, returns, models).chain()
+    return _Resolver(name, models).chain(steps, returns)
 
 
 class _Resolver:
-    """One declaration: the values so far, in the request's dimensions."""
+    """One declaration: the values so far, in the chain's own dimensions."""
 
-    def __init__(
-        self, name: str, steps: Sequence[Step], returns: Mapping[str, str],
-        models: Mapping[str, Manifest],
-    ) -> None:  # fmt: skip
-        self._chain_name, self._models, self._returns = name, models, dict(returns)
-        self._steps = [
-            step if step.name else msgspec.structs.replace(step, name=step.model) for step in steps
-        ]
-        self._made: dict[str, ValueSpec] = {}  # by earlier steps: encoder.y
-        self._sent: dict[str, ValueSpec] = {}  # by the request
+    def __init__(self, name: str, models: Mapping[str, Manifest]) -> None:
+        self._name, self._models = name, models
+        self._values: dict[str, ValueSpec] = {}
+        self._sent: list[str] = []  # those of the request
         self._dims: dict[str, Dim] = {}
-        self._last: dict[str, str] = {}  # the outputs of the last step, by their own names
 
-    def chain(self) -> Chain:
-        names = [step.name for step in self._steps]
-        for name in names:
-            if names.count(name) > 1:
-                raise self._wrong(f'two steps are called "{name}"',
-                                  f"again={name}:x={name}.y gives the second a name")  # fmt: skip
-        steps = tuple(map(self._step, self._steps))
-        returns = self._returns or self._last
+    def chain(self, declared: Sequence[Step], returns: Mapping[str, str]) -> Chain:
+        steps: list[Step] = []
+        for step in declared:
+            name = step.name or step.model
+            if any(one.name == name for one in steps):
+                raise self._wrong(f'two steps are called "{name}": again={name} is another name')
+            steps.append(self._step(msgspec.structs.replace(step, name=name)))
+        last = steps[-1]
+        returns = dict(returns) or {
+            one.name: f"{last.name}.{one.name}" for one in self._models[last.model].outputs
+        }
         for source in returns.values():
-            if source not in self._made:
-                raise self._nowhere(source, "an output of the answer")
+            self._known(source, "an output of the answer")
+        outputs = [
+            msgspec.structs.replace(self._values[source], name=name)
+            for name, source in returns.items()
+        ]
         chain = Chain(
-            steps=steps, returns=returns, inputs=tuple(self._sent.values()),
-            outputs=tuple(
-                msgspec.structs.replace(self._made[source], name=printed_name(name))
-                for name, source in returns.items()
-            ),
-            dims=tuple(self._dims.values()),
+            steps=tuple(steps), returns=returns, dims=tuple(self._dims.values()),
+            inputs=tuple(self._values[name] for name in self._sent), outputs=tuple(outputs),
         )  # fmt: skip
-        if len(returns) > MAX_VALUES or len(self._sent) > MAX_VALUES:
-            raise self._wrong(f"it has over {MAX_VALUES} inputs or outputs")
         for number, step in enumerate(steps):
-            if not any(f"{step.name}.{one.name}" in chain.needed(number + 1)
-                       for one in self._models[step.model].outputs):  # fmt: skip
-                raise self._wrong(f'nothing reads what step "{step.name}" returns', HINT)
+            made = {f"{step.name}.{one.name}" for one in self._models[step.model].outputs}
+            if made.isdisjoint(chain.needed(number + 1)):
+                raise self._wrong(f'nothing reads what step "{step.name}" returns')
+        if max(len(returns), len(self._sent)) > MAX_VALUES:
+            raise self._wrong(f"it has over {MAX_VALUES} inputs or outputs")
         return chain
 
     def _step(self, step: Step) -> Step:
         manifest = self._models.get(step.model)
         if manifest is None:
-            guess = nearest(step.model, self._models)
-            raise self._wrong(f'step "{step.name}" needs model "{step.model}", which is not '
-                              f"registered, or no model{guess}", "pipeswitch models")  # fmt: skip
+            there = f"there are {', '.join(self._models) or 'none'}"[:200]
+            raise self._wrong(f'step "{step.name}": no model "{step.model}"; {there}')
         takes = [one.name for one in manifest.inputs]
-        for name in step.inputs:
-            if name not in takes:
-                raise self._wrong(f'step "{step.name}" has no input "{name}"{nearest(name, takes)}',
-                                  f"its inputs are {', '.join(takes)}")  # fmt: skip
+        if unknown := [name for name in step.inputs if name not in takes]:
+            raise self._wrong(
+                f'step "{step.name}" has no input "{unknown[0]}"; it has {", ".join(takes)}'
+            )
+        bound: dict[str, Extent] = {}  # the model's dimensions in the chain's
         ranges = {dim.name: dim for dim in manifest.dims}
-        bound: dict[str, Extent] = {}
-        inputs = {}
+        inputs = {name: step.inputs.get(name, name) for name in takes}
         for wanted in manifest.inputs:
-            source = step.inputs.get(wanted.name, wanted.name)
-            if source not in self._made and source != wanted.name and "." in source:
-                raise self._nowhere(source, f'input "{wanted.name}" of step "{step.name}"')
-            inputs[wanted.name] = source
-            given = self._made.get(source) or self._sent.get(source)
+            source = inputs[wanted.name]
+            if "." in source and source != wanted.name:
+                self._known(source, f'input "{wanted.name}" of step "{step.name}"')
+            given = self._values.get(source)
             if given is None:
-                shape = tuple(self._public(n, bound, ranges, step) for n in wanted.shape)
-                shape = tuple(
-                    self._opened(n, ranges, step) if isinstance(n, str) and isinstance(one, Expr)
-                    else one for n, one in zip(wanted.shape, shape, strict=True)
-                )  # fmt: skip
-                self._sent[source] = ValueSpec(
-                    name=printed_name(source), dtype=wanted.dtype, shape=shape
+                self._sent.append(source)
+                shape = [self._extent(one, bound, ranges, step, True) for one in wanted.shape]
+                self._values[source] = ValueSpec(
+                    name=source, dtype=wanted.dtype, shape=tuple(shape)
                 )
             elif not self._fits(given, wanted, bound, ranges):
                 raise self._wrong(
                     f'step "{step.name}" input "{wanted.name}" expects {_text(wanted, ranges)}, '
-                    f"{source} is {_text(given, self._dims)}", f"pipeswitch show {step.model}",
-                )  # fmt: skip
-        self._last = {one.name: f"{step.name}.{one.name}" for one in manifest.outputs}
+                    f"{source} is {_text(given, self._dims)}"
+                )
         for one in manifest.outputs:
-            shape = tuple(self._public(n, bound, ranges, step) for n in one.shape)
-            made = msgspec.structs.replace(one, shape=shape)
-            if self._made.setdefault(self._last[one.name], made) is not made:
-                raise self._wrong(f'two outputs are called "{self._last[one.name]}"')
+            name = f"{step.name}.{one.name}"
+            if name in self._values:
+                raise self._wrong(f'two values are called "{name}"')
+            shape = [self._extent(extent, bound, ranges, step) for extent in one.shape]
+            self._values[name] = msgspec.structs.replace(one, shape=tuple(shape))
         return msgspec.structs.replace(step, inputs=inputs)
 
-    def _public(
-        self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step
-    ) -> Extent:
-        """A model's extent in the chain's dimensions; one that nothing has bound is a new one."""
+    def _extent(
+        self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step,
+        is_input: bool = False,
+    ) -> Extent:  # fmt: skip
+        """A model's extent in the chain's dimensions. One that nothing has bound is a new one, and
+        so is a request's where it is computed."""
         if isinstance(extent, Expr):
-            args = tuple(self._public(one, bound, ranges, step) for one in extent.args)
-            return Expr(extent.op, args)
+            parts = [self._extent(one, bound, ranges, step) for one in extent.args]
+            return Expr(extent.op, tuple(parts))
         if not isinstance(extent, str):
             return extent
-        if extent not in bound:
-            bound[extent] = self._opened(extent, ranges, step)
+        if extent not in bound or (is_input and isinstance(bound[extent], Expr)):
+            name = extent if extent not in self._dims else f"{step.name}.{extent}"
+            self._dims[name] = Dim(name, ranges[extent].low, ranges[extent].high)
+            bound[extent] = name
         return bound[extent]
-
-    def _opened(self, extent: str, ranges: Mapping[str, Dim], step: Step) -> str:
-        """A dimension of the chain's own, which computed inputs of a request have too."""
-        name = extent if extent not in self._dims else f"{step.name}.{extent}"
-        self._dims[name] = Dim(name, ranges[extent].low, ranges[extent].high)
-        return name
 
     def _fits(
         self, given: ValueSpec, wanted: ValueSpec, bound: dict[str, Extent],
@@ -188,34 +175,23 @@ class _Resolver:
         for have, want in zip(given.shape, wanted.shape, strict=True):
             if isinstance(want, str):
                 bound.setdefault(want, have)
-            low, high = _ends(want, ranges)
-            least, most = _ends(have, self._dims)
+            (low, high), (least, most) = _ends(want, ranges), _ends(have, self._dims)
             if max(low, least) > min(high, most):
                 return False
             if isinstance(have, str):
                 self._dims[have] = Dim(have, max(low, least), min(high, most))
         return True
 
-    def _nowhere(self, source: str, what: str) -> InvalidInput:
-        later = [step.name for step in self._steps if source.startswith(f"{step.name}.")]
-        why = "of a later step, or of none" if later else "of an earlier step"
-        found = ", ".join(self._made) or "none yet"
-        return self._wrong(f'{what} is to be "{source}", which is no output {why}'
-                           f"{nearest(source, self._made)}", f"there are {found}")  # fmt: skip
+    def _known(self, source: str, what: str) -> None:
+        if source not in self._values:
+            there = ", ".join(name for name in self._values if name not in self._sent)
+            raise self._wrong(
+                f'{what} is to be "{source}", which no earlier step returns; '
+                f"there are {there or 'none yet'}"
+            )
 
-    def _wrong(self, why: str, hint: str = "") -> InvalidInput:
-        return InvalidInput(f'chain "{self._chain_name}": {why}', hint=hint)
-
-
-def printed_name(name: str) -> str:
-    """A name of the request or of the answer.
-
-    Raises:
-        InvalidInput: it has control characters.
-    """
-    if printable(name, keep="") != name:
-        raise InvalidInput(f"name {name[:80]!r} has control characters")
-    return name
+    def _wrong(self, why: str) -> InvalidInput:
+        return InvalidInput(f'chain "{self._name}": {why}', hint=HINT)
 
 
 def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
@@ -227,8 +203,5 @@ def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
 
 
 def _text(spec: ValueSpec, ranges: Mapping[str, Dim]) -> str:
-    def text(extent: Extent) -> str:
-        dim = ranges.get(extent) if isinstance(extent, str) else None
-        return extent_text(extent) if dim is None else f"{dim.low}..{dim.high}"
-
-    return signature_text(spec.dtype, map(text, spec.shape))
+    ends = [_ends(extent, ranges) for extent in spec.shape]
+    return signature_text(spec.dtype, [f"{a}..{b}" if a < b else a for a, b in ends])

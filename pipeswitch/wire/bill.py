@@ -44,7 +44,8 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` and the gateway tell it: what is seldom, where it says something."""
         told = msgspec.structs.asdict(self)
-        told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}
+        if self.steps:
+            told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}
         return {name: value for name, value in told.items() if value or name not in SELDOM}
 
 

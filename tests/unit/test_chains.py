@@ -79,23 +79,21 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
 @pytest.mark.parametrize(
     ("steps", "returns", "words"),
     [
-        (["encodr"], {}, 'needs model "encodr".*did you mean "encoder"'),
-        (["encoder", Step(model="head", inputs={"z": "encoder.y"})], {}, 'no input "z".*are x'),
+        (["encodr"], {}, 'no model "encodr"; there are encoder, head'),
+        (["encoder", Step(model="head", inputs={"z": "encoder.y"})], {}, 'no input "z"; it has x'),
         (["encoder", Step(model="head", inputs={"x": "encoder.z"})], {},
-         '"encoder.z".*did you mean "encoder.y"'),
-        (["encoder", Step(model="head", inputs={"x": "encodr.y"})], {}, "of an earlier step"),
-        ([Step(model="head", inputs=FROM), "encoder"], {}, "later step.*none yet"),
-        ([Step(model="head", inputs={"x": "head.label"})], {}, "later step"),
+         '"encoder.z", which no earlier step returns; there are encoder.y, encoder.state'),
+        (["encoder", Step(model="head", inputs={"x": "encodr.y"})], {}, "no earlier step"),
+        ([Step(model="head", inputs=FROM), "encoder"], {}, "no earlier step.*none yet"),
+        ([Step(model="head", inputs={"x": "head.label"})], {}, "no earlier step"),
         (["encoder", Step(model="wide", inputs=FROM)], {},
          r"expects float32\[1\.\.8,32\], encoder\.y is float32\[1\.\.8,16\]"),
         (["encoder", Step(model="many", inputs=FROM)], {}, r"9\.\.64,16\], encoder.y is .*1\.\.8"),
         (["encoder", Step(model="head", inputs={"x": "ids"})], {}, r"ids is int64"),
         (["encoder", "head"], {}, 'nothing reads what step "encoder".*head:x=encoder.y'),
-        (["encoder"], {"y": "head.label"}, "no output of an earlier step"),
-        (["encoder"], {"y": "ids"}, "no output"),
+        (["encoder"], {"y": "head.label"}, "no earlier step"),
         (["encoder", "encoder"], {}, "two steps.*again=encoder"),
-        (["a", "a.b"], {}, "two outputs are called"),
-        (["encoder"], {"a\x1bb": "encoder.y"}, "control characters"),
+        (["a", "a.b"], {}, "two values are called"),
     ],
 )  # fmt: skip
 def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
@@ -115,6 +113,7 @@ def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
         {"steps": [{"model": "m", "name": "A B"}]}, {"steps": [{"model": "m"}], "more": 1},
         {"steps": [{"model": "m", "inputs": {f"{n}": "x" for n in range(65)}}]},
         {"steps": [{"model": "m", "inputs": {"x": "x" * 129}}]},
+        {"steps": [{"model": "m", "inputs": {"x": "a\x1bb"}}]},
     ],
 )  # fmt: skip
 def test_what_is_no_declaration_is_refused_before_it_is_asked(body: dict[str, Any]) -> None:
