@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ TEXTS = {"text": (((1, 8),), "bytes")}
 LABELS = {"label": (((1, 8),), "bytes"), "score": (((1, 8),), "float32")}
 STEPS = [{"model": "encoder"}, {"model": "head", "inputs": {"x": "encoder.y"}}]
 FUNCTIONS = f"""
+import fcntl
 import numpy as np, torch
 
 def read(text):
@@ -42,7 +44,7 @@ def read(text):
 def label(y): return {{"label": np.array([f"no. {{n}}" for n in y.argmax(1)]), "score": y.max(1)}}
 
 def blocks(path):
-    with open(bytes(path).decode()) as pipe: pipe.read()
+    with open(bytes(path).decode()) as file: fcntl.flock(file, fcntl.LOCK_SH)
     return np.ones((1, {WIDTH}), np.float32)
 
 class Writes(torch.nn.Module):
@@ -244,28 +246,29 @@ def test_a_request_that_is_taken_back_or_whose_client_leaves_goes_no_further(
     client.register_chain("slow", steps, {"y": "head.y", "first": "encoder.y"})
     served = running.count("inferences")
 
-    def begun(send: Callable[[Any], Any], name: str) -> tuple[Path, Any]:
-        os.mkfifo(pipe := tmp_path / name)
-        path = np.frombuffer(str(pipe).encode(), np.uint8)
+    def begun(send: Callable[[Any], Any], name: str) -> tuple[IO[str], Any]:
+        held = (tmp_path / name).open("w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        path = np.frombuffer(str(tmp_path / name).encode(), np.uint8)
         asked = send({"x": rows(), "path": path})
         until(lambda: running.count("preprocessing") == 1, "the first step is over")
-        return pipe, asked
+        return held, asked
 
-    pipe, asked = begun(lambda inputs: client.submit("slow", inputs), "taken-back")
+    held, asked = begun(lambda inputs: client.submit("slow", inputs), "taken-back")
     assert asked.cancel() or isinstance(asked.exception(30), Cancelled)
     until(lambda: running.count("preprocessing") == 0, "it is taken back")
-    pipe.write_text("go on")
+    held.close()
     with running.running.client(tcp=True) as other:
-        pipe, asked = begun(lambda inputs: other.submit("slow", inputs), "left")
+        held, asked = begun(lambda inputs: other.submit("slow", inputs), "left")
     until(lambda: running.count("preprocessing") == 0, "its client has gone")
-    pipe.write_text("go on")
+    held.close()
     assert running.count("inferences") == served + 2  # encoder's
 
-    pipe, asked = begun(lambda inputs: client.submit("slow", inputs), "killed")
+    held, asked = begun(lambda inputs: client.submit("slow", inputs), "killed")
     for row in running.rows("worker") + running.rows("stage"):
         kill(row["pid"])
     until(lambda: running.count("worker_restarts") >= 3, "all start again")
-    pipe.write_text("go on")
+    held.close()
     found = asked.result(30)
     assert same(found["first"], client.infer("encoder", rows())["y"])
     assert same(found["y"], after_each_other(running, np.ones((1, WIDTH), np.float32)))
@@ -294,7 +297,8 @@ def test_a_member_that_leaves_is_named_and_what_follows_is_asked_again(running: 
 def test_after_a_restart_a_chain_is_there(running: Checked, options: dict[str, Any]) -> None:
     wanted = running.client.infer("both", rows())["y"]
     before = running.client.show("both")
-    running.client.unregister("goes")
+    running.client.register_chain("gone", STEPS)
+    running.client.unregister("gone")
     running.settle()
     running.client.close()
     assert running.running.stop() == 0
@@ -303,7 +307,7 @@ def test_after_a_restart_a_chain_is_there(running: Checked, options: dict[str, A
         until(lambda: again.client.show("both")["state"] == "ready", "its models are")
         assert again.client.show("both") == before
         with pytest.raises(ModelNotFound):
-            again.client.show("goes")
+            again.client.show("gone")
         assert again.client.unregister("both") == {"model": "both"}
     with checked_server(**options) as again:
         assert "both" not in {row["name"] for row in again.client.models()}
