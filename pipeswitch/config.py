@@ -364,6 +364,10 @@ class LogConfig(_Checked):
         "16MiB", "what stays of each log of the server and its processes, beside two older ones of "
         "that size, and of each job's", parse_size, low=1 << 18,
     )  # fmt: skip
+    requests: float = _setting(
+        0.0, "share of the inferences whose end is a line of JSON in STATE_DIR/logs/requests.jsonl:"
+        " 1: of all, 0.1: of one in ten, 0: none", low=0, high=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,12 @@ def jobs(ctx: click.Context, as_json: bool, watch: bool) -> None:
 @watch_option
 def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
-    listing(lambda c: c.jobs(), lambda r: views.table(r, views.JOB_COLUMNS), as_json, watch)
+
+    def shown(rows: list[dict[str, Any]]) -> Any:
+        told = [row | {"why": row["error"] or row["why"]} for row in rows]
+        return views.table(told, views.JOB_COLUMNS)
+
+    listing(lambda c: c.jobs(), shown, as_json, watch)
 
 
 @jobs.command("show")

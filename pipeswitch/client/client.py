@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
 from ..programs.nesting import Tree, flatten
+from ..tracing import Traced, open_tracer
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
 from ..wire.keys import keys_from
@@ -64,6 +65,9 @@ class Client(Verbs):
 
     Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.
+
+    Where OpenTelemetry is set up when this is made (a tracer provider, or an exporter by the
+    ``OTEL_…`` variables), each inference is a span, under the caller's current one.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Client(Verbs):
         if not self.address.startswith("ipc://"):  # the owner's listener asks for none
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
+        self._tracer = open_tracer()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -123,9 +128,9 @@ class Client(Verbs):
             version: of the model; 0: the current one. ``result.timing.version`` says which it was.
             **named: inputs by name, instead of ``inputs``.
         """
-        return self._connection.request(
-            "infer", **self._request(model, inputs, deadline_ms, priority, version, named)
-        )
+        asked = self._request(model, inputs, deadline_ms, priority, version, named)
+        send = self._connection.request
+        return send("infer", **asked) if self._tracer is None else self._traced(send, model, asked)
 
     def infer(
         self,
@@ -139,10 +144,28 @@ class Client(Verbs):
         **named: Any,
     ) -> Result:
         """``submit`` and wait for the result; alone on this client it saves two thread switches."""
-        result: Result = self._connection.call(
-            "infer", **self._request(model, inputs, deadline_ms, priority, version, named)
+        asked = self._request(model, inputs, deadline_ms, priority, version, named)
+        send = self._connection.call
+        result: Result = (
+            send("infer", **asked) if self._tracer is None else self._traced(send, model, asked)
         )
         return result
+
+    def _traced(self, send: Callable[..., Any], model: str, asked: dict[str, Any]) -> Any:
+        """What ``send`` returns, which is a future or the result, with a span of the request."""
+        traced = Traced(self._tracer, model)
+        if traced.traceparent:
+            asked["body"] = {**(asked["body"] or {}), "traceparent": traced.traceparent}
+        try:
+            answer = send("infer", **asked)
+        except BaseException as error:
+            traced.failed(error)
+            raise
+        if isinstance(answer, Future):
+            answer.add_done_callback(traced.over)
+        else:
+            traced.answered(answer.timing.as_dict())
+        return answer
 
     @staticmethod
     def _request(

@@ -66,7 +66,7 @@ def serve(config: Config) -> int:
         places.sweep()
         _log_to(places.logs / LOG_NAME, config.log.max_bytes)
         for device in devices:
-            log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.reasons))
+            log.info("device=%s: %s", device.name, "; ".join([device.why, *device.reasons]))
         server = Server(config, devices, places)
         try:
             return _run(server)

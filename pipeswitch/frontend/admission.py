@@ -23,7 +23,7 @@ from ..roles import ANYONE
 from ..scheduler.events import Announce
 from ..texts import BYTES, LENGTH_BYTES
 from ..units import nearest, printable
-from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
+from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
 MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
@@ -342,6 +342,15 @@ class Body:
         if self._left:
             keys = ", ".join(sorted(str(key)[:40] for key in self._left)[:8])
             raise InvalidInput(f"{self._op}: unknown fields {keys}")
+
+
+def trace_id_of(body: Body) -> str:
+    """Of W3C's ``traceparent``; often empty. Raises InvalidInput."""
+    given = body.text("traceparent", "")
+    if given and not TRACEPARENT.fullmatch(given):
+        hint = "00-TRACE-SPAN-01, with 32 and 16 hexadecimal digits"
+        raise InvalidInput(f"traceparent {given[:80]!r} is none of W3C's", hint=hint)
+    return given[3:35]
 
 
 def tenant_of(body: Body, own: str) -> str:

@@ -50,8 +50,9 @@ from .inference import Inference
 from .job_files import read_piece
 from .listeners import Listeners, open_listeners
 from .outbox import Outbox, Readers
-from .peers import POOL_PARTS, Complaints, Peers, Shares, StreamPeer
+from .peers import POOL_PARTS, Peers, Shares, StreamPeer
 from .replies import envelope_id, reply_frames, told, wrong_version
+from .request_log import Complaints, RequestLog, tell
 from .request_pool import RequestPool
 from .requests import Pending, Requests
 from .uploads import CREDIT_CHUNKS, Uploads
@@ -136,7 +137,8 @@ class Frontend:
             lambda client: self._drop(client, SLOW),
         )
         self._readers = Readers(self._outbox)
-        self.requests = Requests(self.pool)
+        self._request_log = RequestLog(state / "logs", config.log, self.complaints)
+        self.requests = Requests(self.pool, self._request_log)
         self.inference = Inference(
             self.pool,
             self.requests,
@@ -192,6 +194,7 @@ class Frontend:
         for peer in list(self.peers.all):
             self.peers.part(peer)
         self._listeners.close()
+        self._request_log.close()
         os.close(self._wake)
         self.pool.close()
 
@@ -233,6 +236,7 @@ class Frontend:
                 self._answer(posted)
             case Publish():
                 self._readers.tell(posted)
+                tell(posted)
             case Announce():
                 self.inference.announce(posted)
             case Retract(model=model):
@@ -304,7 +308,7 @@ class Frontend:
                     raise client.standing.refusal(verb.role, op)
                 self._ops.get(op, self._ask)(client, header, parts[2:])
             except PipeSwitchError as error:
-                self.requests.reject(client, op, error)
+                self.requests.reject(client, header, error)
                 raise
         except PipeSwitchError as error:
             self._refuse(peer, client, request_id, error)
@@ -489,9 +493,10 @@ class Frontend:
             if isinstance(client.peer, StreamPeer):
                 self.peers.part(client.peer)
             self._dropped_count += 1
-        _logger.info(
-            "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
-        )
+        _logger.log(
+            logging.WARNING if cause == SLOW else logging.DEBUG,
+            "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests),
+        )  # fmt: skip
         self.uploads.forget(client.session)
         for token in client.requests.values():
             pending = self.requests.waiting(token)

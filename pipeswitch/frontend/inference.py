@@ -22,6 +22,7 @@ from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
     Announce,
     Answer,
+    CancelAsked,
     Event,
     InferArrived,
     PrefetchHint,
@@ -91,10 +92,12 @@ class Inference:
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
+        trace_id = ""
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
             caller = admission.tenant_of(body, caller)
+            trace_id = admission.trace_id_of(body)
             body.done()
         announced = self.models.get(header.model)
         if announced is None:
@@ -118,6 +121,8 @@ class Inference:
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self._requests.accept(client, header, room)
+        pending.caller, pending.trace_id = caller, trace_id
+        pending.bytes_in = sum(map(len, payload))
         if failpoints.is_on:
             reach("frontend.accepted")
         event = InferArrived(
@@ -256,9 +261,10 @@ class Inference:
         Raises:
             TaskFailed, InvalidInput: as of ``_admit_result``.
         """
-        announced = admission.find_version(*split_name(command.model), self._versions)
-        if announced.stage is None or not announced.stage.after:
-            raise TaskFailed(f'"{command.model}" was registered anew meanwhile', hint="ask again")
+        name, version = split_name(command.model)
+        announced = self._versions.get((name, version)) or self.models.get(name)
+        if announced is None or announced.stage is None or not announced.stage.after:
+            raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
@@ -354,6 +360,7 @@ class Inference:
         answer = self._requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
+            self._take(CancelAsked(token=pending.token))  # if it is waited for there
             return answer
         self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
         return None

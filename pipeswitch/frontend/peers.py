@@ -29,6 +29,7 @@ from ..wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
 from .clients import Client, Outgoing
 from .connections import SESSIONLESS_BYTES, Connection, Connections
 from .listeners import Listener
+from .request_log import Complaints
 
 _logger = logging.getLogger(__name__)
 
@@ -37,26 +38,7 @@ POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an 
 PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
 BURST_PEERS: Final = 16  # accepted in one turn
 BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
-COMPLAINTS_PER_MINUTE: Final = 10
 _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
-
-
-class Complaints:
-    """Messages that were not of the protocol: counted, and a few lines about them in the log."""
-
-    def __init__(self, now_ms: Callable[[], float]) -> None:
-        self._now_ms = now_ms
-        self.count = 0
-        self._written: deque[float] = deque(maxlen=COMPLAINTS_PER_MINUTE)  # when
-
-    def add(self, who: str, error: RemoteProtocolError) -> None:
-        """At most COMPLAINTS_PER_MINUTE lines, whatever is sent. ``who``: for the log."""
-        self.count += 1
-        now_ms = self._now_ms()
-        if len(self._written) < COMPLAINTS_PER_MINUTE or now_ms - self._written[0] > 60_000:
-            self._written.append(now_ms)
-            cause = error.message[:200]
-            _logger.warning("refused from=%s malformed=%d cause=%r", who, self.count, cause)
 
 
 class Shares:

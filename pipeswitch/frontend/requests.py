@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Set
+from typing import Final
 
 import msgspec
 
@@ -24,9 +25,12 @@ from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
 from .clients import Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
+from .request_log import RequestLog
 from .request_pool import RequestPool, Room
 
 _logger = logging.getLogger(__name__)
+
+MAX_NAME_CHARS: Final = 64  # of what may be no model's name
 
 
 class Run(msgspec.Struct, kw_only=True, eq=False):
@@ -53,6 +57,9 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     is_copying: bool = False  # its payload is on the way into the pool
     is_cancelled: bool = False  # meanwhile
+    caller: str = ""  # an inference's: who asks
+    bytes_in: int = 0
+    trace_id: str = ""
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
     bill: Bill | None = None  # of the model, whose outputs are there
     run: Run | None = None  # of a chain: how far it is
@@ -61,8 +68,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
 class Requests:
     """All and only the requests that wait for their final answer; the counts of all there were."""
 
-    def __init__(self, pool: RequestPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: RequestPool, log: RequestLog) -> None:
+        self._pool, self._log = pool, log
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
         self.counts = Counters()  # every accepted request, whatever its verb
@@ -95,11 +102,15 @@ class Requests:
         client.requests[header.id] = pending.token
         return pending
 
-    def reject(self, client: Client, op: str, error: PipeSwitchError) -> None:
+    def reject(self, client: Client, header: RequestHeader, error: PipeSwitchError) -> None:
         """Count one that was refused before it was accepted."""
         client.counts.rejected += 1
         self.counts.rejected += 1
-        self.inference.rejected += op == "infer"
+        self.inference.rejected += header.op == "infer"
+        self._log.note(
+            Answer(token=Token(0), error=error), op=header.op, request_id=header.id,
+            tenant=client.standing.tenant, model=header.model[:MAX_NAME_CHARS],
+        )  # fmt: skip
         self.queue_full_count += isinstance(error, QueueFull)
 
     def find(self, token: Token) -> Pending | None:
@@ -152,7 +163,7 @@ class Requests:
         if room is not None:
             self._pool.release_inputs(room)
         if client.is_gone:
-            self._ended(pending, "undeliverable", is_sent=False)
+            self._ended(pending, answer, is_sent=False)
             return None
         if pending.run is None:  # else it was, step by step
             answer = self.checked(pending, answer)
@@ -162,9 +173,7 @@ class Requests:
         memory = self._pool.memory_of(room)
         return Outgoing(
             frames=answer_frames(pending.request_id, client.session, answer, memory),
-            on_end=functools.partial(
-                self._ended, pending, "ok" if answer.error is None else "error"
-            ),
+            on_end=functools.partial(self._ended, pending, answer),
         )
 
     def checked(self, pending: Pending, answer: Answer) -> Answer:
@@ -177,8 +186,9 @@ class Requests:
             return Answer(token=answer.token, error=error)
         return answer
 
-    def _ended(self, pending: Pending, outcome: Outcome, is_sent: bool) -> None:
+    def _ended(self, pending: Pending, answer: Answer, is_sent: bool) -> None:
         """Its answer has left, or never will: nothing points at it any more."""
+        outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:
             setattr(counts, name, getattr(counts, name) + 1)
@@ -186,3 +196,9 @@ class Requests:
             self._pool.release_reply(pending.room)
         if pending.run is not None:
             self.read(pending.run)
+        if pending.op == "infer" and (self._log.is_on or answer.error is not None):
+            self._log.note(
+                answer, is_sent=is_sent, op=pending.op, request_id=pending.request_id,
+                tenant=pending.caller, model=pending.model, trace_id=pending.trace_id,
+                bytes_in=pending.bytes_in,
+            )  # fmt: skip

@@ -9,8 +9,10 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import starmap
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -64,6 +66,8 @@ SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
 MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
 SMALL_BYTES: Final = 64 << 10  # of a message without tensors
 
+CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
+"""Metadata of the call that this task serves."""
 Verb = Callable[[Standing, Any], Awaitable[Any]]
 Answered = Callable[[Standing, str, bytes], Awaitable[Any]]
 """The answer to a message of a caller, at an address."""
@@ -114,6 +118,8 @@ class Calls:
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
+            "TraceSetting": self._trace_setting,
+            "LogSettings": self._log_settings,
             "SystemSharedMemoryStatus": self._region_rows,
             "SystemSharedMemoryRegister": self._register_region,
             "SystemSharedMemoryUnregister": self._unregister_region,
@@ -199,6 +205,7 @@ class Calls:
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
         metadata = dict(context.invocation_metadata() or ())
+        CARRIER.set(metadata)
         return self._callers.standing(str(metadata.get("authorization", "")))
 
     # ---- the server ----------------------------------------------------------------------------
@@ -238,6 +245,22 @@ class Calls:
     async def _unregister_region(self, caller: Standing, request: Any) -> Any:
         self._service.regions.unregister(caller, request.name)
         return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
+
+    async def _trace_setting(self, caller: Standing, request: Any) -> Any:
+        wanted = {name: list(one.value) or None for name, one in request.settings.items()}
+        told = await self._service.settings(caller, wanted, request.model_name)
+        settings = {name: {"value": [value]} for name, value in told.items()}
+        return INFERENCE["TraceSettingResponse"](settings=settings)
+
+    async def _log_settings(self, caller: Standing, request: Any) -> Any:
+        wanted = {
+            name: getattr(one, choice) if (choice := one.WhichOneof("parameter_choice")) else None
+            for name, one in request.settings.items()
+        }
+        kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+        told = await self._service.settings(caller, wanted)
+        settings = {name: {kinds[type(value)]: value} for name, value in told.items()}
+        return INFERENCE["LogSettingsResponse"](settings=settings)
 
     async def _check(self, caller: Standing, request: Any) -> Any:
         if request.service not in ("", SERVICE):
@@ -287,7 +310,9 @@ class Calls:
         else:
             request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
         model = request.model_name
-        outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
+        outputs, bill = await self._service.infer(
+            caller, model, request.model_version, asked, CARRIER.get()
+        )
         size_bytes = sum(len(output.data) for output in outputs)
         with self._shared.answers.holding(address, size_bytes):  # before it is copied
             return encode_answer(model, asked, outputs, bill)

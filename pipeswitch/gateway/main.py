@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
+from ..tracing import open_tracer
 from ..units import PrintableFormatter
 from ..wire.tokens import owner_token, read_tokens
 from .api import Api
@@ -100,7 +101,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         door = KeyedDoor(descriptors[-1], settings.keyed, settings.address)
     # Without a token to show, all callers are on this machine.
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
-    service = Service(upstream, has_nv_metrics=settings.nv_metrics, regions=regions)
+    nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
+    service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
     callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,

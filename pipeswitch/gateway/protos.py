@@ -82,6 +82,16 @@ _INFERENCE: Final = {
     "RepositoryModelUnloadRequest": "repository_name=1:string model_name=2:string "
     "parameters=3:map.ModelRepositoryParameter",
     "RepositoryModelUnloadResponse": "",
+    "TraceSettingRequest": "settings=1:map.TraceSettingRequest.SettingValue model_name=2:string",
+    "TraceSettingRequest.SettingValue": "value=1:string*",
+    "TraceSettingResponse": "settings=1:map.TraceSettingResponse.SettingValue",
+    "TraceSettingResponse.SettingValue": "value=1:string*",
+    "LogSettingsRequest": "settings=1:map.LogSettingsRequest.SettingValue",
+    "LogSettingsRequest.SettingValue": "bool_param=1:bool/parameter_choice "
+    "uint32_param=2:uint32/parameter_choice string_param=3:string/parameter_choice",
+    "LogSettingsResponse": "settings=1:map.LogSettingsResponse.SettingValue",
+    "LogSettingsResponse.SettingValue": "bool_param=1:bool/parameter_choice "
+    "uint32_param=2:uint32/parameter_choice string_param=3:string/parameter_choice",
     "SystemSharedMemoryStatusRequest": "name=1:string",
     "SystemSharedMemoryStatusResponse": "regions=1:map."
     "SystemSharedMemoryStatusResponse.RegionStatus",

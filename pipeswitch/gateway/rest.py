@@ -130,6 +130,12 @@ class Rest:
                 _check_method(head, "POST")
                 verb = self._load if action == "load" else self._unload
                 return partial(verb, caller, unquote(name))
+            case ["", "v2", "logging"]:
+                return self._settings(caller, head)
+            case ["", "v2", "trace", "setting"]:
+                return self._settings(caller, head, "")
+            case ["", "v2", "models", name, "trace", "setting"]:
+                return self._settings(caller, head, unquote(name))
             case ["", "v2", "systemsharedmemory", action]:
                 return self._of_regions(caller, "", action, head)
             case ["", "v2", "systemsharedmemory", "region", name, action]:
@@ -161,6 +167,16 @@ class Rest:
             raise NotFound(f"regions have no {action[:80]!r}{nearest(action, verbs)}", hint=HINT)
         _check_method(head, "GET" if action == "status" else "POST")
         return verbs[action]
+
+    def _settings(self, caller: Standing, head: Head, model: str | None = None) -> Work:
+        if head.method != "POST":
+            _check_method(head, "GET")
+
+        async def work(body: Any) -> Answer:
+            wanted = _object(body) if head.method == "POST" else {}
+            return json_answer(await self._service.settings(caller, wanted, model))
+
+        return work
 
     async def _about(self, caller: Standing, head: Head, body: Any) -> Answer:
         return json_answer(self._service.about())
@@ -214,7 +230,7 @@ class Rest:
             asked = oip.decode_request(body, json_bytes)
         else:
             asked = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
-        outputs, bill = await self._service.infer(caller, model, version, asked)
+        outputs, bill = await self._service.infer(caller, model, version, asked, head.headers)
         answer = (model, asked, outputs, bill)
         if oip.is_long(asked, outputs):
             parts, json_bytes = await self._aside.run(head.peer, oip.encode_answer, *answer)

@@ -10,10 +10,13 @@ import importlib.metadata
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..roles import URGENT_PRIORITY, Role, Standing
+from ..tracing import Traced
+from ..wire.frames import TRACEPARENT
 from . import oip
 from .callers import require, require_role, told
 from .metrics import Metrics
@@ -31,6 +34,10 @@ EXTENSIONS: Final = (
 )  # fmt: skip
 REGIONS_EXTENSION: Final = "system_shared_memory"
 BILLED: Final = tuple(f"{phase}_ms" for phase in PHASES)
+LOGGED: Final[Mapping[str, Any]] = {
+    "log_file": "server.log", "log_info": True, "log_warning": True, "log_error": True,
+    "log_verbose_level": 0, "log_format": "default",
+}  # fmt: skip
 THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
@@ -39,10 +46,12 @@ class Service:
     """Verbs; no bytes of either protocol."""
 
     def __init__(
-        self, upstream: Upstream, *, has_nv_metrics: bool = False, regions: Regions | None = None
-    ) -> None:
-        """``regions``: where all callers are on this machine."""
+        self, upstream: Upstream, *, has_nv_metrics: bool = False, regions: Regions | None = None,
+        tracer: Any = None,
+    ) -> None:  # fmt: skip
+        """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
         self._upstream = upstream
+        self._tracer = tracer
         self._regions = regions
         self._tally = Tally()
         self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
@@ -138,9 +147,11 @@ class Service:
         await self._upstream.ask("unload", model)
 
     async def infer(
-        self, caller: Standing, model: str, version: str, asked: InferRequest
-    ) -> tuple[list[Output], dict[str, Any]]:
-        """The outputs, and the bill with what the gateway added."""
+        self, caller: Standing, model: str, version: str, asked: InferRequest,
+        carrier: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
+        """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
+        name the caller's trace."""
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
@@ -149,9 +160,20 @@ class Service:
         places = _places(asked) if asked.outputs or Place in map(type, asked.frames) else []
         if places:
             asked = await _copied(places, self.regions.filled, caller, asked)
+        traced, traceparent = None, carrier.get("traceparent", "")
+        if self._tracer is not None:
+            traced = Traced(self._tracer, model, carrier)
+            traceparent = traced.traceparent
+        elif traceparent and not TRACEPARENT.fullmatch(traceparent):
+            traceparent = ""  # a wrong one is none, says W3C
         try:
-            outputs, bill = await self._upstream.infer(model, number, asked, caller.tenant)
-        except PipeSwitchError as error:
+            answer = self._upstream.infer(model, number, asked, caller.tenant, traceparent)
+            outputs, bill = await answer
+        except BaseException as error:
+            if traced is not None:
+                traced.failed(error)
+            if not isinstance(error, PipeSwitchError):
+                raise
             if "version" in error.data:
                 raise NotFound(error.message, hint=error.hint) from None
             if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
@@ -162,6 +184,8 @@ class Service:
         took_ms = (time.perf_counter() - began) * 1000.0
         bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
         self._tally.answered(model, took_ms, bill)
+        if traced is not None:
+            traced.answered(bill)
         if places:
             outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
         for key in BILLED:
@@ -185,6 +209,26 @@ class Service:
             facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "models": rows,
                      "tally": [self._tally.row(*one) for one in current]}  # fmt: skip
         return self._metrics.text(accept, facts)
+
+    async def settings(
+        self, caller: Standing, wanted: Mapping[str, Any], model: str | None = None
+    ) -> dict[str, Any]:
+        """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
+        InvalidInput where another value is wanted: none can be set."""
+        require(caller, "models")
+        current, hint = LOGGED, "[log] max and [log] requests, before the server starts"
+        if model is not None:
+            level = "OFF" if self._tracer is None else "TIMESTAMPS"
+            current = {"trace_level": level, "trace_mode": "opentelemetry"}
+            hint = "OTEL_TRACES_EXPORTER=otlp, OTEL_EXPORTER_OTLP_ENDPOINT, where the server starts"
+        if model:
+            await self._row(caller, model, "")
+        for name, value in wanted.items():
+            known = current.get(name)  # some clients send lists, of one value too
+            if value is not None and (known is None or value not in (known, [known])):
+                stays = "" if known is None else f" and is {known!r}"
+                raise InvalidInput(f"{name[:80]!r} cannot be set here{stays}", hint=hint)
+        return dict(current)
 
     async def row(self, caller: Standing, model: str) -> dict[str, Any]:
         """A model that is built, as far as the caller may know it."""

@@ -48,7 +48,7 @@ class Upstream:
         self._events.close()
 
     def infer(
-        self, model: str, version: int, asked: InferRequest, tenant: str
+        self, model: str, version: int, asked: InferRequest, tenant: str, traceparent: str = ""
     ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
         """The outputs and the bill. To cancel this takes the request back.
 
@@ -57,6 +57,8 @@ class Upstream:
         body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
         if version:
             body["version"] = version
+        if traceparent:
+            body["traceparent"] = traceparent
         return self._connection.ask(
             "infer",
             model=model,

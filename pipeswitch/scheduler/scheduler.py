@@ -359,7 +359,7 @@ class Scheduler:
         if core.drain_at_ms is None:
             return 0
         is_quiet = all(device.is_quiet for device in self.machine.devices)
-        is_quiet = is_quiet and not len(self.admission.stages)
+        is_quiet = is_quiet and not len(self.admission.stages) and not core.going_on
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:

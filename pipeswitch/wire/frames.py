@@ -8,6 +8,7 @@ Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import chain
 from struct import Struct, pack
@@ -27,6 +28,10 @@ BODY_TENSOR: Final = "body"  # what a body that is too large for a header travel
 CHUNK_BYTES: Final = 4 << 20  # of an upload, at most
 MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
 
+TRACEPARENT: Final = re.compile(
+    "(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+"""W3C's: version, trace, span, flags."""
 ZMTP: Final = "zmtp"  # the reason: the peer begins as libzmq does, not as a stream
 INLINE: Final = (1 << 64) - 1  # a part's place: behind the table, and not in the share
 _ZMTP_BYTE: Final = 0xFF

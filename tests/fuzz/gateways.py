@@ -58,7 +58,7 @@ class Upstream:
     """A server that has one model, which answers with its inputs."""
 
     async def infer(
-        self, model: str, version: int, asked: InferRequest, tenant: str
+        self, model: str, version: int, asked: InferRequest, tenant: str, trace: str
     ) -> tuple[list[Output], dict[str, Any]]:
         self._know(model)
         outputs = [

@@ -155,3 +155,25 @@ def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
     )
     assert running.client.train(script, args=[str(tmp_path / "said")]).wait(20)["state"] == "done"
     assert (tmp_path / "said").read_text() == "small"
+
+
+def test_a_loop_outside_of_epochs_says_how_much_is_left(running: Checked, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "plain.py",
+        """
+        import torch
+        from pipeswitch import job
+
+        net = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for epoch in job.epochs(2):
+            pass
+        for x in job.steps([torch.ones(1, 4)] * 8, model=net, optimizer=optimizer):
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    row = running.client.train(script).wait(60)
+    assert (row["state"], row["step"], row["steps_left"]) == ("done", 8, 0)

@@ -216,13 +216,12 @@ def test_any_numpy_array_of_the_right_values_is_answered_alike(running: Checked)
     "given",
     [
         [[1.0, 2.0], [3.0]],
-        "text",
         np.array([{}]),
         torch.zeros(2, 4, device="meta"),
         torch.zeros(2, 4, dtype=torch.complex64).conj(),
         torch.zeros(2, 4).to(torch.float8_e4m3fn),
     ],
-    ids=["ragged", "text", "objects", "meta", "conjugate", "float8"],
+    ids=["ragged", "objects", "meta", "conjugate", "float8"],
 )
 def test_what_is_no_array_is_an_invalid_input(running: Checked, given: Any) -> None:
     with pytest.raises(InvalidInput):

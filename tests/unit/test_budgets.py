@@ -4,7 +4,7 @@ Calls are those of Python's functions, of the scheduler where nothing else is sa
 in each run.
 """
 
-# mypy: disable-error-code="arg-type"
+# mypy: disable-error-code="arg-type, union-attr, misc"
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeswitch.config import LogConfig
+from pipeswitch.frontend.clients import Client
+from pipeswitch.frontend.request_log import Complaints, RequestLog
+from pipeswitch.frontend.requests import Requests
 from pipeswitch.ipc.messages import (
     InferenceDone,
     JobReport,
@@ -26,7 +30,10 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     WorkerReady,
 )
+from pipeswitch.roles import OWNER
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.events import Answer
+from pipeswitch.wire.frames import RequestHeader
 from tests.unit.request_rig import clients_calls, gateways_calls, workers_calls
 from tests.unit.test_scheduler_rules import MIB, Rig
 
@@ -173,6 +180,29 @@ def test_a_training_report_concerns_nobody(models: int) -> None:
 def test_a_request_over_http_costs_the_gateways_loop_so_many_calls(tmp_path: Path) -> None:
     pytest.importorskip("httptools", reason="make installs it")
     assert gateways_calls(tmp_path) <= 104  # were 293, in five turns of the loop; now in two
+
+
+def test_a_log_of_requests_that_is_off_costs_them_no_call_and_no_file(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path, LogConfig(), Complaints(lambda: 0.0))
+    files: list[str] = []
+
+    def note(frame: FrameType, what: str, _: Any) -> None:
+        files.append(Path(frame.f_code.co_filename).name)
+
+    client = Client(peer=SimpleNamespace(), standing=OWNER)
+    requests = Requests(SimpleNamespace(memory_of=lambda _: memoryview(b"")), log)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        pending = requests.accept(client, RequestHeader(v=1, op="infer", id="1", model="m"))
+        outgoing = requests.end(pending, Answer(token=pending.token))
+        outgoing.on_end(True)
+    finally:
+        sys.setprofile(before)
+    assert requests.inference.ok == 1
+    assert "requests.py" in files
+    assert "request_log.py" not in files
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_request_costs_its_caller_so_many_calls(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "config": "errors roles units",
     "planning": "",
     "wire": "config errors roles",
+    "tracing": "wire",
     "ipc": "errors failpoints wire",
     "programs": "errors planning units texts",
     "commits": "errors failpoints ipc machine",
@@ -62,10 +63,10 @@ MAY_IMPORT: Mapping[str, str] = {
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
-    "client": "commits errors programs programs/build wire texts",
+    "client": "commits errors programs programs/build tracing wire texts",
     "__init__": "client errors job wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc programs roles shares units wire texts",
+    "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
     "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
     "sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",

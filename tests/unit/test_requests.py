@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from pipeswitch.errors import InvalidInput, QueueFull, TaskFailed
+from pipeswitch.config import LogConfig
+from pipeswitch.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
 from pipeswitch.frontend.clients import Client, Outgoing
+from pipeswitch.frontend.request_log import (
+    FILE_NAME,
+    LINES_PER_MINUTE,
+    Complaints,
+    RequestLog,
+)
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.roles import OWNER
-from pipeswitch.scheduler.events import Answer
+from pipeswitch.scheduler.events import Answer, Token
+from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import RequestHeader, decode_reply
 
 POOL_BYTES = 1 << 20
@@ -32,8 +44,10 @@ def pool() -> Iterator[RequestPool]:
 
 
 @pytest.fixture
-def requests(pool: RequestPool) -> Requests:
-    return Requests(pool)
+def requests(pool: RequestPool, tmp_path: Path) -> Iterator[Requests]:
+    log = RequestLog(tmp_path, LogConfig(requests=1.0), Complaints(lambda: 0.0))
+    yield Requests(pool, log)
+    log.close()
 
 
 @pytest.fixture
@@ -156,8 +170,8 @@ def test_a_request_without_room_may_name_no_bytes_at_all(
 def test_refusals_are_counted_apart_and_want_of_room_by_itself(
     requests: Requests, client: Client
 ) -> None:
-    requests.reject(client, "infer", QueueFull("full"))
-    requests.reject(client, "train", InvalidInput("no"))
+    for op, error in (("infer", QueueFull("full")), ("train", InvalidInput("no"))):
+        requests.reject(client, RequestHeader(v=1, op=op, id="1"), error)
     assert client.counts.rejected == 2
     assert (requests.counts.rejected, requests.inference.rejected) == (2, 1)
     assert requests.queue_full_count == 1
@@ -165,3 +179,78 @@ def test_refusals_are_counted_apart_and_want_of_room_by_itself(
     sent(ended(requests, pending, Answer(token=pending.token, error=QueueFull("too many wait"))))
     assert requests.queue_full_count == 2
     assert (requests.counts.accepted, requests.counts.error) == (1, 1)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()]
+
+
+def test_the_end_of_each_inference_is_a_line(
+    requests: Requests, client: Client, tmp_path: Path
+) -> None:
+    good, bad, gone = (infer(requests, client, name) for name in ("good", "bad", "gone"))
+    good.caller, good.bytes_in, good.trace_id = "kim", 4, "ab" * 16
+    timing = Bill(queue_ms=0.12345, total_ms=2.0, version=3)
+    answer = msgspec.structs.replace(output(good), timing=timing)
+    sent(ended(requests, good, answer))
+    sent(ended(requests, bad, Answer(token=bad.token, error=TaskFailed("no"))))
+    ended(requests, gone, output(gone)).on_end(False)
+    listing = requests.accept(client, RequestHeader(v=1, op="models", id="models"))
+    sent(ended(requests, listing, Answer(token=listing.token)))
+    requests.reject(
+        client, RequestHeader(v=1, op="infer", id="\x1b", model="x" * 999), QueueFull("full")
+    )
+    lines = logged(tmp_path)
+    outcomes = {line["request_id"]: line["outcome"] for line in lines}
+    assert outcomes == {"good": "ok", "bad": "TaskFailed", "gone": "undeliverable",
+                        "\x1b": "QueueFull"}  # fmt: skip
+    assert lines[-1]["model"] == "x" * 64
+    known = {"op": "infer", "tenant": "kim", "model": "m", "trace_id": "ab" * 16, "version": 3,
+             "bytes_in": 4, "bytes_out": 4, "queue_ms": 0.123, "total_ms": 2.0}  # fmt: skip
+    assert known.items() <= lines[0].items()
+    assert abs(lines[0]["time"] - time.time()) < 60
+    assert "\x1b" not in (tmp_path / FILE_NAME).read_text()
+
+
+def test_a_share_of_them_is_written_and_the_files_have_a_bound(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path, LogConfig(requests=0.5, max_bytes=1 << 18), Complaints(lambda: 0.0))
+    answer = Answer(token=Token(1))
+    for number in range(2_300):
+        log.note(answer, op="infer", request_id=str(number), model="m" * 500)
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert [one.name for one in files] == [FILE_NAME, f"{FILE_NAME}.1", f"{FILE_NAME}.2"]
+    assert all(one.stat().st_size <= 1 << 18 for one in files)
+    written = [int(line["request_id"]) for line in logged(tmp_path)]
+    assert written
+    assert len(written) < 0.75 * (max(written) - min(written))  # not all
+
+
+def test_a_disk_that_is_full_ends_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RequestLog(tmp_path / "none", LogConfig(requests=1.0), Complaints(lambda: 0.0))
+    for _ in range(100):
+        log.note(Answer(token=Token(1)), op="infer")
+    log.close()
+    assert len(caplog.messages) == LINES_PER_MINUTE
+    assert "a line is lost" in caplog.text
+
+
+def test_the_servers_log_has_a_few_lines_of_each_kind_of_failure(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    now_ms = 0.0
+    log = RequestLog(tmp_path, LogConfig(), Complaints(lambda: now_ms))
+    errors = [QueueFull("full"), InvalidInput("bad"), Cancelled("taken back")]
+    for number in range(100):
+        for error in errors:
+            answer = Answer(token=Token(1), error=error)
+            log.note(answer, op="infer", request_id=str(number), tenant="kim")
+    assert len(caplog.messages) == 2 * LINES_PER_MINUTE
+    first = "op=infer request_id=0 tenant=kim cause=QueueFull: full unsaid=0"
+    assert caplog.messages[0] == first
+    now_ms = 61_000.0
+    log.note(Answer(token=Token(1), error=errors[0]), op="infer")
+    assert caplog.messages[-1] == f"op=infer cause=QueueFull: full unsaid={100 - LINES_PER_MINUTE}"
+    assert not [*tmp_path.iterdir()]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pipeswitch.errors import (
+    Cancelled,
     DeadlineExceeded,
     InvalidInput,
     PermissionDenied,
@@ -26,6 +27,7 @@ from pipeswitch.scheduler.processes.stages import Stages
 from pipeswitch.scheduler.records import Request
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import TaskState
+from tests.unit.test_scheduler_rules import Rig
 
 STAGE = stage("pkg:fn", {"image": (((1, 9), 3), "uint8")})
 RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, size_bytes=12),)
@@ -137,7 +139,7 @@ def test_a_deadline_counts_from_arrival_and_a_call_that_hangs_is_killed(pool: Po
     pool.ask(1)
     pool.starts()
     pool.ask(2, deadline_at_ms=9.0)
-    assert pool.core.wakeups.next_ms == 9.0
+    assert pool.core.wakeups.heap[0][0] == 9.0
     pool.core.now_ms = 9.0
     pool.advance()
     assert pool.error() == "DeadlineExceeded"
@@ -252,3 +254,23 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Answer))
     assert isinstance(answer.error, DeadlineExceeded)
+
+
+def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
+    """Between the model's end and the frontend's next word of it nobody else has the request."""
+    rig = Rig()
+    rig.register("a")
+    rig.state.replicas["a"].model.stage = stage("", {}, "pkg:fn", {"label": ([1], "bytes")})
+    token = rig.infer("a")
+    rig.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    rig.arrived("a")
+    rig.done()
+    assert rig.answers.pop(token).error is None  # which the frontend keeps back
+    assert not rig.commands(ev.Leave)
+    rig.handle(ev.InferArrived(
+        token=token, request_id="r", model="a", digest="", priority=1, deadline_at_ms=None,
+        inputs=(), reply_offset_bytes=0, reply_bytes=0, is_after=True))  # fmt: skip
+    assert not rig.commands(ev.Leave)
+    rig.handle(ev.CancelAsked(token=token))
+    assert isinstance(rig.error(token), Cancelled)
+    assert rig.commands(ev.Leave)

@@ -597,7 +597,8 @@ class TrainingSession:
         if length is None:
             return -1
         position = self._place.position
-        return (self._epochs - position.epoch) * length - position.batches
+        loops = self._epochs - position.epoch if position.epoch >= 0 else 1
+        return loops * length - position.batches
 
     def _report(self, *, final: bool = False) -> None:
         if self._reports.are_due or final:

@@ -74,6 +74,7 @@ class Admission:
     def _computed(self, event: InferArrived) -> None:
         """Its model's outputs lie in the pool: the function behind that makes the answer."""
         core, name = self._core, split_name(event.model)[0]
+        core.going_on.discard(event.token)
         served, model = self._machine.served.get(name), self._versions.current(name)
         if served is None or model is None or model.stage is None or not model.stage.after:
             core.refuse(event.token, changed_on_the_way(event.model))
@@ -205,6 +206,7 @@ class Admission:
 
     def cancel(self, event: CancelAsked) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
+        self._core.going_on.discard(event.token)
         for state in (device.state for device in self._machine.devices):
             request = state.queue.get(event.token) or state.early.get(event.token)
             if request is not None:

@@ -65,7 +65,9 @@ class Endings:
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
         device.served += len(requests)
-        returns = replica.model.built.returns
+        returns, stage = replica.model.built.returns, replica.model.stage
+        if stage is not None and stage.after:
+            core.going_on.update(request.token for request in requests)
         for request, outputs in zip(
             requests, (message.outputs, *message.joined_outputs), strict=True
         ):

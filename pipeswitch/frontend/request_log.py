@@ -1,0 +1,102 @@
+"""What is written of requests: the end of each, or of a share of them, in a file of its own where
+that is asked for (``[log] requests``); in the server's log a few lines of what failed or was
+refused, and what became of models and jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import random
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from ..config import LogConfig
+from ..errors import Cancelled, RemoteProtocolError
+from ..scheduler.events import Answer, Publish
+
+_logger = logging.getLogger(__name__)
+
+FILE_NAME: Final = "requests.jsonl"
+LINES_PER_MINUTE: Final = 10  # of each kind of failure
+NEWS: Final = frozenset((
+    "model.registered", "model.unregistered", "model.version", "job.submitted", "job.moved",
+    "job.done", "job.cancelled",
+))  # fmt: skip
+BAD_NEWS: Final = frozenset((
+    "model.refused", "model.quarantined", "model.publish_failed", "model.prepare_failed",
+    "job.failed", "job.persist_failed", "worker.died", "worker.daemon_died", "queue.policy_failed",
+))  # fmt: skip
+
+
+class Complaints:
+    """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever is sent."""
+
+    count = 0  # of messages that were not of the protocol
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
+        self._now_ms = now_ms
+        self._written: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LINES_PER_MINUTE))
+        self._unsaid: Counter[str] = Counter()
+
+    def warn(self, kind: str, text: str, *args: Any) -> None:
+        """``kind``: one of few. How many were left out is told with the next one."""
+        written, now_ms = self._written[kind], self._now_ms()
+        if len(written) == LINES_PER_MINUTE and now_ms - written[0] <= 60_000:
+            self._unsaid[kind] += 1
+            return
+        written.append(now_ms)
+        _logger.warning(f"{text} unsaid=%d", *args, self._unsaid.pop(kind, 0))
+
+    def add(self, who: str, error: RemoteProtocolError) -> None:
+        """A message was not of the protocol. ``who``: for the log."""
+        self.count += 1
+        text = "refused from=%s malformed=%d cause=%.200r"
+        self.warn("malformed", text, who, self.count, error.message)
+
+
+class RequestLog:
+    """Told of the inferences that end, of all that fail, and of whatever is refused."""
+
+    def __init__(self, folder: Path, settings: LogConfig, complaints: Complaints) -> None:
+        self._share, self._complaints = settings.requests, complaints
+        self.is_on = settings.requests > 0
+        self._file = logging.handlers.RotatingFileHandler(
+            folder / FILE_NAME, maxBytes=settings.max_bytes, backupCount=2, delay=True
+        )
+        self._file.handleError = self._lost  # type: ignore[method-assign]
+        self.close = self._file.close
+
+    def note(self, answer: Answer, *, is_sent: bool = True, **known: Any) -> None:
+        """A request has ended; ``known``: what its line begins with."""
+        error, outcome = answer.error, "ok" if is_sent else "undeliverable"
+        if error is not None:
+            outcome = type(error).__name__
+            if not isinstance(error, Cancelled):
+                told = " ".join([f"{name}={value!s:.80}" for name, value in known.items() if value])
+                kind = f"{known['op']} {outcome}"
+                self._complaints.warn(kind, "%s cause=%s: %.200s", told, outcome, error.message)
+        if random.random() >= self._share:
+            return
+        out = sum(one.size_bytes for one in answer.outputs)
+        line = {"time": round(time.time(), 3), **known, "outcome": outcome, "bytes_out": out}
+        for name, value in answer.timing.as_dict().items() if answer.timing is not None else ():
+            line[name] = round(value, 3) if isinstance(value, float) else value
+        text = json.dumps(line)  # in ASCII: a request's id may be anything
+        self._file.handle(logging.LogRecord("", logging.INFO, "", 0, text, None, None))
+
+    def _lost(self, record: logging.LogRecord) -> None:
+        self._complaints.warn("lost", "%s: a line is lost cause=%r", FILE_NAME, sys.exception())
+
+
+def tell(published: Publish) -> None:
+    """An event that the server's log has too."""
+    topic, body = published.topic, published.body
+    if topic in NEWS or topic in BAD_NEWS:
+        told = " ".join([f"{key}={value!s:.200}" for key, value in body.items() if key != "at_ms"])
+        _logger.log(logging.INFO if topic in NEWS else logging.WARNING, "%s %s", topic, told)
