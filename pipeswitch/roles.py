@@ -43,6 +43,7 @@ MODEL_FACTS: Final = frozenset(
         "batch",
         "batching",
         "dims",
+        "steps",
     }
 )
 """What ``infer`` is told of a model."""

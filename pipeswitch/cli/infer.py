@@ -19,7 +19,7 @@ from ..errors import InvalidInput, PipeSwitchError
 from ..planning.fit import percentile
 from ..texts import BYTES
 from ..units import printable
-from ..wire.bill import PARTS, SELDOM
+from ..wire.bill import PARTS, SELDOM, Bill
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
@@ -117,7 +117,9 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
             views.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
             return
         bill = outcome.result.timing
-        numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
+        for step, part in bill.steps.items():
+            views.echo(f"{'':{width}}{_numbers(part)}{'':10}   {step}")
+        numbers = _numbers(bill)
         said = {name.removesuffix("_ms"): getattr(bill, name) for name in PARTS if name in SELDOM}
         notes = "".join(f"{name} {ms:.2f} " for name, ms in said.items() if ms)
         notes += "resident " * bill.resident
@@ -127,6 +129,10 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
         views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
 
     return show_bill
+
+
+def _numbers(bill: Bill) -> str:
+    return "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
 
 
 def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -104,8 +104,8 @@ def main(ctx: click.Context, host: str | None, key: str | None, server_key: str 
 VERBS = (
     server.serve, server.stop, server.ps, server.stats, server.top, server.ping, server.trace,
     server.ui,
-    models.register, models.unregister, models.load, models.unload, models.models, models.show,
-    models.profile, models.plan,
+    models.register, models.chain, models.unregister, models.load, models.unload, models.models,
+    models.show, models.profile, models.plan,
     infer.infer,
     jobs.train, jobs.jobs,
     keys,

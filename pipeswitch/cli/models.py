@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -129,6 +130,39 @@ def register(
     print_done(row, text, as_json)
 
 
+@click.command()
+@click.argument("name")
+@click.argument("steps", nargs=-1, required=True, metavar="[STEP=]MODEL[:INPUT=VALUE,…]...")
+@click.option("--output", "outputs", multiple=True, metavar="NAME=STEP.OUTPUT",
+              help="Of the answer (repeatable; default: all of the last step).")  # fmt: skip
+@json_option
+def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: bool) -> None:
+    """Make registered models servable as one, asked one after the other.
+
+    A VALUE is an input of the request or STEP.OUTPUT of an earlier step:
+    pipeswitch chain labels encoder head:x=encoder.y
+    """
+    declared = []
+    for step in steps:
+        which, _, inputs = step.partition(":")
+        called, _, model = which.rpartition("=")
+        declared.append({"name": called, "model": model, "inputs": _pairs(inputs.split(","))})
+    with connected() as client:
+        row = client.register_chain(name, declared, _pairs(outputs))
+    text = f"{name}: {', '.join(row['inputs'])} > {' > '.join(s['name'] for s in row['steps'])}"
+    print_done(row, f"{text} > {', '.join(row['outputs'])}", as_json)
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in filter(None, texts):
+        name, _, value = text.partition("=")
+        if not (name and value) or name in found:
+            raise click.UsageError(f"{text!r} is not NAME=VALUE, or comes twice: x=encoder.y")
+        found[name] = value
+    return found
+
+
 def _arrays(path: str) -> dict[str, Any]:
     import numpy as np
 
@@ -196,7 +230,7 @@ def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
     return act
 
 
-unregister = _model_verb("unregister", "unregistered", "Drop a model.")
+unregister = _model_verb("unregister", "unregistered", "Drop a model, or a chain.")
 load = _model_verb(
     "load", "pinned", "Pin a model on the device (and give a quarantined one another chance)."
 )
@@ -272,7 +306,11 @@ def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_j
     rows = []
     with connected() as client:
         if is_all:
-            names = tuple(row["name"] for row in client.models() if row["state"] == "ready")
+            names = tuple(
+                row["name"]
+                for row in client.models()
+                if row["state"] == "ready" and "steps" not in row
+            )
         for name in names:
             try:
                 rows.append(_profiled(client, name, batches, as_json))

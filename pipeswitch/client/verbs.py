@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from ..errors import ServerUnavailable
@@ -35,6 +35,32 @@ class Verbs:
         return answer
 
     # ---- models --------------------------------------------------------------------------------
+
+    def register_chain(
+        self,
+        name: str,
+        steps: Sequence[str | Mapping[str, Any]],
+        outputs: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Make several registered models servable as one: each step's outputs stay on the server.
+
+        Args:
+            name: what requests will call it.
+            steps: in order: a model's name, or ``{"model": "head", "inputs": {"x": "encoder.y"}}``:
+                each of its inputs is an input of the request (``"ids"``) or an output of an earlier
+                step; one that is not named is that of its own name. ``"name"`` tells two steps of
+                one model apart.
+            outputs: of the answer, as ``{"label": "head.label"}``; default: the last step's.
+
+        Raises:
+            InvalidInput: no such model, name or fit; and what there is.
+            AlreadyExists: a model or another chain has the name.
+        """
+        body = {
+            "steps": [{"model": one} if isinstance(one, str) else dict(one) for one in steps],
+            "outputs": dict(outputs or {}),
+        }
+        return self._ask("chain", model=name, body=body)
 
     def publish(self, name: str, job: str, step: int = -1, part: str = "") -> dict[str, Any]:
         """Make a job's newest commit the next version of a model; returns when it is current.
@@ -65,7 +91,7 @@ class Verbs:
         return self._ask("rollback", model=name, body=body)
 
     def unregister(self, name: str) -> dict[str, Any]:
-        """Drop a model; requests that wait for it are answered first."""
+        """Drop a model or a chain; requests that wait for it are answered first."""
         return self._ask("unregister", model=name, is_safe=False)
 
     def load(self, name: str) -> dict[str, Any]:
@@ -223,6 +249,7 @@ def awaited(
 class AwaitedVerbs(Awaited[V]):
     """All of ``Verbs``."""
 
+    register_chain = awaited(Verbs.register_chain)
     publish = awaited(Verbs.publish)
     rollback = awaited(Verbs.rollback)
     split = awaited(Verbs.split)

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 8  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split
+SCHEMA_VERSION: Final = 9  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
+# 8 no chains
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -55,12 +56,13 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
     # its name is a model's; shares are of other versions: [version, percent]
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
+    "chain": {"spec": bytes, "tenant": str},
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
 """What an entry of each kind must have beside its name; each kind is a table."""
 
 ENDS: Final = {
-    "model-gone": ("model",), "serving-gone": ("serving",),
+    "model-gone": ("model",), "serving-gone": ("serving",), "chain-gone": ("chain",),
     "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
 }  # fmt: skip
 """Entries that end those of other kinds."""
@@ -79,8 +81,8 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, serving, jobs, holds, placed, ended: what it held when it was opened, by name, in
-            the order of acceptance.
+        models, chains, serving, jobs, holds, placed, ended: what it held when it was opened, by
+            name, in the order of acceptance.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,6 +95,7 @@ class JournalFile:
         self._path = path
         self._owed: dict[tuple[str, str], Entry] = {}  # could not be written yet; the latest each
         self.models: dict[str, Entry] = {}
+        self.chains: dict[str, Entry] = {}
         self.jobs: dict[str, Entry] = {}
         self.serving: dict[str, Entry] = {}
         self.holds: dict[str, Entry] = {}
@@ -109,10 +112,11 @@ class JournalFile:
                 self._database = _opened(path)
             try:
                 self._take_over(kept)
-                self.models, self.serving, self.jobs, self.holds, self.placed, self.ended = (
+                (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed,
+                 self.ended) = (
                     {entry["name"]: entry for entry in _rows(self._database, kind)}
-                    for kind in ("model", "serving", "job", "hold", "placed", "ended")
-                )
+                    for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
+                )  # fmt: skip
                 sync_directory(path.parent)
             except BaseException:
                 self._database.close()

@@ -7,14 +7,17 @@ import itertools
 import logging
 from typing import Any
 
+import msgspec
+
 from ..commits.progress import SUFFIX, read_life
 from ..config import PRIORITIES, ModelConfig
 from ..errors import PipeSwitchError
 from ..frontend import permissions
 from ..ipc.messages import JobName, ModelName
+from ..programs.chains import Chain
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import RegisterAsked, SweepPrograms, Token
+from ..scheduler.events import ChainAsked, RegisterAsked, SweepPrograms, Token
 from ..scheduler.models.versions import split_name
 from .server import Server
 
@@ -45,6 +48,17 @@ def restore(server: Server) -> None:
                 stage=stage_of(entry["spec"]),
                 is_known=True,
                 restored=builds.manifest_of(entry["digest"]),
+            )
+        )
+    for name, entry in journal.chains.items():
+        try:
+            chain = msgspec.msgpack.decode(entry["spec"], type=Chain)
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("chain=%s of the journal ignored: %s", name, error)
+            continue
+        server.inbox.append(
+            ChainAsked(
+                token=next(tokens), model=ModelName(name), tenant=entry["tenant"], restored=chain
             )
         )
     # Nothing is registered yet; the journal's models stay.

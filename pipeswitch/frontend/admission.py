@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from ..config import NAME_PATTERN, PRIORITIES
 from ..errors import InvalidInput, ModelNotFound, PermissionDenied
 from ..programs.dims import NoExtent, Values, match, values_text
@@ -82,6 +84,10 @@ def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announ
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
+    if isinstance(known, Mapping) and name in known and known[name].chain is not None:
+        return ModelNotFound(
+            f'"{name}" is a chain, not a model', hint=f"pipeswitch show {name} names its models"
+        )
     guess = nearest(name, known)
     data = {"nearest": guess.split('"')[1]} if guess else {}
     return ModelNotFound(f'no model "{name[:80]}"{guess}', hint="pipeswitch models", **data)
@@ -318,6 +324,13 @@ class Body:
             f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
             f"positive dimensions, or ranges of them, and one of {', '.join(dtypes)}"
         )
+
+    def of_type(self, key: str, kind: Any, default: object = None) -> Any:
+        """As ``msgspec`` has it; required when there is no default."""
+        try:
+            return msgspec.convert(self._left.pop(key, default), kind)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{self._op}: {key}: {printable(str(error))}") from None
 
     def tree(self, key: str, names: Iterable[str]) -> Tree:
         """How the inputs of these names make up arguments; None when it is missing."""

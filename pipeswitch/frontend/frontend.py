@@ -370,6 +370,7 @@ class Frontend:
         if pending.is_copying:
             pending.is_cancelled = True
         else:
+            pending.is_cancelled = pending.run is not None  # no step follows
             self._take(CancelAsked(token=pending.token))
 
     def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
@@ -427,7 +428,7 @@ class Frontend:
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
-        if pending.op == "infer" and (pending.after or pending.bill):
+        if pending.op == "infer" and (pending.after or pending.bill or pending.run):
             found = self.inference.go_on(pending, answer)
             if found is None:
                 return

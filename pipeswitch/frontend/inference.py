@@ -30,12 +30,13 @@ from ..scheduler.events import (
     TakeResult,
 )
 from ..scheduler.models.versions import split_name
+from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
-from . import admission
+from . import admission, chains
 from .admission import Admitted, Body
 from .clients import Client
 from .request_pool import RequestPool
-from .requests import Pending, Requests
+from .requests import Pending, Requests, Run
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
@@ -103,6 +104,8 @@ class Inference:
             raise admission.model_not_found(header.model, self.models)
         if version:
             announced = admission.find_version(header.model, version, self._versions)
+        if announced.chain is not None:
+            announced = chains.begins(announced, self.models)
         admitted = self._admit(header, [*map(len, tensors)], announced)
         priority, deadline_ms = announced.priority, header.deadline_ms
         if header.priority:
@@ -139,19 +142,29 @@ class Inference:
         )
         if announced.stage is not None and announced.stage.after:
             pending.after = event
+        elif announced.chain is not None:
+            own = priority if header.priority else None
+            pending.run = chains.run_of(announced.chain, event, own, pending)
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)
-            self._take(event)
+            if pending.run is None:
+                self._take(event)
+            else:
+                self._next(pending, pending.run)
         else:
             pending.is_copying = True
-            self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
+            first = event.model if pending.run is None else pending.run.chain.steps[0].model
+            self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self.copier.put(functools.partial(self._copy, event, payload, event.tenant, copied))
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""
-        if header.model in self.models:
-            self._take(PrefetchHint(model=ModelName(header.model)))
+        announced = self.models.get(header.model)
+        if announced is not None:
+            chain = announced.chain
+            first = header.model if chain is None else chain.steps[0].model
+            self._take(PrefetchHint(model=ModelName(first)))
 
     def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
         """As ``check_infer``, which answers the same to the same."""
@@ -179,8 +192,10 @@ class Inference:
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
             self._answer(Answer(token=pending.token, error=error))
-        else:
+        elif pending.run is None:
             self._take(event)
+        else:
+            self._next(pending, pending.run)
 
     # ---- what a function made ------------------------------------------------------------------
 
@@ -262,7 +277,78 @@ class Inference:
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
 
     def go_on(self, pending: Pending, answer: Answer) -> Answer | None:
-        """What a model computed goes to the function behind it; None: the answer follows."""
+        """What a model computed goes to the function behind it, or to the next step of a chain;
+        None: the answer follows."""
+        found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
+        if found is None or pending.run is None:
+            return found
+        pending.bill = None
+        return self._step_done(pending, pending.run, found)
+
+    def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
+        """A step is over: its outputs stay in the pool until their last use."""
+        step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
+        answer = self._requests.checked(pending, answer)
+        error, is_last = answer.error, number == len(run.chain.steps)
+        if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
+            error = Cancelled("cancelled by the caller")
+        if error is not None:
+            return Answer(token=answer.token, error=chains.of_step(error, pending, step))
+        run.bills[step.name] = answer.timing or Bill()
+        made = {f"{step.name}.{one.name}": one for one in answer.outputs}
+        run.values |= made
+        if pending.room is not None:
+            run.rooms.append((pending.room, made.keys()))
+            pending.room = None
+        self._requests.read(run, run.chain.needed(number))
+        if is_last:
+            return chains.answer_of(pending.token, run)
+        self._next(pending, run)
+        return None
+
+    def _next(self, pending: Pending, run: Run) -> None:
+        """Ask for the next step's model, as if a client had sent its inputs, which lie in the pool.
+
+        Only a module's own code may write to them: of what another step reads too, it has a copy.
+        """
+        number = len(run.bills)
+        step = run.chain.steps[number]
+        try:
+            announced = chains.model_of(step, self.models, run.event.tenant)
+            values = [run.values[source] for source in step.inputs.values()]
+            header = chains.as_request(step, values)
+            admitted = self._admit(header, [one.size_bytes for one in values], announced)
+            kept = run.chain.needed(number + 1).intersection(step.inputs.values())
+            is_copied = bool(kept) and announced.manifest.mode == "module"
+            room = pending.room = self._pool.reserve(
+                run.event.caller, admitted.input_bytes if is_copied else 0, admitted.reply_bytes,
+                run.event.tenant,
+            )  # fmt: skip
+        except PipeSwitchError as error:
+            self._answer(Answer(token=pending.token, error=error))
+            return
+        placed = room.place(admitted.inputs) if is_copied else [
+            msgspec.structs.replace(values[item.frame], name=item.name) for item in admitted.inputs
+        ]  # fmt: skip
+        event = msgspec.structs.replace(
+            run.event, model=announced.model, digest=announced.manifest.digest,
+            priority=announced.priority if run.priority is None else run.priority,
+            inputs=tuple(placed), reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes, lineage=announced.lineage,
+            arrived_at_ms=None if number else run.event.arrived_at_ms,
+        )  # fmt: skip
+        if announced.stage is not None and announced.stage.after:
+            pending.after = event
+        taken = functools.partial(self._take, event)
+        if not is_copied:
+            taken()
+            return
+        memory = self._pool.memory_of(room)
+        payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
+                   for item in admitted.inputs]  # fmt: skip
+        self.copier.put(functools.partial(self._copy, event, payload, event.tenant, taken))
+
+    def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:
             if pending.bill is None or answer.timing is None:
                 return answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Set
 from typing import Final
 
 import msgspec
@@ -17,7 +18,8 @@ import msgspec
 from .. import failpoints
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import ModelName
+from ..ipc.messages import ModelName, SlabTensor
+from ..programs.chains import Chain
 from ..scheduler.events import Answer, InferArrived, Token
 from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
@@ -29,6 +31,17 @@ from .request_pool import RequestPool, Room
 _logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARS: Final = 64  # of what may be no model's name
+
+
+class Run(msgspec.Struct, kw_only=True, eq=False):
+    """A chain's request, from its first step on (``chains.py``)."""
+
+    chain: Chain
+    event: InferArrived  # as it came; each step's is made of it
+    priority: int | None  # that it asked for; None: each model's own
+    values: dict[str, SlabTensor]  # that later steps read
+    rooms: list[tuple[Room, Set[str]]]  # in the pool, each with the values that lie there
+    bills: dict[str, Bill] = {}  # of the steps that are over
 
 
 class Pending(msgspec.Struct, kw_only=True, eq=False):
@@ -49,6 +62,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     trace_id: str = ""
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
     bill: Bill | None = None  # of the model, whose outputs are there
+    run: Run | None = None  # of a chain: how far it is
 
 
 class Requests:
@@ -121,6 +135,14 @@ class Requests:
             self._pool.release_reply(pending.room)
             pending.room = None
 
+    def read(self, run: Run, needed: Set[str] = frozenset()) -> None:
+        """A chain's rooms that have none of these values are free."""
+        for room, names in run.rooms:
+            if needed.isdisjoint(names):
+                self._pool.release_inputs(room)
+                self._pool.release_reply(room)
+        run.rooms = [(room, names) for room, names in run.rooms if not needed.isdisjoint(names)]
+
     def progress(self, pending: Pending, answer: Answer) -> Outgoing:
         """The message of an answer that more will follow."""
         frames = answer_frames(
@@ -143,8 +165,11 @@ class Requests:
         if client.is_gone:
             self._ended(pending, answer, is_sent=False)
             return None
-        answer = self.checked(pending, answer)
+        if pending.run is None:  # else it was, step by step
+            answer = self.checked(pending, answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
+        if pending.run is not None and pending.run.rooms:  # all of one file
+            room = pending.run.rooms[0][0]
         memory = self._pool.memory_of(room)
         return Outgoing(
             frames=answer_frames(pending.request_id, client.session, answer, memory),
@@ -169,6 +194,8 @@ class Requests:
             setattr(counts, name, getattr(counts, name) + 1)
         if pending.room is not None:
             self._pool.release_reply(pending.room)
+        if pending.run is not None:
+            self.read(pending.run)
         if pending.op == "infer" and (self._log.is_on or answer.error is not None):
             self._log.note(
                 answer, is_sent=is_sent, op=pending.op, request_id=pending.request_id,

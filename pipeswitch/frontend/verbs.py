@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
+from ..programs.chains import Sources, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
     Asked,
+    ChainAsked,
     DrainAsked,
     JobAsked,
     PinAsked,
@@ -32,6 +34,7 @@ from ..scheduler.events import (
     TrainAsked,
     UnregisterAsked,
 )
+from ..units import printable
 from ..wire.frames import RequestHeader
 from . import admission, permissions
 from .admission import Body
@@ -148,6 +151,23 @@ def _register(q: Question) -> Event:
     )
 
 
+def _chain(q: Question) -> Event:
+    steps: Any = q.body.of_type("steps", Steps)
+    returns: dict[str, str] = q.body.of_type("outputs", Sources, {})
+    for step in steps:
+        admission.check_name(step.name or step.model, "step")
+    named = [name for step in steps for name in step.inputs.values()]
+    if odd := [name for name in (*named, *returns) if printable(name, keep="") != name]:
+        raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
+    return ChainAsked(
+        token=q.token,
+        model=ModelName(admission.check_name(q.model, "chain")),
+        steps=steps,
+        returns=returns,
+        tenant=admission.tenant_of(q.body, q.standing.tenant),
+    )
+
+
 def _train(q: Question) -> Event:
     job = JobName(admission.check_name(q.body.text("name"), "job"))
     entry = permissions.check_entry(
@@ -254,6 +274,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
+    "chain": Verb(Role.REGISTER, _chain),
     "unregister": Verb(Role.REGISTER, _unregister, of_model=True, of_owner=True),
     "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
     "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # over whosever model

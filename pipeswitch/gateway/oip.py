@@ -618,7 +618,18 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
         "input": tensors(row["inputs"]),
         "output": tensors(row["outputs"]),
         **({} if batching is None else {"dynamic_batching": _dynamic(batching)}),
+        **({"ensemble_scheduling": _ensemble(row)} if "steps" in row else {}),
         "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def _ensemble(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A chain's steps; what a step returns is called ``STEP.OUTPUT`` inside."""
+    return {
+        "step": [
+            {"model_name": step["model"], "model_version": -1, "input_map": step["inputs"]}
+            for step in row["steps"]
+        ]
     }
 
 

@@ -48,8 +48,11 @@ _INFERENCE: Final = {
     "ModelConfigResponse": "config=1:ModelConfig",
     "ModelConfig": "name=1:string platform=2:string version_policy=3:ModelVersionPolicy "
     "max_batch_size=4:int32 input=5:ModelInput* output=6:ModelOutput* "
-    "dynamic_batching=11:ModelDynamicBatching/scheduling_choice backend=17:string "
+    "dynamic_batching=11:ModelDynamicBatching/scheduling_choice "
+    "ensemble_scheduling=15:ModelEnsembling/scheduling_choice backend=17:string "
     "model_transaction_policy=19:ModelTransactionPolicy",
+    "ModelEnsembling": "step=1:ModelEnsembling.Step*",
+    "ModelEnsembling.Step": "model_name=1:string model_version=2:int64 input_map=3:map.string",
     "ModelDynamicBatching": "preferred_batch_size=1:int32* max_queue_delay_microseconds=2:uint64",
     "ModelVersionPolicy": "latest=1:ModelVersionPolicy.Latest/policy_choice",
     "ModelVersionPolicy.Latest": "num_versions=1:uint32",
@@ -162,7 +165,7 @@ def _add_field(
     kind, _, choice = kind.partition("/")
     field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
     if kind.startswith("map."):
-        entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         _add_field(package, "", entry, "key=1:string", enums)
         _add_field(package, "", entry, f"value=2:{kind.removeprefix('map.')}", enums)

@@ -191,6 +191,8 @@ class Service:
         for key in BILLED:
             if key in bill:
                 bill[key] = round(bill[key], 3)
+        for step, part in bill.pop("steps", {}).items():  # a parameter is no object
+            bill[f"{step}.total_ms"] = round(part["total_ms"], 3)
         return outputs, bill
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:

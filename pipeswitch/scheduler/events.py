@@ -18,6 +18,7 @@ import msgspec
 from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 from ..planning.profile import Found, Profile
+from ..programs.chains import Chain, Step
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
 from ..wire.bill import Bill
@@ -92,6 +93,14 @@ class RegisterAsked(Asked, frozen=True):
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
     stage: Stage | None = None  # what makes its inputs; None: its clients
+
+
+class ChainAsked(Asked, frozen=True):
+    model: ModelName  # the chain's name
+    steps: tuple[Step, ...] = ()
+    returns: dict[str, str] = {}
+    tenant: str = ""  # whose it will be; empty: the server's owner's
+    restored: Chain | None = None  # of an earlier server, as the journal has it
 
 
 class PublishAsked(Asked, frozen=True):
@@ -386,6 +395,7 @@ class Announce(_Told, frozen=True):
     is_current: bool = True  # requests without a number are its
     lineage: int = 0  # equal for all versions of one registration, and for no other's
     stage: Stage | None = None  # what makes its inputs of those that clients send
+    chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
 
 
 class Retract(_Told, frozen=True):

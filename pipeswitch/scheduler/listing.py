@@ -76,6 +76,8 @@ class Listing:
         model = self._machine.models.get(versions.resolve(name, event.version))
         if model is not None:
             core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
+        elif name in self._machine.chains:
+            core.answer(event.token, model=self._chain(name))
         elif versions.served(name) is not None:
             core.refuse(event.token, versions.missing(name, str(event.version)))
         else:
@@ -88,7 +90,31 @@ class Listing:
         for one in models:
             there[one.base].append(one)
         shown = (m for m in models if all_versions or self._versions.is_current(m))
-        return [self._model(m, there[m.base]) for m in shown]
+        rows = [self._model(m, there[m.base]) for m in shown]
+        return rows + [self._chain(name) for name in self._machine.chains]
+
+    def _chain(self, name: ModelName) -> dict[str, Any]:
+        """As a model's row, with the steps."""
+        chain, tenant = self._machine.chains[name]
+        lost = [
+            f'step "{step.name}" needs "{step.model}", which is not ready'
+            for step in chain.steps
+            if (model := self._versions.current(ModelName(step.model))) is None
+            or model.state.state is not ModelState.READY
+        ]
+        return {
+            "name": name, "version": 1, "current": True, "share": 100, "versions": [1],
+            "state": "incomplete" if lost else ModelState.READY.value, "residency": "",
+            "priority": "", "pinned": False, "requests": 0, "reason": "; ".join(lost),
+            "tenant": tenant, "digest": "", "mode": "chain", "mode_reason": "", "bytes": 0,
+            "groups": 0, "grouping": "its models",
+            "source": " > ".join(step.model for step in chain.steps),
+            "steps": msgspec.to_builtins(chain.steps), "returns": chain.returns,
+            "inputs": {v.name: _shown(v) for v in chain.inputs},
+            "outputs": {v.name: _shown(v) for v in chain.outputs},
+            "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
+            "batch": list(chain.manifest.batch), "batching": None,
+        }  # fmt: skip
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         """``versions``: of its name; for all models they are not sought in all models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ipc.messages import ModelName
+from ..programs.chains import Chain
 from .core import MEASURED, Core, SchedulerSettings
 from .device import Device
 from .device_state import DeviceState
@@ -126,6 +127,7 @@ class Machine:
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
+        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # with whose they are
         self.store = Store(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)

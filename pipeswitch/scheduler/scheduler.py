@@ -133,8 +133,8 @@ class Scheduler:
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
         self._takers = takers(
-            self, self.registry, self.registry.names, self.publishing, self.job_requests,
-            self.pings, self.listing,
+            self, self.registry, self.registry.names, self.registry.chains, self.publishing,
+            self.job_requests, self.pings, self.listing,
         )  # fmt: skip
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet

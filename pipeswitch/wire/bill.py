@@ -7,11 +7,15 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "placed")
+SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "placed", "steps")
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in ms; each request of a joined run is told all of it."""
+    """Where a request's time went, in ms; each request of a joined run is told all of it.
+
+    Of a chain the times and ``kept_bytes`` are the sums of its steps', ``resident`` says whether
+    all were, ``preempted`` names the first job that stepped aside, and the rest is the last step's.
+    """
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
     preprocess_ms: Annotated[
@@ -35,10 +39,13 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0  # of a resident prefix, which were not sent again
     device: str = ""  # of a server with several
     placed: str = ""  # why there
+    steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` and the gateway tell it: what is seldom, where it says something."""
         told = msgspec.structs.asdict(self)
+        if self.steps:
+            told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}
         return {name: value for name, value in told.items() if value or name not in SELDOM}
 
 
@@ -48,3 +55,13 @@ PARTS: Final[Mapping[str, str]] = {
     if name.endswith("_ms")
 }
 """Those of a request's time, and what is done meanwhile."""
+
+
+def of_steps(bills: Mapping[str, Bill]) -> Bill:
+    """A chain's, of its steps', in order."""
+    *_, last = parts = [*bills.values()]
+    sums = {name: sum(getattr(one, name) for one in parts) for name in (*PARTS, "kept_bytes")}
+    return msgspec.structs.replace(
+        last, **sums, resident=all(one.resident for one in parts),
+        preempted=next((one.preempted for one in parts if one.preempted), ""), steps=dict(bills),
+    )  # fmt: skip

@@ -327,6 +327,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 9, this release knows 8"):
+    with pytest.raises(ConfigError, match="schema 10, this release knows 9"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

@@ -47,6 +47,7 @@ from ..records import Model, Registration, Replica
 from ..requests.admission import Admission, changed_on_the_way
 from ..states import ModelEvent, ModelState
 from .builds import BuildQueue
+from .chains import Chains
 from .names import Names, not_found
 from .versions import AT, Versions, split_name, version_name
 
@@ -71,6 +72,7 @@ class Registry:
         self.names = Names(core, machine, admission, versions)
         self.registrations = self.names.registrations
         self._builds = builds
+        self.chains = Chains(core, machine, versions)
 
     # -- register -----------------------------------------------------------------------------
 
@@ -81,6 +83,10 @@ class Registry:
         core = self._core
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        taken = self.chains.taken(event.model)
+        if taken is not None:
+            core.refuse(event.token, taken)
             return
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
@@ -413,6 +419,9 @@ class Registry:
         build waits or runs is cancelled: a build may take as long as it may.
         """
         core = self._core
+        if event.model in self._machine.chains:
+            self.chains.unregister(event)
+            return
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
         if not models:

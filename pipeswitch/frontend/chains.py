@@ -1,0 +1,78 @@
+"""Chains' requests: what is asked of the models, step by step, and the one answer. Pure.
+
+The scheduler sees an ordinary request of each step's model, with the token of the whole
+(``Inference`` asks). The declaration: ``programs/chains.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ..errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
+from ..ipc.messages import SlabTensor
+from ..programs.chains import Chain, Step
+from ..scheduler.events import Announce, Answer, InferArrived, Token
+from ..wire.bill import of_steps
+from ..wire.frames import VERSION, RequestHeader, WireTensor
+from .requests import Pending, Run
+
+
+def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
+    """A chain as its requests are admitted: in the file of the pool where its models' lie."""
+    assert announced.chain is not None
+    first = models.get(announced.chain.steps[0].model)
+    return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
+
+
+def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
+    """Of a request whose inputs lie, or will lie, in its room. The room is the run's from here."""
+    assert pending.room is not None
+    values = {one.name: one for one in event.inputs}
+    rooms = [(pending.room, values.keys())]
+    pending.room = None
+    return Run(chain=chain, event=event, priority=priority, values=dict(values), rooms=[*rooms])
+
+
+def model_of(step: Step, models: Mapping[str, Announce], tenant: str) -> Announce:
+    """What a step asks.
+
+    Raises:
+        ModelNotFound: it was unregistered meanwhile.
+        InvalidInput: it is another client's now, where these are kept apart.
+    """
+    found = models.get(step.model)
+    if found is None or found.chain is not None:
+        raise ModelNotFound(
+            f'no model "{step.model}"', hint=f"pipeswitch register {step.model} SOURCE"
+        )
+    if found.tenant != tenant:
+        raise InvalidInput("it is another client's than the first step's model")
+    return found
+
+
+def as_request(step: Step, values: Sequence[SlabTensor]) -> RequestHeader:
+    """A step's inputs as if a client had sent them."""
+    inputs = tuple(
+        WireTensor(name=name, dtype=one.dtype, shape=one.shape, frame=number)
+        for number, (name, one) in enumerate(zip(step.inputs, values, strict=True))
+    )
+    return RequestHeader(v=VERSION, op="infer", id="0", model=step.model, inputs=inputs)
+
+
+def of_step(error: PipeSwitchError, pending: Pending, step: Step) -> PipeSwitchError:
+    """The error, with where in the chain it came from."""
+    wire = to_wire(error)
+    where = f'chain "{pending.model}", step "{step.name}" (model "{step.model}")'
+    data = {**wire["data"], "step": step.name, "model": step.model}
+    return from_wire(wire["type"], f"{where}: {wire['message']}", wire["hint"], data)
+
+
+def answer_of(token: Token, run: Run) -> Answer:
+    """All steps are over."""
+    outputs = [
+        msgspec.structs.replace(run.values[source], name=name)
+        for name, source in run.chain.returns.items()
+    ]
+    return Answer(token=token, outputs=tuple(outputs), timing=of_steps(run.bills))

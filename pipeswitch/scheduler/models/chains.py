@@ -1,0 +1,116 @@
+"""Chains: names that stand for several models, asked one after the other. Pure.
+
+Only the list is here: what is in it, whose it is, that it survives. A chain's requests are made of
+ordinary ones (``frontend/chains.py``), and nothing else of the scheduler knows of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...errors import (
+    AlreadyExists,
+    HostStoreFull,
+    InvalidInput,
+    PermissionDenied,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from ...ipc.messages import ModelName
+from ...programs.chains import Chain, chain_of
+from ...programs.layout import Manifest
+from ..core import Core, takes
+from ..events import Announce, ChainAsked, Journal, Retract, UnregisterAsked
+from ..machine import Machine
+from .versions import PRESENT, Versions
+
+
+class Chains:
+    """All of them."""
+
+    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+        self._core = core
+        self._machine = machine
+        self._versions = versions
+
+    @takes(ChainAsked)
+    def asked(self, event: ChainAsked) -> None:
+        """Another one; the same by the same client again is a no-op."""
+        core, name = self._core, event.model
+        try:
+            chain = event.restored or self._checked(event)
+        except PipeSwitchError as error:
+            core.refuse(event.token, error)
+            return
+        if name not in self._machine.chains:
+            self._machine.chains[name] = chain, event.tenant
+            if event.restored is None:
+                entry = {"kind": "chain", "name": name, "spec": msgspec.msgpack.encode(chain),
+                         "tenant": event.tenant}  # fmt: skip
+                core.emit(Journal(entry=entry, accepts=(event.token,)))
+            core.emit(Announce(model=name, manifest=chain.manifest, priority=0, chain=chain))
+        core.answer(
+            event.token,
+            model=name,
+            steps=msgspec.to_builtins(chain.steps),
+            inputs=[one.name for one in chain.inputs],
+            outputs=[*chain.returns],
+        )
+
+    def _checked(self, event: ChainAsked) -> Chain:
+        """
+        Raises:
+            ServerUnavailable, AlreadyExists, HostStoreFull, InvalidInput.
+        """
+        core, known = self._core, self._machine.chains
+        if core.is_draining:
+            raise ServerUnavailable("the server is draining")
+        hint = f"pipeswitch unregister {event.model}, or choose another name"
+        if event.model in self._machine.served:
+            raise AlreadyExists(f'"{event.model}" is a model', hint=hint)
+        chain = chain_of(event.model, event.steps, event.returns, self._models())
+        members = [self._versions.current(ModelName(step.model)) for step in chain.steps]
+        if len({core.tenant_of(model) for model in members if model is not None}) > 1:
+            raise InvalidInput(
+                f'chain "{event.model}": its models are several clients\', who are kept apart here',
+                hint="register them as one client",
+            )
+        if event.model in known and known[event.model] != (chain, event.tenant):
+            raise AlreadyExists(f'"{event.model}" is another chain already', hint=hint)
+        count = sum(tenant == event.tenant for _, tenant in known.values())
+        most = core.settings.max_models_per_client
+        if event.tenant and event.model not in known and count >= most:
+            raise HostStoreFull(
+                f"this client has {count} chains, [server] max_models_per_client is {most}",
+                hint="pipeswitch unregister NAME",
+            )
+        return chain
+
+    def _models(self) -> dict[str, Manifest]:
+        """Those that serve, as their clients see them."""
+        current = [self._versions.current(name) for name in self._machine.served]
+        return {
+            one.base: one.manifest if one.stage is None else one.stage.public(one.manifest)
+            for one in current
+            if one is not None and one.manifest is not None and one.state.state in PRESENT
+        }
+
+    def taken(self, name: ModelName) -> AlreadyExists | None:
+        """Why a model cannot have this name."""
+        if name not in self._machine.chains:
+            return None
+        return AlreadyExists(
+            f'"{name}" is a chain', hint=f"pipeswitch unregister {name}, or choose another name"
+        )
+
+    def unregister(self, event: UnregisterAsked) -> None:
+        """Requests that are under way go on."""
+        _, tenant = self._machine.chains[event.model]
+        if event.tenant not in (None, tenant):
+            error = PermissionDenied(f'"{event.model}" is another client\'s')
+            self._core.refuse(event.token, error)
+            return
+        del self._machine.chains[event.model]
+        self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
+        self._core.emit(Retract(model=event.model))
+        self._core.answer(event.token, model=event.model)

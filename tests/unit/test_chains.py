@@ -1,0 +1,157 @@
+"""Declarations of chains: what each name stands for, what fits, and what is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.errors import AlreadyExists, InvalidInput
+from pipeswitch.frontend.verbs import Rules, ask
+from pipeswitch.ipc.messages import ModelName
+from pipeswitch.programs.chains import Chain, Step, chain_of
+from pipeswitch.programs.dims import BATCH, Dim, Expr
+from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.roles import OWNER
+from pipeswitch.scheduler.events import ChainAsked, Token
+from pipeswitch.wire.bill import Bill, of_steps
+from pipeswitch.wire.frames import RequestHeader
+from tests.unit.test_scheduler_rules import Rig
+
+Values = dict[str, tuple[Any, ...]]
+
+
+def model(inputs: Values, outputs: Values, *dims: Dim, dtype: str = "float32") -> Manifest:
+    def specs(values: Values, dtype: str) -> tuple[ValueSpec, ...]:
+        return tuple(ValueSpec(name=n, dtype=dtype, shape=shape) for n, shape in values.items())
+
+    return Manifest(
+        digest="", mode="graph", mode_reason="", source="", total_bytes=0, tensors=(), groups=(),
+        inputs=specs(inputs, dtype), outputs=specs(outputs, "float32"), dims=dims,
+    )  # fmt: skip
+
+
+B = Dim(BATCH, 1, 8)
+HALF = Expr("//", ("length", 2))
+MODELS = {
+    "encoder": model({"ids": (BATCH, "length")}, {"y": (BATCH, 16), "state": (BATCH, HALF)}, B,
+                     Dim("length", 1, 512), dtype="int64"),
+    "head": model({"x": (BATCH, 16)}, {"label": (BATCH,)}, Dim(BATCH, 2, 64)),
+    "fixed": model({"x": (4, 16)}, {"y": (4, 16)}),
+    "wide": model({"x": (BATCH, 32)}, {"y": (BATCH,)}, B),
+    "many": model({"x": (BATCH, 16)}, {"y": (BATCH,)}, Dim(BATCH, 9, 64)),
+    "mixes": model({"state": (BATCH, "n"), "other": ("n",)}, {"y": (BATCH,)}, B, Dim("n", 1, 64)),
+    "a": model({"x": (1,)}, {"b.c": (1,)}),
+    "a.b": model({"x": (1,)}, {"c": (1,)}),
+}  # fmt: skip
+FROM = {"x": "encoder.y"}
+
+
+def made(*steps: str | Step, **returns: str) -> Chain:
+    steps_ = [Step(model=one) if isinstance(one, str) else one for one in steps]
+    return chain_of("c", steps_, returns, MODELS)
+
+
+def test_names_lead_to_inputs_and_earlier_outputs_and_ranges_are_what_all_take() -> None:
+    chain = made("encoder", Step(model="head", inputs=FROM))
+    assert [step.inputs for step in chain.steps] == [{"ids": "ids"}, FROM]
+    assert chain.returns == {"label": "head.label"}
+    assert chain.inputs[0].shape == (BATCH, "length")
+    assert chain.dims == (Dim(BATCH, 2, 8), Dim("length", 1, 512))
+    assert chain.outputs[0].shape == (BATCH,)
+    both = made("encoder", Step(model="head", inputs=FROM), all="head.label", some="encoder.y")
+    assert [one.name for one in both.outputs] == ["all", "some"]
+    four = made("encoder", Step(model="fixed", inputs=FROM))
+    assert four.dims[0] == Dim(BATCH, 4, 4)
+    assert both.needed(1) == {"encoder.y", "head.label"}
+    assert both.manifest.inputs == chain.inputs
+
+
+def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
+    chain = made("encoder", Step(model="mixes", inputs={"state": "encoder.state"}))
+    assert [one.shape for one in chain.inputs] == [(BATCH, "length"), ("n",)]
+    twice = made("head", Step(model="head", name="again"), a="head.label", b="again.label")
+    assert twice.dims == (Dim(BATCH, 2, 64),)  # both read the one input
+    assert [one.name for one in twice.inputs] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "returns", "words"),
+    [
+        (["encodr"], {}, 'no model "encodr"; there are encoder, head'),
+        (["encoder", Step(model="head", inputs={"z": "encoder.y"})], {}, 'no input "z"; it has x'),
+        (["encoder", Step(model="head", inputs={"x": "encoder.z"})], {},
+         '"encoder.z", which no earlier step returns; there are encoder.y, encoder.state'),
+        (["encoder", Step(model="head", inputs={"x": "encodr.y"})], {}, "no earlier step"),
+        ([Step(model="head", inputs=FROM), "encoder"], {}, "no earlier step.*none yet"),
+        ([Step(model="head", inputs={"x": "head.label"})], {}, "no earlier step"),
+        (["encoder", Step(model="wide", inputs=FROM)], {},
+         r"expects float32\[1\.\.8,32\], encoder\.y is float32\[1\.\.8,16\]"),
+        (["encoder", Step(model="many", inputs=FROM)], {}, r"9\.\.64,16\], encoder.y is .*1\.\.8"),
+        (["encoder", Step(model="head", inputs={"x": "ids"})], {}, r"ids is int64"),
+        (["encoder", "head"], {}, 'nothing reads what step "encoder".*head:x=encoder.y'),
+        (["encoder"], {"y": "head.label"}, "no earlier step"),
+        (["encoder", "encoder"], {}, "two steps.*again=encoder"),
+        (["a", "a.b"], {}, "two values are called"),
+    ],
+)  # fmt: skip
+def test_a_declaration_that_leads_nowhere_is_one_error_that_says_where(
+    steps: list[str | Step], returns: dict[str, str], words: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        made(*steps, **returns)
+    assert caught.match(f"(?s){words}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"steps": []}, {"steps": "encoder"}, {"steps": [{"model": ""}]},
+        {"steps": [{"model": "m", "what": 1}]}, {"steps": [{"model": "m", "inputs": {"x": 1}}]},
+        {"steps": [{"model": "m"}] * 17}, {"steps": [{"model": "m"}], "outputs": ["y"]},
+        {"steps": [{"model": "m", "name": "A B"}]}, {"steps": [{"model": "m"}], "more": 1},
+        {"steps": [{"model": "m", "inputs": {f"{n}": "x" for n in range(65)}}]},
+        {"steps": [{"model": "m", "inputs": {"x": "x" * 129}}]},
+        {"steps": [{"model": "m", "inputs": {"x": "a\x1bb"}}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_declaration_is_refused_before_it_is_asked(body: dict[str, Any]) -> None:
+    header = RequestHeader(v=1, op="chain", id="1", model="c", body=body)
+    with pytest.raises(InvalidInput, match=r"^chain|step name"):
+        ask(header, Token(1), OWNER, Rules(allow_code=(), uploads_dir=""))
+
+
+def test_the_list_is_the_schedulers_and_survives_it() -> None:
+    rig = Rig()
+    rig.register("m")
+    token = Token(90)
+
+    def asked(name: str, **fields: Any) -> Any:
+        rig.handle(ChainAsked(token=token, model=ModelName(name), **fields))
+        return rig.answers.pop(token)
+
+    rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
+    steps = (Step(model="m"),)
+    assert asked("c", steps=steps).error is None
+    chain, tenant = rig.scheduler.machine.chains["c"]
+    assert (chain.returns, tenant) == ({"y": "m.y"}, "")
+    assert isinstance(asked("c", steps=steps, tenant="other").error, AlreadyExists)
+    again = Rig()
+    packed = msgspec.msgpack.encode(chain)
+    again.handle(ChainAsked(token=token, model=ModelName("c"),
+                            restored=msgspec.msgpack.decode(packed, type=Chain)))  # fmt: skip
+    assert again.scheduler.machine.chains["c"][0] == chain
+    (row,) = again.scheduler.listing.models()
+    assert (row["name"], row["state"]) == ("c", "incomplete")
+
+
+def test_a_bill_is_the_sum_of_its_parts() -> None:
+    one = Bill(compute_ms=1.0, total_ms=3.0, resident=True, preempted="job", kept_bytes=5)
+    two = Bill(compute_ms=2.0, total_ms=4.0, worker=1, epoch=9, version=2)
+    bill = of_steps({"one": one, "two": two})
+    assert (bill.compute_ms, bill.total_ms, bill.kept_bytes) == (3.0, 7.0, 5)
+    assert (bill.resident, bill.preempted, bill.worker, bill.version) == (False, "job", 1, 2)
+    assert bill.as_dict()["steps"]["two"]["epoch"] == 9
+    assert "steps" not in one.as_dict()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bill), type=Bill) == bill
