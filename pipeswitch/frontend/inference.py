@@ -293,6 +293,7 @@ class Inference:
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
         if error is not None:
+            self._take(CancelAsked(token=pending.token))
             return Answer(token=answer.token, error=chains.of_step(error, pending, step))
         run.bills[step.name] = answer.timing or Bill()
         made = {f"{step.name}.{one.name}": one for one in answer.outputs}
@@ -325,6 +326,7 @@ class Inference:
                 run.event.tenant,
             )  # fmt: skip
         except PipeSwitchError as error:
+            self._take(CancelAsked(token=pending.token))  # if it is waited for there
             self._answer(Answer(token=pending.token, error=error))
             return
         placed = room.place(admitted.inputs) if is_copied else [
@@ -335,7 +337,8 @@ class Inference:
             priority=announced.priority if run.priority is None else run.priority,
             inputs=tuple(placed), reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes, lineage=announced.lineage,
-            arrived_at_ms=None if number else run.event.arrived_at_ms,
+            arrived_at_ms=None if number else run.event.arrived_at_ms, is_later=number > 0,
+            follows=number + 1 < len(run.chain.steps),
         )  # fmt: skip
         if announced.stage is not None and announced.stage.after:
             pending.after = event

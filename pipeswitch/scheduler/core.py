@@ -158,7 +158,9 @@ class Core:
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
-    going_on: set[Token] = field(default_factory=set)  # computed, and soon with the function behind
+    going_on: set[Token] = field(
+        default_factory=set
+    )  # computed; the frontend will say what is next
     edition: int = 0  # grows when a model becomes ready or gets other groups
     touched: int = ALL  # the bits of what changed since the parts were asked
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned

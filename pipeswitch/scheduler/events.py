@@ -55,6 +55,8 @@ class InferArrived(Asked, frozen=True):
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
     is_after: bool = False  # its model has computed: ``inputs`` go to the function behind that
+    is_later: bool = False  # a later step of a chain: what was accepted is finished
+    follows: bool = False  # and another step will come
 
 
 class Prepared(_Told, frozen=True):

@@ -229,6 +229,7 @@ class Request:
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     placed: str = ""  # why on its device, where there are several
     is_raw: bool = False  # its inputs are to be made of what came
+    follows: bool = False  # another step of its chain will come
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
     preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)

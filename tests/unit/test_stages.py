@@ -274,3 +274,21 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     rig.handle(ev.CancelAsked(token=token))
     assert isinstance(rig.error(token), Cancelled)
     assert rig.commands(ev.Leave)
+
+
+def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
+    rig = Rig()
+    rig.register("a")
+    first = rig.infer("a", follows=True)
+    rig.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    rig.arrived("a")
+    rig.done()
+    assert rig.answers.pop(first).error is None
+    assert not rig.commands(ev.Leave)
+    late, last = rig.infer("a"), rig.infer("a", is_later=True)
+    assert isinstance(rig.error(late), ServerUnavailable)
+    rig.handle(ev.CancelAsked(token=first))  # the frontend has given that one up
+    assert not rig.commands(ev.Leave)
+    rig.done()
+    assert rig.error(last) is None
+    assert rig.commands(ev.Leave)

@@ -45,6 +45,8 @@ class Admission:
         if event.is_after:
             self._computed(event)
             return
+        if event.is_later:
+            core.going_on.discard(event.token)
         event = self._of_a_version_that_is_there(event)
         refusal = self._refusal(event)
         if refusal is not None:
@@ -64,6 +66,7 @@ class Admission:
             caller=event.caller,
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None and bool(model.stage.function),
+            follows=event.follows,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -84,6 +87,7 @@ class Admission:
             priority=event.priority, deadline_at_ms=event.deadline_at_ms, inputs=event.inputs,
             reply_offset_bytes=event.reply_offset_bytes, reply_bytes=event.reply_bytes,
             arrived_at_ms=core.now_ms, caller=event.caller, is_raw=True, is_after=True,
+            follows=event.follows,
         )  # fmt: skip
         self.stages.take(request, model.stage.after, served.born, event.tenant)
 
@@ -93,6 +97,8 @@ class Admission:
         if request is None:
             return
         if request.is_after:
+            if request.follows:
+                self._core.going_on.add(request.token)
             bill = Bill(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
             self._core.emit(Answer(token=request.token, outputs=event.inputs, timing=bill))
             return
@@ -152,7 +158,7 @@ class Admission:
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core = self._core
         model = self._machine.models.get(event.model)
-        if core.drain_at_ms is not None or core.has_left:
+        if (core.drain_at_ms is not None and not event.is_later) or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")

@@ -72,6 +72,8 @@ class Endings:
             requests, (message.outputs, *message.joined_outputs), strict=True
         ):
             request.state.apply(TaskEvent.FINISHED, "outputs written")
+            if request.follows:
+                core.going_on.add(request.token)
             device.requests.pop(request.token)
             if request.predicted_end_ms is not None:
                 late_ms = core.now_ms - request.predicted_end_ms
