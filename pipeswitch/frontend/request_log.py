@@ -19,6 +19,7 @@ from typing import Any, Final
 from ..config import LogConfig
 from ..errors import Cancelled, RemoteProtocolError
 from ..scheduler.events import Answer, Publish
+from ..units import printable
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class Complaints:
             self._unsaid[kind] += 1
             return
         written.append(now_ms)
-        _logger.warning(f"{text} unsaid=%d", *args, self._unsaid.pop(kind, 0))
+        told = [printable(one, keep="") if isinstance(one, str) else one for one in args]
+        _logger.warning(f"{text} unsaid=%d", *told, self._unsaid.pop(kind, 0))
 
     def add(self, who: str, error: RemoteProtocolError) -> None:
         """A message was not of the protocol. ``who``: for the log."""

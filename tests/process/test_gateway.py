@@ -566,7 +566,7 @@ KSERVE = """
             halves.append(values(await client.infer(request("half", half, "FP16", binary=True))))
             for asked in (client.is_model_ready("mpl"),
                           client.infer(request("mlp", half, "FP16", binary=True)),
-                          client.infer(request("mlp", x, binary=True), timeout=1e-4)):
+                          client.infer(request("mlp", x, binary=True), timeout=1e-9)):
                 try:
                     await asked
                 except grpc.RpcError as error:

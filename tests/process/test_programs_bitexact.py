@@ -256,7 +256,7 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [("BertForNothing", "has no such model"), ("pipeline", "has no such model"),
-     ("GPT2LMHeadModel", "it is no bert")],
+     ("GPT2LMHeadModel", "is a bert, which this is not")],
 )  # fmt: skip
 def test_an_architecture_that_cannot_be_is_refused(
     architecture: str, words: str, tmp_path: Path

@@ -1342,7 +1342,7 @@ def test_every_verb_of_the_protocol_has_a_rule() -> None:
     documented = set(re.findall(r"\*\*(\w+)\*\*", section))
     assert documented == set(VERBS), "the document and the table list the same verbs"
     spoken = frozenset().union(*RULES.values()) | {"models", "jobs"}  # asked after every rule
-    here = documented - {"caller", "events"}  # of connections of their own: test_tcp, test_keys
+    here = documented - {"caller", "events", "chain"}  # test_tcp, test_keys; test_chains
     assert spoken == here
     assert set(BODIES) == here - {"hello", "prefetch"}
 
