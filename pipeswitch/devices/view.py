@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.executor import BoundProgram
+    from .copies import HostCopies
 
 
 def now_ms() -> float:
@@ -130,6 +131,10 @@ class PoolView:
         """
         raise NotImplementedError
         raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
+
+    def host_copies(self) -> HostCopies:
+        """What carries a script's own tensors out of this device's memory and back."""
+        raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------
 
