@@ -208,7 +208,7 @@ def plan(step: Step, budget_bytes: int, lane: Lane) -> Forecast | None:
 
     1. Rank them by how much of the time between save and use is left over by their two copies.
     2. Take the fewest of the best that keep the budget, and look whether more wait less.
-    3. Keep those after all that need not leave.
+    3. Of the largest, keep those after all that need not leave, or let them leave too.
 
     Returns:
         None where no choice keeps the budget by waiting.
@@ -226,9 +226,10 @@ def plan(step: Step, budget_bytes: int, lane: Lane) -> Forecast | None:
     if not fitting:
         return None
     best = _better(*fitting)
-    for storage in sorted(best.leaving, key=ranked.index, reverse=True)[:MAX_TRIES]:  # 3.
-        kept = forecast(step, best.leaving - {storage}, budget_bytes, lane)
-        best = best if kept is None else _better(best, kept)
+    by_size = sorted(ranked, key=step.sizes_bytes.__getitem__, reverse=True)
+    for storage in by_size[:MAX_TRIES]:  # 3.
+        other = forecast(step, best.leaving ^ {storage}, budget_bytes, lane)
+        best = best if other is None else _better(best, other)
     return best
 
 

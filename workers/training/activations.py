@@ -52,7 +52,7 @@ from pipeswitch.units import format_bytes
 from .copy_lane import Copy, CopyLane
 from .host import JobHost
 from .objects import TrainedObjects
-from .torch_private import version
+from .torch_private import root, version
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
                        nn.ConvTranspose3d)  # fmt: skip
@@ -75,7 +75,7 @@ class _Saved:
     """A storage that autograd keeps."""
 
     __slots__ = ("copy", "device", "handles", "host", "is_used", "layer", "may_leave", "number",
-                 "place", "size_bytes", "spans")  # fmt: skip
+                 "place", "roots", "size_bytes")  # fmt: skip
 
     def __init__(self, number: int, size_bytes: int, layer: int) -> None:
         self.number, self.size_bytes, self.layer = number, size_bytes, layer
@@ -84,7 +84,7 @@ class _Saved:
         self.device: torch.Tensor | None = None  # all its bytes
         self.host: torch.Tensor | None = None
         self.copy: Copy | None = None  # under way
-        self.spans: list[tuple[int, int, int]] = []  # saved: from, to, version
+        self.roots: list[tuple[weakref.ref[torch.Tensor], int]] = []  # saved: of what, at a version
         self.handles = 0
         self.is_used = False
 
@@ -295,12 +295,12 @@ class Activations:
             return _Kept(tensor)
         self._settle()
         self._lane.go_on()
-        saved, span = self._table.get(storage), _span(tensor)
-        if saved not in self._alive or (_may_be_copied(saved) and not _covers(saved, span)):
+        saved = self._table.get(storage)
+        if saved not in self._alive or (_may_be_copied(saved) and not _is_as_saved(saved, tensor)):
             saved = self._admit(storage)
         if self._is_convolution and self._offload == "conv":
             self._send_once(saved)
-        saved.spans.append(span)
+        saved.roots.append((weakref.ref(root(tensor)), version(tensor)))
         saved.handles += 1
         return _Handle(saved, tensor, self._handles_ended)
 
@@ -317,8 +317,7 @@ class Activations:
         if not has_room:
             saved.place = Place.REFUSED
             self._refused += size_bytes
-            is_all_that_can = self._offload in ("auto", "all")  # the rest has left by now
-            self._note_need(size_bytes if is_all_that_can else self._refused)
+            self._note_need(size_bytes)
             return saved
         self._hold(size_bytes)
         self._bind(saved, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
@@ -397,6 +396,8 @@ class Activations:
         self._needed = max(self._needed, self._held + more_bytes)
 
     def _over_budget(self) -> OutOfDeviceMemory:
+        if self._offload in ("none", "conv"):
+            self._note_need(self._refused)
         needed = self._needed
         more = "" if self._offload == "auto" else ' or offload="auto"'
         return OutOfDeviceMemory(
@@ -546,22 +547,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Bytes of its storage from, to; and their version."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = tensor.storage_offset(), tensor.element_size()
-    return int(start * size), int((start + reach + 1) * size), version(tensor)
-
-
 def _may_be_copied(saved: _Saved) -> bool:
     """A copy of it was begun, perhaps before the last write to it."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 
-def _covers(saved: _Saved, span: tuple[int, int, int]) -> bool:
-    """The same bytes were saved before, and nothing was written to them since."""
-    start, end, now = span
-    return any(a <= start and end <= b and now == v for a, b, v in saved.spans)
+def _is_as_saved(saved: _Saved, tensor: torch.Tensor) -> bool:
+    """It, or another view of the same tensor, was saved before, and nothing was written since.
+
+    Pieces that torch has cut without telling (``unsafe_chunk``, in recurrent cells) are written in
+    place one after the other, and no version tells of it.
+    """
+    one, now = root(tensor), version(tensor)
+    return any(known() is one and now == then for known, then in saved.roots)
 
 
 def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
