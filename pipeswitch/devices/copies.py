@@ -10,23 +10,14 @@ if TYPE_CHECKING:
 
 
 class HostCopies(Protocol):
-    """One for each device kind; ``pieces`` is iterated by one thread, ``mark`` called by another.
+    """One for each device kind, of flat uint8 tensors.
 
-    Tensors are uint8 and contiguous.
+    ``mark`` is called by the thread that computes: what it has enqueued comes before the copy.
+    Another one then takes memory (``target``) and copies; ``pieces`` tells of each that has come.
     """
 
-    def mark(self) -> Any:
-        """What the calling thread has enqueued so far: a copy that is given this comes after it."""
-        ...
+    def mark(self) -> Any: ...
 
-    def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
-        """Memory for a copy, not initialised; the caller's.
+    def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor: ...
 
-        Raises:
-            RuntimeError: there is none left.
-        """
-        ...
-
-    def pieces(self, source: torch.Tensor, target: torch.Tensor, mark: Any) -> Iterator[int]:
-        """Copy; yields the bytes of each piece when it has arrived."""
-        ...
+    def pieces(self, source: torch.Tensor, target: torch.Tensor, mark: Any) -> Iterator[int]: ...

@@ -196,7 +196,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         limit.drain()
         assert limit._held == 0, "bytes that nobody uses are counted"
         assert limit.ticks > 20
-        figures = limit.figures()
+        figures = limit.figures
         assert (figures["offloaded_bytes"] == 0) == (share == 1)
 
 
@@ -256,8 +256,8 @@ def test_a_storage_counts_and_travels_once_however_many_views_are_saved() -> Non
         limit.drain()
         loss.backward()
     product = 64 * 32 * 4  # of the first two, which the second product saves
-    assert limit.figures()["saved_bytes"] == 64 * 64 * 4 + product
-    assert limit.figures()["offloaded_bytes"] == 64 * 64 * 4 + product
+    assert limit.figures["saved_bytes"] == 64 * 64 * 4 + product
+    assert limit.figures["offloaded_bytes"] == 64 * 64 * 4 + product
 
 
 def test_parameters_buffers_and_the_batch_are_no_activations() -> None:
@@ -265,7 +265,7 @@ def test_parameters_buffers_and_the_batch_are_no_activations() -> None:
     model, x = nn.Linear(64, 64), torch.randn(64, 64)
     with limit.body({"x": [x]}):
         (model(x) * model.weight).sum().backward()
-    assert limit.figures()["saved_bytes"] == 64 * 64 * 4  # the output
+    assert limit.figures["saved_bytes"] == 64 * 64 * 4  # the output
 
 
 @pytest.mark.parametrize("offload", ["all", "none"])
@@ -356,7 +356,7 @@ def test_bytes_are_asked_back_one_layer_ahead_of_their_use() -> None:
         "layer 4", "asked", "asked",  # its own, which nobody could foresee, and that of layer 3
         "layer 3", "asked", "layer 2", "asked", "layer 1", "asked", "layer 0",
     ]  # fmt: skip
-    figures = limit.figures()
+    figures = limit.figures
     assert (figures["fetched_late"], figures["fetched_ahead"]) == (1, 4)
 
 

@@ -51,13 +51,13 @@ from pipeswitch.units import format_bytes
 
 from .copy_lane import Copy, CopyLane
 from .host import JobHost
-from .objects import TrainedObjects
 from .torch_private import root, version
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
                        nn.ConvTranspose3d)  # fmt: skip
 STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
 UNLIMITED: Final = 1 << 62
+AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
 class Place(Enum):
@@ -139,7 +139,7 @@ class _Storages:
 
 
 class Activations:
-    """Of one loop. ``body`` goes around each of its bodies; ``figures`` says what they took.
+    """Of one loop. ``body`` goes around each of its bodies; ``figures`` are those of the last.
 
     Args:
         offload: as ``pipeswitch.job.steps``.
@@ -170,30 +170,20 @@ class Activations:
         self._of_step: list[_Saved] = []
         self._event_at_ms = self._event_waited_ms = self._waited_ms = 0.0
         self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
-        self._figures: dict[str, Any] = {}
+        self.figures: dict[str, Any] = {}
 
     @classmethod
     def of_loop(
-        cls,
-        before: Activations | None,
-        offload: str,
-        budget_bytes: int | None,
-        host: JobHost,
-        gate: Gate,
-        objects: TrainedObjects,
+        cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
     ) -> Activations | None:
         """For a loop that asks for it; that of the loop ``before``, if it asked for the same."""
-        if budget_bytes is None and offload in ("auto", "none"):
-            made = None
-        elif before is not None and before.asked_for == (offload, budget_bytes):
-            made = before
-        else:
-            made = cls(offload, budget_bytes, host.host_copies(), gate)
-        if before is not None and before is not made:
+        if before is not None and before.asked_for == asked_for:
+            return before
+        if before is not None:
             before.close()
-        if made is not None:
-            made.keep([*objects.parameters.values(), *objects.buffers.values()])
-        return made
+        if asked_for in (("auto", None), ("none", None)):
+            return None
+        return cls(*asked_for, host.host_copies(), gate)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are no activations."""
@@ -217,10 +207,6 @@ class Activations:
                 hook.remove()
         self._end()
 
-    def figures(self) -> dict[str, Any]:
-        """Of the last body that ended."""
-        return self._figures
-
     def close(self) -> None:
         """Nothing is used any more."""
         self._lane.close()
@@ -237,7 +223,7 @@ class Activations:
 
     def _end(self) -> None:
         self._settle()
-        self._figures = {
+        self.figures = {
             "budget_bytes": self._budget if self._is_limited else None,
             "peak_bytes": self.peak_bytes,
             "saved_bytes": sum(one.size_bytes for one in self._of_step),
@@ -317,7 +303,7 @@ class Activations:
         if not has_room:
             saved.place = Place.REFUSED
             self._refused += size_bytes
-            self._note_need(size_bytes)
+            self._needed = max(self._needed, self._held + size_bytes)
             return saved
         self._hold(size_bytes)
         self._bind(saved, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
@@ -363,7 +349,7 @@ class Activations:
         self._stay(saved)
         if saved.place is Place.HOST:
             if not self._make_room(saved.size_bytes, "backward"):
-                self._note_need(saved.size_bytes)
+                self._needed = self._held + saved.size_bytes
                 raise self._over_budget()
             self._ask_back(saved)
         saved.is_used = True
@@ -392,13 +378,10 @@ class Activations:
                 self._ask_back(saved)
             self._ahead.pop()
 
-    def _note_need(self, more_bytes: int) -> None:
-        self._needed = max(self._needed, self._held + more_bytes)
-
     def _over_budget(self) -> OutOfDeviceMemory:
-        if self._offload in ("none", "conv"):
-            self._note_need(self._refused)
         needed = self._needed
+        if self._offload in ("none", "conv"):  # nothing else could have left
+            needed = max(needed, self._held + self._refused)
         more = "" if self._offload == "auto" else ' or offload="auto"'
         return OutOfDeviceMemory(
             f"the step's activations take {format_bytes(needed)} of the device at once and may "

@@ -191,9 +191,12 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
+        asked_for = offload, activation_bytes
         self._activations = Activations.of_loop(
-            self._activations, offload, activation_bytes, self._host, self._gate, objects
+            self._activations, asked_for, self._host, self._gate
         )
+        if self._activations is not None:
+            self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
         if hasattr(loader, "base_dataloader"):
             loader = AcceleratedEpoch(loader, self.device)
         self._data = DataPosition(loader, objects.extras)
@@ -615,6 +618,6 @@ class TrainingSession:
 
     def _report(self, *, final: bool = False) -> None:
         if self._reports.are_due or final:
-            figures = {} if self._activations is None else self._activations.figures()
+            figures = {} if self._activations is None else self._activations.figures
             left = self._steps_left()
             self._reports.progress(self.step, self._place.position.epoch, left, **figures)
