@@ -40,7 +40,7 @@ class CopyLane:
         self._copies, self._gate = copies, gate
         self._changed = threading.Condition()
         self._queue: deque[Copy] = deque()
-        self._current: Copy | None = None
+        self._under_way = 0
         self._ended: deque[Copy] = deque()
         self._is_closed = False
         self._is_aside = False  # the lane has seen that the gate is asked
@@ -53,6 +53,9 @@ class CopyLane:
         with self._changed:
             self._queue.append(copy)
             self._changed.notify_all()
+            is_closed = self._is_closed
+        if is_closed:  # a graph of an earlier loop is used
+            self._carry_all()
         return copy
 
     def cancel(self, copy: Copy) -> bool:
@@ -67,14 +70,12 @@ class CopyLane:
     @property
     def is_busy(self) -> bool:
         """There is something to wait for."""
-        return bool(self._queue or self._current or self._ended)
+        with self._changed:
+            return bool(self._queue or self._under_way or self._ended)
 
     def take_ended(self) -> list[Copy]:
         """What has ended since."""
-        ended = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def wait(self, where: Where) -> float:
         """Until a copy has ended, or the gate was answered: look again. Milliseconds waited for
@@ -100,28 +101,33 @@ class CopyLane:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing is carried any more."""
+        """The lane's thread ends when it has carried what it was asked to."""
         with self._changed:
             self._is_closed = True
-            self._queue.clear()
             self._changed.notify_all()
 
     # -- the lane's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if self._is_closed:
+            self._carry_all()
+
+    def _carry_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
                     return
-                copy = self._current = self._queue.popleft()
+                copy = self._queue.popleft()
                 copy.is_begun = True
+                self._under_way += 1
             try:
                 self._carry(copy)
             except Exception as error:  # no memory: the main thread raises it
                 copy.error = error
             with self._changed:
-                self._current = None
+                self._under_way -= 1
                 self._ended.append(copy)
                 self._changed.notify_all()
             del copy  # its tensors are the main thread's to drop
@@ -135,7 +141,7 @@ class CopyLane:
             self.carried_bytes += piece_bytes
             self.busy_ms += (time.monotonic() - began_s) * 1e3
             self._stand_aside()
-            if copy.is_cancelled or self._is_closed:
+            if copy.is_cancelled:
                 return
             began_s = time.monotonic()
         copy.target = target
@@ -147,7 +153,8 @@ class CopyLane:
             self._is_aside = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_aside or self._is_closed)
+            self._is_aside = False
 
     def _must_stand_aside(self) -> bool:
         """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
-        return self._gate.asked and not self._gate.in_optimizer_step
+        return self._gate.asked and not (self._gate.in_optimizer_step or self._is_closed)
