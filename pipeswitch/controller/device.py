@@ -232,7 +232,7 @@ class DeviceEffects:
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
-        descriptors = [self._memory.store, *self._share.bells]
+        descriptors = [self._memory.store, self._share.board_descriptor, *self._share.bells]
         self._share.drop_arenas()
         self._daemon_has.clear()
         self._daemon_generation = generation

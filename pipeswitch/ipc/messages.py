@@ -62,7 +62,7 @@ class ChildExited(Message, frozen=True):
 
 
 class DaemonSettings(Message, frozen=True):
-    """What a memory daemon is started with (descriptors: control, store, bells…)."""
+    """What a memory daemon is started with (descriptors: control, store, board, bells…)."""
 
     device: str
     arena_bytes: int
@@ -133,6 +133,9 @@ class TransmitModel(Message, frozen=True):
     region_bytes: int
     groups: tuple[GroupCopy, ...]
     tenant: str = ""  # whose file of the arena, where tenants are separate (ADR 23)
+    # Of a model that streams through a ring (ADR 43), for each group: its copy begins when so many
+    # groups have computed, as the board's word says.
+    waits: tuple[int, ...] = ()
 
 
 class CancelTransmit(Message, frozen=True):
@@ -281,6 +284,7 @@ class PrepareModel(Message, frozen=True):
     directory: str
     arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
     plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
+    landings: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
@@ -340,6 +344,7 @@ class RunInference(Message, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
+    landings: tuple[int, ...] = ()  # as PrepareModel's
     joined: tuple[JoinedRequest, ...] = ()
     trial_batch: int = 0  # 0: a request
     is_code: bool = False  # as PrepareModel's

@@ -107,6 +107,7 @@ class Device:
         """The memory is gone with the daemon that owned it."""
         self.memories += 1
         self.words: dict[int, Epoch] = {}
+        self.computed = (0, 0)  # of a model that streams: its copy's epoch, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset
         self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
@@ -183,6 +184,11 @@ class Device:
         require(is_there, f"{order.model} is read after its eviction (I4)")
         assert held is not None
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
+
+    def has_room(self, order: TransmitModel, group: int) -> bool:
+        """Of a model that streams: what lay where that group lands has computed."""
+        count = order.waits[group] if order.waits else 0
+        return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
 
     def slice_at(self, span: Span) -> Image:
         return self.slices.get(span.start, ZEROS)

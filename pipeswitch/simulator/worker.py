@@ -229,6 +229,8 @@ class SimulatedWorker(Process):
         assert task is not None
         scene.device.check_read(task.order, task.next_group)
         task.computed(scene.clock.now_ms)
+        if task.order.landings:
+            scene.device.computed = (task.order.residency_epoch, task.next_group)
         if scene.choices.happens("poison", task.order.model):
             self.end(-11)
 

@@ -237,6 +237,7 @@ class Fleet:
                         directory=core.settings.program_dir(replica.manifest.digest),
                         arena_offset_bytes=replica.home_bytes,
                         plan=replica.plan,
+                        landings=replica.landings.offsets if replica.landings else (),
                         is_code=replica.is_code,
                     ),
                 )

@@ -65,7 +65,11 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: Replica, profile: Profile) -> bool:
-        """Plan from it, and let that plan be in force as soon as the model is off the device."""
+        """Plan from it, and let that plan be in force as soon as the model is off the device; one
+        that streams keeps its groups, and has its passes predicted."""
+        if replica.landings is not None:
+            replica.profile = profile
+            return True
         try:
             plan, prefix = self.plan_of(profile)
         except ValueError as error:

@@ -225,6 +225,13 @@ class Profiling:
                 "it was built by a release that did not keep its layers",
                 hint=f"unregister and register {replica.name}",
             )
+        if replica.landings is not None:
+            return OutOfDeviceMemory(
+                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
+                hint="measure it on a server with a larger --arena, and copy the profile",
+                requested_bytes=replica.model.manifest.total_bytes,
+                largest_free_bytes=replica.region_bytes,
+            )
         low, high = replica.model.manifest.batch
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
             return InvalidInput(

@@ -148,6 +148,7 @@ class Dispatch:
            overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
         6. It waits for others to be joined with: meanwhile the next best ones run.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
+        8. Its model streams through the arena for another request: each has a pass of its own.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -163,11 +164,10 @@ class Dispatch:
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
-            return  # the store took none that is larger than the arena
+            return  # the store took none that the arena could never serve
         for name in unchecked:
             replica = device.replicas[name]
-            assert replica.manifest is not None
-            size = replica.manifest.total_bytes
+            size = replica.needs_bytes
             if self._arena.may_take(replica, size):
                 continue
             pinned, largest = list(device.pinned), self._arena.largest_for_all_bytes
@@ -204,10 +204,11 @@ class Dispatch:
             if self._is_held(request):
                 continue  # 6.
             replica = device.replicas[request.model]
-            if replica.is_on_device:
+            is_there = replica.is_on_device
+            if is_there and replica.landings is None:
                 self.activate(request, replica, is_sent=False)
                 return True
-            if not is_link_busy:
+            if not is_there and not is_link_busy:  # there, its pass is another's: 8.
                 if self._send(request, replica):
                     return True
                 is_link_busy = self._is_link_busy()
@@ -256,7 +257,7 @@ class Dispatch:
             return
         for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
-            if replica.is_on_device:
+            if replica.is_on_device or replica.landings is not None:
                 continue
             if self._core.now_ms < replica.retry_at_ms:
                 self._core.look_again(replica.retry_at_ms, PLACES)
@@ -417,6 +418,7 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
+            streamed=replica.sent_bytes if replica.landings is not None else 0,
             charge=charge,
         )
         device.upcoming = activation
@@ -437,6 +439,7 @@ class Dispatch:
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
                     plan=replica.plan,
+                    landings=replica.landings.offsets if replica.landings is not None else (),
                     joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=is_code,

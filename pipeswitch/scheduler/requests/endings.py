@@ -324,6 +324,7 @@ def _bill(
         batch=activation.batch,
         joined=len(activation.tokens),
         kept_bytes=activation.kept_bytes,
+        streamed=activation.streamed,
         device=device.label,
         placed=request.placed if device.label else "",
     )

@@ -189,7 +189,8 @@ def _is_asked(device: DeviceState, request: Request) -> bool:
 
 
 def _is_absent(device: DeviceState, request: Request) -> bool:
-    return device.replicas[request.model].residency.state is Residency.HOST
+    replica = device.replicas[request.model]
+    return replica.residency.state is Residency.HOST or replica.landings is not None
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
