@@ -2,8 +2,9 @@
 
 Its window has two parts. Through the first, a ring, groups come one after the other, and each
 landing is used again when what lay there has computed; in the second lie the groups that stay from
-pass to pass. So what is free between two passes borders on what was free before. What stays is spread over the model: while such a group computes the link goes on, and
-a small ring is enough. The first group stays, so a pass begins at once.
+pass to pass. So what is free between two passes borders on what was free before. What stays is
+spread over the model: while such a group computes the link goes on, and a small ring is enough. The
+first group stays, so a pass begins at once.
 """
 
 from __future__ import annotations

@@ -70,6 +70,12 @@ def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
     )
 
 
+def plan_in_force(manifest: Manifest) -> Plan:
+    """The layers that open its groups."""
+    starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
+    return tuple(starts[group.first_node] for group in manifest.groups)
+
+
 def last_groups(manifest: Manifest) -> tuple[int, ...]:
     """For each group the last one that reads what it brings; empty: not known, as of a module,
     which may read any weight at any time."""

@@ -20,7 +20,7 @@ from .machine import Machine
 from .memory.regions import Owner
 from .models.versions import Versions
 from .processes.stages import Process, Stages
-from .profiling.plans import plan_row
+from .profiling.plans import plan_row, stream_of
 from .records import Job, Model, Replica, Worker
 from .requests.accounts import Account
 from .states import ModelState, Residency, TaskState, WorkerState
@@ -163,6 +163,9 @@ class Listing:
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
             }
+        streams = self._machine.stream_of(model)
+        if streams is not None:
+            row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
         if manifest is not None and model.stage is not None:
             public = model.stage.public(manifest)
             row |= {
@@ -194,6 +197,7 @@ class Listing:
                     "bytes": replica.model.manifest.total_bytes,
                     "grouping": replica.plan_source,
                     "grouping_why": replica.plan_why,
+                    "streams": stream_of(device.state, replica),
                     **_functions(replica.model),
                     "profile": None
                     if replica.profile is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..ipc.messages import ModelName
 from ..programs.chains import Chain
@@ -13,6 +14,7 @@ from .limits import kinds_of, limit
 from .memory.ledgers import Store
 from .policies import Prediction
 from .policies.placement import PLACEMENTS, Place, best
+from .profiling.plans import stream_of
 from .records import Job, Model, Replica, Request, Served
 from .states import TASK_FINAL
 from .training.jobs import Jobs
@@ -142,6 +144,13 @@ class Machine:
     def names(self) -> list[str]:
         """The devices'."""
         return self.jobs.names
+
+    def stream_of(self, model: Model) -> dict[str, Any] | None:
+        """What a pass costs where a model is larger than the arena of a device that may serve it;
+        None: nowhere."""
+        states = [one.state for one in self.devices if one.state.may_serve(model)]
+        found = (stream_of(state, state.replicas[model.name]) for state in states)
+        return next((one for one in found if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
         """Requests for it are on their way: it is sent where nothing is disturbed, once."""

@@ -124,12 +124,7 @@ class Device:
             for name, held in self.contents.items()
             if not span.overlaps(region_of(held.order))
         }
-        self.intact = {
-            name: Span(held.start, min(held.end, max(held.start, span.start)))
-            if held.overlaps(span)
-            else held
-            for name, held in self.intact.items()
-        }
+        self.intact = {name: _without(held, span) for name, held in self.intact.items()}
 
     def send(
         self, order: TransmitModel, program: Program, word_count: int, users: Iterable[User]
@@ -141,7 +136,7 @@ class Device:
         for group in kept_groups(order):
             end = group.arena_offset_bytes + _true_size(order, group, program)
             require(
-                intact.start == start and end <= intact.end,
+                intact.start <= group.arena_offset_bytes and end <= intact.end,
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
@@ -206,6 +201,13 @@ def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
     """No user of another range reaches into this one."""
     for owner, other in users:
         require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
+
+
+def _without(held: Span, taken: Span) -> Span:
+    """What is left, before what was taken or else behind it: a prefix, or what streams keeps."""
+    if not held.overlaps(taken):
+        return held
+    return Span(held.start, taken.start) if held.start < taken.start else Span(taken.end, held.end)
 
 
 def region_of(order: TransmitModel) -> Span:

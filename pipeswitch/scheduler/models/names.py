@@ -159,7 +159,7 @@ class Names:
         if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, not_found(event.model))
             return
-        is_pinned = event.pin and not self._streams(model)
+        is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
             core.edition += 1
@@ -178,14 +178,6 @@ class Names:
         replica = self._machine.shown(model)
         core.answer(event.token, model=event.model, pinned=is_pinned,
                     state=replica.residency.state.value)  # fmt: skip
-
-    def _streams(self, model: Model) -> bool:
-        """Whether it is larger than the arena of a device that may serve it."""
-        states = (device.state for device in self._machine.devices)
-        return any(
-            state.replicas[model.name].landings is not None
-            for state in states if state.may_serve(model)
-        )  # fmt: skip
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned

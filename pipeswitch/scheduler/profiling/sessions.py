@@ -26,7 +26,7 @@ from ...errors import (
 from ...ipc.messages import InferenceDone, ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import predict
-from ...programs.groups import cut, layer_bytes
+from ...programs.groups import cut, layer_bytes, plan_in_force
 from ...programs.layout import Manifest
 from ..core import ALL, MEASURED
 from ..device_state import DeviceState
@@ -442,13 +442,12 @@ def program_of(name: str, built: Manifest) -> Program:
     """A manifest as a measurement sees it."""
     layers, sizes = built.layers, layer_bytes(built)
     finest = cut(layers, built.tensors, built.total_bytes, tuple(range(len(layers))))
-    starts = {layer.first_node: index for index, layer in reversed(list(enumerate(layers)))}
     return Program(
         model=name,
         digest=built.digest,
         layer_bytes=sizes,
         labels=tuple(group.label for group in finest),
-        built_plan=tuple(starts[group.first_node] for group in built.groups),
+        built_plan=plan_in_force(built),
     )
 
 
