@@ -223,5 +223,6 @@ def kept_groups(order: TransmitModel) -> list[GroupCopy]:
 def _true_size(order: TransmitModel, group: GroupCopy, program: Program) -> int:
     """Bytes of a group whose order says 0: up to where the next one begins."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
-    begins.append(order.arena_offset_bytes + program.manifest.total_bytes)
+    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # one that streams: less
+    begins.append(order.arena_offset_bytes + held_bytes)
     return begins[begins.index(group.arena_offset_bytes) + 1] - group.arena_offset_bytes
