@@ -283,7 +283,7 @@ class Dispatch:
         """The next request's model comes while others compute."""
         if self._device.queue.requests:
             self._look_ahead()
-        return QUEUE | TURN | PLACES
+        return QUEUE | TURN | PLACES | DUE
 
     def _look_ahead(self) -> None:
         """The link is idle, a task computes and another has its turn next: send the model of the
