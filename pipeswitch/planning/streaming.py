@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .costs import LayerCosts
 from .grouping import Plan, spans
@@ -42,26 +43,30 @@ def land(
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     window_bytes -= window_bytes % unit_bytes
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
-    least = _least_ring(sizes, until, needed, unit_bytes)
+    least = _least_ring(sizes, until, needed, window_bytes, unit_bytes)
     spare = window_bytes - sum(sizes[index] for index in needed) - least
     if spare < 0:
         return None
     third = max((size for i, size in enumerate(sizes) if i not in needed), default=0)
     spread = _spread(sizes, needed, max(0, spare - third))
-    for kept in (spread, needed):  # with the second one the least ring is among those tried
+    for kept in (spread, needed):
         kept_bytes = sum(sizes[index] for index in kept)
-        for ring_bytes in range(window_bytes - kept_bytes, -1, -unit_bytes):
+        for ring_bytes in (window_bytes - kept_bytes, least):
             ring = _ring(sizes, until, kept, ring_bytes)
             if ring is not None:
                 return _placed(sizes, kept, kept_bytes, ring, window_bytes)
-    raise AssertionError("a ring that was found is not found again")
+    raise AssertionError("the least ring was found, and is not found again")
 
 
-def least_window(sizes_bytes: Sequence[int], until: Sequence[int], unit_bytes: int) -> int:
-    """The smallest window of which ``land`` makes something."""
+def least_window(
+    sizes_bytes: Sequence[int], until: Sequence[int], most_bytes: int, unit_bytes: int
+) -> int:
+    """The smallest window of which ``land`` makes something; more than ``most_bytes``: such a
+    one is too small."""
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
-    return sum(sizes[i] for i in needed) + _least_ring(sizes, until, needed, unit_bytes)
+    least = _least_ring(sizes, until, needed, most_bytes, unit_bytes)
+    return sum(sizes[index] for index in needed) + least
 
 
 Ring = dict[int, tuple[int, int]]  # of each group that goes through it: its offset, its wait
@@ -93,11 +98,18 @@ def _ring(
 
 
 def _least_ring(
-    sizes: Sequence[int], until: Sequence[int], kept: frozenset[int], unit_bytes: int
+    sizes: Sequence[int],
+    until: Sequence[int],
+    kept: frozenset[int],
+    most_bytes: int,
+    unit_bytes: int,
 ) -> int:
-    ring_bytes, most = 0, sum(sizes)
-    while ring_bytes < most and _ring(sizes, until, kept, ring_bytes) is None:
-        ring_bytes += unit_bytes
+    """It begins with the largest two neighbours, and grows by a part of itself: who claims what
+    he likes shall not keep us searching."""
+    streams = [size for index, size in enumerate(sizes) if index not in kept]
+    ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
+    while ring_bytes <= most_bytes and _ring(sizes, until, kept, ring_bytes) is None:
+        ring_bytes += max(unit_bytes, ring_bytes // 16 // unit_bytes * unit_bytes)
     return ring_bytes
 
 

@@ -77,11 +77,8 @@ def plan_in_force(manifest: Manifest) -> Plan:
 
 
 def last_groups(manifest: Manifest) -> tuple[int, ...]:
-    """For each group the last one that reads what it brings; empty: not known, as of a module,
-    which may read any weight at any time."""
-    readers = manifest.extra.get("last_readers")
-    if manifest.mode != "graph" or readers is None:
-        return ()
+    """For each group of a graph the last one that reads what it brings."""
+    readers = manifest.extra["last_readers"]
     ends = [group.end_node for group in manifest.groups]
     last = len(ends) - 1
     return tuple(

@@ -200,10 +200,12 @@ class Arena:
 
     def least_bytes(self, manifest: Manifest) -> int:
         """Of a model that is larger than the arena, what it can do with; 0: it is not larger."""
-        if aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes:
+        is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
+        if is_whole or manifest.mode == "module":
             return 0
         sizes = [group.size_bytes for group in manifest.groups]
-        return least_window(sizes, last_groups(manifest), REGION_ALIGN_BYTES)
+        most_bytes = self.leasable_bytes
+        return least_window(sizes, last_groups(manifest), most_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Window) -> list[Region]:
         """What in the window cannot be taken now: slices, ranges being zeroed, broken copies."""
@@ -229,8 +231,6 @@ class Arena:
             return
         if model.built.mode == "module":
             why = "a module reads its weights when it likes, so it cannot stream through"
-        elif not last_groups(model.built):
-            why = "it was built by a release whose models do not stream: register it again"
         elif model.want_pinned:
             why = "what streams through it cannot be pinned"
         elif (least := self.least_bytes(model.built)) > largest:

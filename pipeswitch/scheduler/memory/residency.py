@@ -260,16 +260,19 @@ class Residents:
 
     def _pass_ended(self, replica: Replica) -> None:
         """Of a model that streams: no task reads the ring any more, so what lies there is of no
-        use. 1. What it keeps stays. 2. It failed, and its copy waits for what will not compute.
+        use.
+
+        1. The end of its copy was not told yet. Perhaps the task failed: then it waits for what
+           will not compute. One that has ended does not mind.
+        2. What the model keeps stays.
         """
         cause = "its pass has ended"
         if replica.users:
             return
         if replica.residency.state is Residency.TRANSMITTING:
-            self._device.move(replica, ResidencyEvent.ABANDONED, cause)
-            self._device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))  # 2.
+            self._device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))  # 1.
         elif replica.kept_groups:
-            self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)  # 1.
+            self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)  # 2.
             self._arena.regions.release(replica.rest)
         else:
             self._device.move(replica, ResidencyEvent.EVICTED, cause)

@@ -458,7 +458,7 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
-            streamed=replica.sent_bytes if replica.landings is not None else 0,
+            streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
             charge=charge,
         )
         device.upcoming = activation
