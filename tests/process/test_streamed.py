@@ -29,6 +29,22 @@ SLOW_LINK = ("--link-gbps", "0.2")  # a pass takes more than half a second
 X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
 
 
+class Tied(torch.nn.Module):
+    """A table that its first layer reads and its last one, and weights that are views for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = torch.nn.Embedding(WIDE, WIDE)
+        self.body = mlp(WIDE, 25, 6)
+        self.late = torch.nn.Parameter(torch.randn(WIDE, WIDE) / 32)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        turned = self.late.t()
+        hidden = self.body(self.table(rows) @ turned)
+        return torch.nn.functional.linear(hidden @ turned, self.table.weight)
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
     with checked_server(arena=ARENA, environment=ENVIRONMENT, args=SLOW_LINK) as checked:
@@ -61,6 +77,16 @@ def test_it_answers_what_the_plain_model_does_pass_after_pass(
         assert result.timing.kept_bytes + result.timing.streamed == size
     futures = [running.client.submit("large", X) for _ in range(4)]
     assert all(is_bit_equal(future.result(60)["y"], large) for future in futures)
+
+
+def test_weights_that_are_read_again_at_the_end_stay(running: Checked) -> None:
+    rows = torch.tensor([3, 1, 4])
+    expected = eager(Tied().eval(), rows)
+    row = running.client.register("tied", Tied().eval(), example_inputs=(rows,))
+    assert any(note.startswith("streams: ") for note in row["notes"])
+    for _ in range(3):
+        assert is_bit_equal(running.client.infer("tied", rows).value, expected)
+    running.client.unregister("tied")
 
 
 def test_a_small_one_keeps_its_place_beside_it(running: Checked, large: torch.Tensor) -> None:
