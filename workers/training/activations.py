@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -71,22 +72,23 @@ class Place(Enum):
     GONE = "gone"  # not needed any more, and a copy that was under way has not stopped yet
 
 
+@dataclass(eq=False, slots=True)
 class _Saved:
     """A storage that autograd keeps."""
 
-    __slots__ = ("copy", "device", "handles", "host", "is_used", "layer", "may_leave", "number",
-                 "place", "roots", "size_bytes")  # fmt: skip
-
-    def __init__(self, number: int, size_bytes: int, layer: int) -> None:
-        self.number, self.size_bytes, self.layer = number, size_bytes, layer
-        self.may_leave = False
-        self.place = Place.DEVICE
-        self.device: torch.Tensor | None = None  # all its bytes
-        self.host: torch.Tensor | None = None
-        self.copy: Copy | None = None  # under way
-        self.roots: list[tuple[weakref.ref[torch.Tensor], int]] = []  # saved: of what, at a version
-        self.handles = 0
-        self.is_used = False
+    number: int  # in its step
+    size_bytes: int
+    layer: int
+    may_leave: bool
+    place: Place = Place.DEVICE
+    device: torch.Tensor | None = None  # all its bytes
+    host: torch.Tensor | None = None
+    copy: Copy | None = None  # under way
+    roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    """What was saved of it: views of which tensor, at which version."""
+    handles: int = 0
+    is_used: bool = False
+    end: weakref.finalize[..., Any] | None = None  # of bytes that were in use when they left
 
 
 class _Handle:
@@ -294,8 +296,8 @@ class Activations:
         """1. of a storage's life, and 2."""
         self._ahead = None
         size_bytes = storage.nbytes()
-        saved = _Saved(len(self._of_step), size_bytes, self._layer)
-        saved.may_leave = size_bytes >= LEAST_BYTES and self._offload in ("auto", "all")
+        may_leave = size_bytes >= LEAST_BYTES and self._offload in ("auto", "all")
+        saved = _Saved(len(self._of_step), size_bytes, self._layer, may_leave)
         self._of_step.append(saved)
         has_room = self._make_room(size_bytes, "forward")
         self._alive[saved] = None
@@ -414,7 +416,6 @@ class Activations:
             return False
         saved = min(came, key=lambda one: (not one.is_used, one.number))
         self._forget_bytes(saved)
-        saved.place = Place.HOST
         self._ahead = None
         self._settle()
         return True
@@ -453,12 +454,13 @@ class Activations:
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: _Saved) -> None:
-        """Bytes that autograd may be computing with are counted until they are gone."""
+        """They are on the host. What autograd may be computing with counts until it is gone."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
+        saved.place = Place.HOST
         if saved.is_used:
-            gone = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
-            gone.atexit = False
+            saved.end = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
+            saved.end.atexit = False
         else:
             self._held -= saved.size_bytes
 
@@ -495,7 +497,7 @@ class Activations:
             assert copy.target is not None
             if copy.to_host:
                 self._moved += saved.size_bytes
-                saved.host, saved.place = copy.target, Place.HOST
+                saved.host = copy.target
                 self._forget_bytes(saved)
             else:
                 self._bind(saved, copy.target)
@@ -510,10 +512,10 @@ class Activations:
             self._refused -= saved.size_bytes
         elif copy is not None and not self._lane.cancel(copy):
             saved.place = Place.GONE
-        elif saved.place is Place.COMING:
+        elif saved.place is not Place.HOST:
             self._held -= saved.size_bytes
-        elif saved.device is not None:
-            self._forget_bytes(saved)
+        if saved.end is not None and saved.end.detach():
+            self._held -= saved.size_bytes  # the script holds it still: that does not count
         saved.host = saved.device = None
 
 
