@@ -262,6 +262,8 @@ class Activations:
     # -- layers ----------------------------------------------------------------------------------
 
     def _enter_layer(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled has no layers
         self._layer += 1
         self._is_convolution = isinstance(module, CONVOLUTIONS)
         if module not in self._seen:
@@ -271,7 +273,8 @@ class Activations:
         self._lane.go_on()
 
     def _leave_layer(self, *_: Any) -> None:
-        self._is_convolution = False
+        if not torch.compiler.is_compiling():
+            self._is_convolution = False
 
     # -- saving ----------------------------------------------------------------------------------
 
