@@ -32,12 +32,12 @@ from ..scheduler.events import (
     Event,
     FromDaemon,
     FromWorker,
+    Interrupt,
     KillWorker,
     OfDevice,
     RaiseTurn,
     SpawnDaemon,
     SpawnWorker,
-    StopTrial,
     ToDaemon,
     ToWorker,
     WorkerExited,
@@ -102,7 +102,7 @@ class DeviceEffects:
                 self._spawn_daemon(generation)
             case KillWorker(slot=slot, generation=generation, reason=reason):
                 self._kill_worker(slot, generation, reason)
-            case StopTrial(slot=slot, epoch=epoch):
+            case Interrupt(slot=slot, epoch=epoch):
                 self._share.board.write_stop(slot, epoch)
 
     @property

@@ -5,10 +5,11 @@ The board is a sealed memfd made by the controller and mapped by every worker. W
 by the process that gives the device away: the stopping worker when it has parked, or the controller
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task
 that the worker in that slot began to compute: after its death it tells whether that task can be
-blamed. Word ``STOP + slot`` holds the epoch of the trial that the worker in that slot shall leave:
-a run that is only measured stops between two groups when a request waits. Word 1 says how far a
-model that streams has computed (ADR 43): its copy's epoch and how many groups, in one number, so
-that a late one of another pass is not believed. The worker that has the turn writes it.
+blamed. Word ``STOP + slot`` holds the epoch of the task that is to be interrupted between two
+groups, since a request waits: a run that is only measured is left, a pass of a model that streams
+steps aside. Word 1 says how far a model that streams has computed (ADR 43): its copy's epoch and
+how many groups, in one number, so that a late one of another pass is not believed. The worker
+that has the turn writes it.
 
 A *bell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
 process, which then looks at the words it waits for. No wake-up is lost: the eventfd's counter stays

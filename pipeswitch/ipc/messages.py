@@ -358,11 +358,18 @@ class InferenceDone(Message, frozen=True):
     turn_at_ms: float  # when it had the device's turn
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float
-    stall_ms: float  # waiting for groups while holding the turn
+    stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
     joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
+
+
+class SteppedAside(Message, frozen=True):
+    """worker -> controller: a pass of a model that streams lets another task in between two groups,
+    as the board's stop word said; it goes on when the turn word is its own again."""
+
+    epoch: Epoch
 
 
 class InferenceFailed(Message, frozen=True):
@@ -706,7 +713,8 @@ AnyMessage = (
     | Scrubbed | OpenCommits | CloseCommits | ByteRange | CommitCopy | PersistCommit
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
-    | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
+    | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
+    | Parked | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage

@@ -281,7 +281,7 @@ class Listing:
     def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
         device = on.state
         slot = next(
-            (a.slot for a in (device.current, device.upcoming) if a and a.model == replica.name),
+            (task.slot for task in device.tasks if task.model == replica.name),
             None,
         )
         stored = self._machine.store.regions.get(replica.owner)
@@ -352,7 +352,7 @@ class Listing:
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
         device = on.state
         task = worker.job or next(
-            (a.model for a in (device.current, device.upcoming) if a and a.slot == worker.slot), ""
+            (task.model for task in device.tasks if task.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(

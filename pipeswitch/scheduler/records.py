@@ -422,7 +422,10 @@ class Activation:
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     is_trial: bool = False
     trial_stop_at_ms: float | None = None  # when a trial was told to leave
-    began_at_ms: float = 0.0  # when it was given the turn
+    began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
+    aside_at_ms: float = 0.0  # when it stepped aside last
+    aside_ms: float = 0.0  # all that it was aside, without that
+    lets_in: bool = False  # it has stepped aside, and nobody has been let in yet
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     charge: Charge | None = None  # None: it is a trial

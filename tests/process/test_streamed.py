@@ -98,6 +98,26 @@ def test_a_small_one_keeps_its_place_beside_it(running: Checked, large: torch.Te
         assert result.timing.resident or number < 2
 
 
+def test_a_pass_lets_a_small_one_in_between_two_groups(
+    running: Checked, large: torch.Tensor
+) -> None:
+    """With luck it is asked in the middle of the pass; in ten tries it is."""
+    small = eager(mlp(WIDE, 2, 1), X)
+    order: list[str] = []
+    for _ in range(10):
+        running.client.infer("small", X)
+        order.clear()
+        future = running.client.submit("large", X)
+        future.add_done_callback(lambda _: order.append("large"))
+        until(lambda: running.row("large")["state"] == "active", "it computes")
+        assert is_bit_equal(running.client.infer("small", X)["y"], small)
+        order.append("small")
+        assert is_bit_equal(future.result(60)["y"], large)
+        if order[0] == "small":
+            return
+    raise AssertionError("the small one waits for the whole pass")
+
+
 def test_a_job_that_trains_beside_it_loses_no_step(
     running: Checked, large: torch.Tensor, tmp_path: Path
 ) -> None:

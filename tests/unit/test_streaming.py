@@ -20,6 +20,7 @@ from pipeswitch.ipc.messages import (
     JobName,
     ModelName,
     RunInference,
+    SteppedAside,
     TransmitModel,
 )
 from pipeswitch.planning.costs import LayerCosts, LinkCost
@@ -348,6 +349,104 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     rig.arrived("large")
     rig.done()
     assert (job.evictions, job.lease_bytes) == (0, 20 * MIB)
+
+
+# -- a pass lets others in ------------------------------------------------------------------------
+
+
+def beside(rig: Rig) -> Any:
+    """A small model on the device, and the pass of the large one, which computes."""
+    registered(rig)
+    rig.register("small")
+    rig.make_resident("small")
+    rig.infer("large")
+    return rig.state.current
+
+
+def steps_aside(rig: Rig, passing: Any) -> None:
+    rig.worker(passing.slot, SteppedAside(epoch=passing.epoch))
+
+
+def turns(rig: Rig) -> list[int]:
+    return [command.turn for command in rig.commands(ev.RaiseTurn)]
+
+
+def asked(rig: Rig) -> list[tuple[int, int]]:
+    return [(command.slot, command.epoch) for command in rig.commands(ev.Interrupt)]
+
+
+def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    assert asked(rig) == [(passing.slot, passing.epoch)]
+    first = rig.state.upcoming
+    steps_aside(rig, passing)
+    assert (rig.state.current, turns(rig)) == (first, [first.turn])
+    rig.infer("small")
+    assert not asked(rig)
+    rig.done()
+    assert (rig.state.current, turns(rig)) == (passing, [passing.turn])
+    assert asked(rig) == [(passing.slot, passing.epoch)], "if only for a group"
+    steps_aside(rig, passing)
+    rig.done()
+    assert rig.state.current is passing
+    rig.arrived("large")
+    rig.done()
+    assert rig.residency("large") is Residency.PARTIAL
+
+
+def test_it_steps_aside_for_nobody_who_needs_a_copy_or_comes_after_it(rig: Rig) -> None:
+    beside(rig)
+    rig.infer("small", priority=2)
+    assert not asked(rig), "a lower class never runs in front of a higher one"
+    other = Rig()
+    beside(other)
+    other.infer("large")
+    assert not asked(other)
+
+
+def test_it_is_not_aside_for_ever(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    steps_aside(rig, passing)
+    rig.now_ms += rig.core.judge.max_wait_ms
+    rig.infer("small")
+    rig.done()
+    assert (rig.state.current, asked(rig)) == (passing, [])
+
+
+def test_who_was_let_in_is_gone_and_the_pass_goes_on(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    rig.worker_exits(rig.state.upcoming.slot)
+    steps_aside(rig, passing)
+    assert rig.state.current is passing or rig.state.aside is passing
+    while rig.state.current is not passing:
+        rig.done()
+    rig.arrived("large")
+    rig.done()
+
+
+def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
+    passing = beside(rig)
+    small = rig.infer("small")
+    steps_aside(rig, passing)
+    rig.worker_exits(passing.slot)
+    assert rig.sent(CancelTransmit)
+    rig.done()
+    assert rig.error(small) is None
+    rig.arrived("large", is_complete=False)
+    assert rig.sent(TransmitModel)
+    assert rig.state.replicas["large"].model.deaths == 0, "it did not compute"
+
+
+def test_the_memory_is_lost_while_a_pass_is_aside(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    steps_aside(rig, passing)
+    rig.daemon_exits()
+    assert (rig.state.current, rig.state.aside) == (None, None)
+    assert len(rig.state.queue) == 2
 
 
 @pytest.mark.parametrize("waits", [(0,), (0, 2)])

@@ -21,6 +21,7 @@ from pipeswitch.ipc.messages import (
     PrepareModel,
     RunInference,
     SlabTensor,
+    SteppedAside,
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
@@ -161,8 +162,11 @@ class _Groups:
     """Called before each group: waits for its arrival word, shows its weights to the kernels,
     keeps the times for the bill."""
 
-    def __init__(self, view: PoolView, message: RunInference, manifest: Manifest) -> None:
+    def __init__(
+        self, view: PoolView, message: RunInference, manifest: Manifest, task: Channel, slot: int
+    ) -> None:
         self._view = view
+        self._task, self._slot, self._turn = task, slot, message.epoch
         self._groups = manifest.groups
         self._first_word = message.first_word
         self._epoch = message.residency_epoch
@@ -179,6 +183,8 @@ class _Groups:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
             self.ends_ms.append(now_ms())
+        if self._landings and self._view.board.stop(self._slot) == self._turn:
+            self._step_aside()
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
         group = self._groups[index]
         if self._landings:
@@ -187,6 +193,14 @@ class _Groups:
             self._view.show(group.offset_bytes + group.size_bytes)
         reach("worker.infer.group")
         self.begins_ms.append(now_ms())
+
+    def _step_aside(self) -> None:
+        """Nothing of this task computes: another has the device, until the turn word is ours."""
+        board = self._view.board
+        board.write_stop(self._slot, 0)  # it is written again when the next one waits
+        board.write_turn(0)
+        self._task.send(SteppedAside(epoch=self._turn))
+        self.stall_ms += self._view.wait_turn(self._turn)
 
 
 def infer(
@@ -217,7 +231,7 @@ def infer(
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
-        groups = _Groups(view, message, manifest)
+        groups = _Groups(view, message, manifest, task, slot)
         slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
         with view.computing(bound):
             if message.trial_batch:

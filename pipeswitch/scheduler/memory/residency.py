@@ -245,8 +245,8 @@ class Residents:
         replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not replica.users:
             self._release_broken(replica, cause)  # 1.
-        for activation in (device.current, device.upcoming):
-            if activation is not None and activation.model == replica.name:
+        for activation in device.tasks:
+            if activation.model == replica.name:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
     def unused(self, replica: Replica) -> None:

@@ -8,10 +8,10 @@ from collections import Counter
 from typing import Final
 
 from ...errors import DeadlineExceeded, OutOfDeviceMemory
-from ...ipc.messages import JobName, JoinedRequest, ModelName, RunInference, Turn
+from ...ipc.messages import Epoch, JobName, JoinedRequest, ModelName, RunInference, Turn
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
 from ..device_state import DeviceState
-from ..events import RaiseTurn, ToWorker
+from ..events import Interrupt, RaiseTurn, ToWorker
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
@@ -22,6 +22,7 @@ from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms
 from .endings import quarantined
 from .forecast import is_hopeless, note_end, too_late
+from .lines import shown
 
 
 class Turns:
@@ -39,7 +40,9 @@ class Turns:
         ends, 4. its termination thread sees the stop and writes 7 over turn 9. So 9 waits.
         """
         device = self._device
-        activation = device.upcoming
+        activation, aside = device.upcoming, device.aside
+        if aside is not None and (activation is None or not aside.lets_in):
+            activation = aside  # it goes on, if only for a group
         if activation is None or device.current is not None or device.training is not None:
             return
         turn = activation.turn
@@ -57,10 +60,47 @@ class Turns:
 
     def _starts(self, activation: Activation, cause: str) -> None:
         core, device = self._core, self._device
+        if activation is device.aside:
+            self._goes_on(activation)
+            return
         device.current, device.upcoming = activation, None
         activation.began_at_ms = core.now_ms
+        if device.aside is not None:
+            device.aside.lets_in = False
         for token in activation.tokens:
             device.requests[token].state.apply(TaskEvent.STARTED, cause)
+
+    # -- a pass of a model that streams: it may take as long as its copy ---------------------------
+
+    def let_in(self) -> None:
+        """Such a pass steps aside between two groups for the task that waits for its turn, if that
+        needs no copy. In all it is aside for as long as the policy lets one that waits for memory
+        be overtaken."""
+        device, passing, waiting = self._device, self._device.current, self._device.upcoming
+        if passing is None or waiting is None or not passing.streamed:
+            return
+        if waiting.streamed or waiting.is_trial or not waiting.was_resident:
+            return
+        view, request = device.view, device.requests[passing.token]
+        stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
+        if self._core.judge.may_overtake(shown(device.requests[waiting.token]), stands, view):
+            device.emit(Interrupt(slot=passing.slot, epoch=passing.epoch))
+
+    def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
+        """Nobody has the turn now: the next one gets it, and then the pass again."""
+        device, passing = self._device, self._device.current
+        if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
+            return
+        passing.aside_at_ms, passing.lets_in = self._core.now_ms, True
+        device.current, device.aside = None, passing
+
+    def _goes_on(self, passing: Activation) -> None:
+        away_ms = self._core.now_ms - passing.aside_at_ms
+        passing.aside_ms += away_ms
+        passing.began_at_ms += away_ms
+        passing.aside_at_ms, passing.lets_in = 0.0, False
+        self._device.current, self._device.aside = passing, None
+        self.let_in()
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.
@@ -243,7 +283,7 @@ class Dispatch:
         """The next request's model comes while others compute."""
         if self._device.queue.requests:
             self._look_ahead()
-        return QUEUE | TURN | PLACES
+        return QUEUE | TURN | PLACES | DUE
 
     def _look_ahead(self) -> None:
         """The link is idle, a task computes and another has its turn next: send the model of the
@@ -340,7 +380,7 @@ class Dispatch:
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         if device.queue.requests or device.current is not None or device.upcoming is not None:
             return False
-        if device.training is not None or not device.is_daemon_ready:
+        if device.aside is not None or device.training is not None or not device.is_daemon_ready:
             return False
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
@@ -423,6 +463,8 @@ class Dispatch:
         )
         device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn
+        if device.current is not None and device.current.streamed:
+            self._turns.let_in()
         self._device.emit(
             ToWorker(
                 slot=worker.slot,
