@@ -71,7 +71,7 @@ def _of_daemon(world: Any, index: int) -> list[Action]:
         return []
     if not daemon.is_ready:
         found.append("daemon_ready")
-    if daemon.copies:
+    if daemon.copies and daemon._next_copy(daemon.copies[0]):
         found.append("daemon_copies")
     if daemon._lanes.get(TO_HOST):
         found.append("daemon_works")

@@ -16,7 +16,9 @@ def freeze_device(device: Device, e: Add) -> Any:
     for _, epoch in words:
         e(epoch)
     held = device.contents.values()
+    e(device.computed[0])
     return (
+        device.computed[1],
         tuple([word for word, _ in words]), freeze_items([one.order for one in held], e),
         tuple([(one.done, one.order.model in device.intact, one.order.epoch in device.cancelled)
                for one in held]),
@@ -26,11 +28,12 @@ def freeze_device(device: Device, e: Add) -> Any:
 
 
 def thaw_device(frozen: Any, n: Next) -> Device:
-    words, orders, details, slices, dirty, memories = frozen
+    computed, words, orders, details, slices, dirty, memories = frozen
     device = Device()
     device.memories = memories
     device.turn = n()
     device.words = {word: n() for word in words}  # type: ignore[misc]
+    device.computed = (n(), computed)
     for order, (done, is_intact, is_cancelled) in zip(thaw_items(orders, n), details, strict=True):
         device.contents[order.model] = Held(order, done)
         if is_intact:

@@ -55,7 +55,8 @@ class Scope:
     callers: str = ""  # who sends each request; empty: one for all
     batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
-    arena_mib: int = 8  # arrival words take 2, the slice 2, a model 4
+    arena_mib: int = 8  # arrival words take 2, the slice 2
+    model_mib: int = 4
     standby: int = 1
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # at other boundaries nothing is committed
     is_coarse: bool = False
@@ -63,11 +64,14 @@ class Scope:
     max_deaths: int = 9  # the same of workers: no request may fail
 
     slice_bytes = 2 * MIB
-    model_bytes = 4 * MIB
     state_bytes = IMAGE_BYTES
     store_bytes = 64 * MIB
     words = 64
     grace_ms = GRACE_MS
+
+    @property
+    def model_bytes(self) -> int:
+        return self.model_mib * MIB
 
     @property
     def arena_bytes(self) -> int:

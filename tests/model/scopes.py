@@ -20,6 +20,8 @@ QUICK: Final = (
     Scope(name="drain", steps=2, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True),
     Scope(name="prefetch", steps=1, requests=1, models=2, groups=2, hints=1, is_coarse=True),
     Scope(name="join", steps=0, requests=3, models=1, batch=3, is_coarse=True),
+    Scope(name="stream", has_job=False, requests=2, models=1, groups=6, model_mib=12, arena_mib=12,
+          kills=1, is_coarse=True),
     Scope(name="turns", has_job=False, requests=7, asks="AAAABAB", callers="ggggmkm",
           models=2, arena_mib=14, is_coarse=True),
     Scope(name="fine", steps=1, requests=1, models=1, groups=2),
@@ -54,6 +56,8 @@ FULL: Final = (
           is_coarse=True),
     Scope(name="move-pause", steps=2, requests=0, models=1, devices=2, moves=2, kills=1, pauses=1,
           is_coarse=True),
+    Scope(name="stream-kill", has_job=False, requests=2, models=1, groups=6, model_mib=12,
+          arena_mib=12, kills=1, daemon_kills=1, is_coarse=True),
     Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
           is_coarse=True),
 )  # fmt: skip
