@@ -151,6 +151,10 @@ class PoolView:
         """Around everything that a task enqueues, its copies in and out included."""
         return _NOTHING
 
+    def leave_slice(self, program: BoundProgram) -> bool:
+        """After torch was out of memory: whether it can be run again, in other memory."""
+        return False
+
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_group(self, word: int, epoch: Epoch) -> float:

@@ -1,11 +1,13 @@
-"""A script runs at most two groups ahead of its device."""
+"""A script runs at most two groups ahead of its device; its tensors lie as torch's own would."""
 
 from __future__ import annotations
 
+import torch
 from fake_cuda import World
 
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
+from workers.training.layout import Area, padded_bytes
 
 
 def test_two_groups_are_queued_and_no_more() -> None:
@@ -44,3 +46,11 @@ def test_nothing_is_asked_while_the_script_captures_a_graph_of_its_own() -> None
     for _ in range(LOOKS_PER_GROUP):
         ahead.look()
     assert len(world.calls) > before
+
+
+def test_what_lies_behind_a_small_bias_is_aligned_as_torchs_own_allocator_would() -> None:
+    """cuBLASLt takes an operand's alignment for its choice of an algorithm: bits would differ."""
+    area = Area("parameters", 0, 4096)
+    places = [area.place(str(size), torch.empty(size)) for size in (8, 64, 3, 100)]
+    assert [place.offset_bytes % 512 for place in places] == [0, 0, 0, 0]
+    assert area.used_bytes == padded_bytes([torch.empty(size) for size in (8, 64, 3, 100)])

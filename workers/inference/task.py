@@ -203,16 +203,22 @@ def infer(
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
-        groups = _Groups(view, message, manifest)
         slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
-        with view.computing(bound):
-            if message.trial_batch:
-                run_trial(bound, message, programs.made_up, groups, view, slot)
-            else:
-                outputs = bound.run(inputs, groups)
-                reach("worker.infer.outputs")
-                slabs = _write(bound, outputs, message, rows, pool)
-            view.quiesce()
+        while True:
+            groups = _Groups(view, message, manifest)
+            try:
+                with view.computing(bound):
+                    if message.trial_batch:
+                        run_trial(bound, message, programs.made_up, groups, view, slot)
+                    else:
+                        outputs = bound.run(inputs, groups)
+                        reach("worker.infer.outputs")
+                        slabs = _write(bound, outputs, message, rows, pool)
+                    view.quiesce()
+                break
+            except torch.OutOfMemoryError:
+                if not view.leave_slice(bound):
+                    raise
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit

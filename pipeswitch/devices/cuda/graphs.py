@@ -91,11 +91,9 @@ class DeviceProgram:
         self._captured: dict[Shapes, _Captured] = {}
         self._wanted: Shapes | None = None  # ran eagerly, not captured yet
         self._refused: set[Shapes] = set()
-
-    @property
-    def may_use_slice(self) -> bool:
-        """A graph program keeps nothing between two runs; a module may cache tensors."""
-        return isinstance(self._bound, BoundGraph)
+        # A graph program keeps nothing between two runs; a module may cache tensors.
+        self.may_use_slice = isinstance(bound, BoundGraph)
+        self.is_replaying = False  # each kernel is loaded and nothing allocates: the device may wait
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
         """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
@@ -108,6 +106,7 @@ class DeviceProgram:
         check_indices(self._limits, self.manifest.inputs, inputs)
         shapes = _shapes(inputs)
         captured = self._captured.get(shapes)
+        self.is_replaying = captured is not None
         if captured is None:
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
             outputs = self._bound.run(moved, before_group)
@@ -144,17 +143,18 @@ class DeviceProgram:
         assert isinstance(self._bound, BoundGraph)
         if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
             return  # forgotten meanwhile; a capture asks no contract
-        before = self._recorder.free_bytes()
         try:
-            with self._recorder.session(), torch.inference_mode():
-                captured = self._capture(self._bound, shapes, self._recorder)
+            captured, cost = self._measured(self._bound, shapes, self._recorder)
+            if cost > self._budget.limit_bytes:  # perhaps another process took memory meanwhile
+                del captured
+                captured, again = self._measured(self._bound, shapes, self._recorder)
+                cost = min(cost, again)
         except CudaError:  # sticky: this process is replaced
             raise
         except Exception as error:  # the lower rung serves: eager
             log.warning("graphs=refused shapes=%s cause=%s", shapes, error)
             self._refused.add(shapes)
             return
-        cost = max(0, before - self._recorder.free_bytes())
         if cost > self._budget.limit_bytes:
             log.warning("graphs=too-large bytes=%d budget=%d", cost, self._budget.limit_bytes)
             self._refused.add(shapes)
@@ -171,6 +171,15 @@ class DeviceProgram:
 
     def _drop(self, shapes: Shapes) -> None:
         self._captured.pop(shapes, None)
+
+    def _measured(
+        self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
+    ) -> tuple[_Captured, int]:
+        """Captured, and what it cost: what the whole device has less, whoever took it."""
+        before = recorder.free_bytes()
+        with recorder.session(), torch.inference_mode():
+            captured = self._capture(bound, shapes, recorder)
+        return captured, max(0, before - recorder.free_bytes())
 
     def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder) -> _Captured:
         inputs = [

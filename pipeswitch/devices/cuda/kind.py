@@ -41,7 +41,7 @@ class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     package: str
     visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
     waits: Waits = "cpu"
-    words: Words = "copy"
+    words: Words = "write"
     slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
     use_graphs: bool = False
     graph_bytes: int = 0  # driver memory that one worker's graphs may take

@@ -54,7 +54,7 @@ class Ladder:
     """The rungs that serve, and for each why it is not the one above."""
 
     waits: Waits = "cpu"
-    words: Words = "copy"
+    words: Words = "write"
     activations: Activations = "private"
     graphs: Graphs = "off"
     reasons: tuple[str, ...] = ()
@@ -101,11 +101,13 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
 def _waits(
     wishes: Wishes, results: Mapping[str, Outcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
-    """1. The device waits, words by copies. 2. The same, words by stream writes. 3. CPU flags."""
-    asked: Words = "write" if wishes.words == "write" else "copy"
+    """1. The device waits, words by stream writes, whose order after the data CUDA documents. 2. The
+    same, words by copies: in the stream's order, of which another process is promised nothing.
+    3. CPU flags."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
-        return "cpu", asked
+        return "cpu", "write" if wishes.words == "write" else "copy"
+    asked: Words = "copy" if wishes.words == "copy" else "write"
     if results is None:
         return "gpu", asked
     order: tuple[Words, ...] = ("copy", "write") if asked == "copy" else ("write", "copy")

@@ -1,9 +1,9 @@
 """The cuda device, the memory daemon's side: one ``cudaMalloc``, a pinned store, copy streams.
 
 The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's bytes, on the same
-stream, goes its arrival word: a 4-byte copy from a pinned ring (it stays on the copy engine beside
-a worker that keeps the multiprocessors busy), or a stream write where the config says so. When the
-copy thread sees that a group's event has run, it writes the same word into a host page and rings
+stream, goes its arrival word: a stream write, which CUDA documents as a fence for the whole system,
+or a 4-byte copy from a pinned ring where the self-test or the config says so. When the copy thread
+sees that a group's event has run, it writes the same word into a host page and rings
 the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
 
 Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
@@ -70,7 +70,7 @@ class CudaDeviceMemory(DeviceMemory):
         store_bytes: int,
         words: int,
         extra_bytes: int = 0,
-        word_writer: WordWriter = "copy",
+        word_writer: WordWriter = "write",
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Make the context and take the memory.
