@@ -112,7 +112,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
     index = index_of(name)
     try:
-        found = selftest.examine(config.bindings, index, with_tests=True)
+        found = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
     except PipeSwitchError as error:
         return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
                         error.hint)]  # fmt: skip
@@ -124,7 +124,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
         findings.append(Finding(f"{title} neighbours", "warn", "others use this GPU too", advice))
     for test in cuda_ladder.TESTS:
-        outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
+        outcome = found[test]
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
         advice = "" if outcome["is_ok"] else _cuda_advice(test)

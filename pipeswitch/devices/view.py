@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from ..errors import LocalProtocolError, PipeSwitchError, RemoteProtocolError
+from ..errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
 from ..ipc.messages import Epoch, MoveTask
 from ..programs.layout import TensorSpec
@@ -129,7 +129,6 @@ class PoolView:
             OSError, RemoteProtocolError: it cannot; half of it may be done.
         """
         raise NotImplementedError
-        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
 
     # -- programs ------------------------------------------------------------------------------
 

@@ -34,10 +34,10 @@ from process_tools import (
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.errors import InvalidInput, TaskFailed
 
-FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
+TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)
 FAKE_GPU = {
-    "PYTHONPATH": FAKES,
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this very checkout
     "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -99,7 +99,7 @@ def answer(checked: Checked, name: str, x: torch.Tensor) -> Any:
 def test_the_ready_line_says_which_rungs_serve(server: Checked) -> None:
     line = server.running.ready_line
     assert "device cuda:0," in line
-    assert "Fake GPU, waits=gpu words=copy activations=slice graphs=on" in line
+    assert "Fake GPU, waits=gpu words=write activations=slice graphs=on" in line
 
 
 def test_eager_runs_and_replays_give_the_plain_models_bits(server: Checked) -> None:

@@ -53,7 +53,7 @@ class Rig:
         return self.ended.get(timeout=DEADLINE_S)
 
     def arena(self, start: int, size: int) -> bytes:
-        return self.world.bytes_at(self.memory.base + start, size)
+        return self.world.bytes_at(self.memory._base + start, size)
 
     def words(self, count: int = WORDS) -> list[int]:
         raw = self.arena(0, 4 * count)

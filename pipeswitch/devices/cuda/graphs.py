@@ -93,7 +93,9 @@ class DeviceProgram:
         self._refused: set[Shapes] = set()
         # A graph program keeps nothing between two runs; a module may cache tensors.
         self.may_use_slice = isinstance(bound, BoundGraph)
-        self.is_replaying = False  # each kernel is loaded and nothing allocates: the device may wait
+        self.is_replaying = (
+            False  # no kernel is loaded then, nothing allocated: the device may wait
+        )
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
         """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
@@ -122,10 +124,6 @@ class DeviceProgram:
             group.replay()
         return captured.outputs
 
-    def is_captured(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a run with these would be a replay."""
-        return _shapes(inputs) in self._captured
-
     @property
     def is_capture_wanted(self) -> bool:
         """Shapes ran eagerly that could be captured."""
@@ -144,10 +142,10 @@ class DeviceProgram:
         if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
             return  # forgotten meanwhile; a capture asks no contract
         try:
-            captured, cost = self._measured(self._bound, shapes, self._recorder)
+            captured, cost = self._capture(self._bound, shapes, self._recorder)
             if cost > self._budget.limit_bytes:  # perhaps another process took memory meanwhile
                 del captured
-                captured, again = self._measured(self._bound, shapes, self._recorder)
+                captured, again = self._capture(self._bound, shapes, self._recorder)
                 cost = min(cost, again)
         except CudaError:  # sticky: this process is replaced
             raise
@@ -172,26 +170,23 @@ class DeviceProgram:
     def _drop(self, shapes: Shapes) -> None:
         self._captured.pop(shapes, None)
 
-    def _measured(
+    def _capture(
         self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
     ) -> tuple[_Captured, int]:
-        """Captured, and what it cost: what the whole device has less, whoever took it."""
+        """With what it cost: what the whole device has less, whoever took it."""
         before = recorder.free_bytes()
         with recorder.session(), torch.inference_mode():
-            captured = self._capture(bound, shapes, recorder)
+            inputs = [
+                torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+                for dtype, shape in shapes
+            ]
+            environment = bound.start(inputs)
+            groups = [
+                recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
+                for index in range(len(self.manifest.groups))
+            ]
+            captured = _Captured(inputs, groups, bound.finish(environment))
         return captured, max(0, before - recorder.free_bytes())
-
-    def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder) -> _Captured:
-        inputs = [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-            for dtype, shape in shapes
-        ]
-        environment = bound.start(inputs)
-        groups = [
-            recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
-            for index in range(len(self.manifest.groups))
-        ]
-        return _Captured(inputs, groups, bound.finish(environment))
 
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:

@@ -20,11 +20,11 @@ Activations = Literal["private", "slice"]
 Graphs = Literal["off", "on"]
 
 AUTO: Final = "auto"
-REQUIRED: Final = ("memory", "ipc")
-"""Without these there is no cuda device at all: the arena, and sharing it with workers."""
+REQUIRED: Final = ("memory", "ipc", "torch", "tensor")
+"""Without these there is no cuda device at all: the arena, and computing on it in workers."""
 
-TESTS: Final = (*REQUIRED, "wait-copy", "wait-write", "slice", "graph")
-"""In the order in which the self-test runs them; a hang loses those behind it."""
+TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
+"""In the order in which the self-test runs them."""
 
 
 class Outcome(NamedTuple):
@@ -101,9 +101,8 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
 def _waits(
     wishes: Wishes, results: Mapping[str, Outcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
-    """1. The device waits, words by stream writes, whose order after the data CUDA documents. 2. The
-    same, words by copies: in the stream's order, of which another process is promised nothing.
-    3. CPU flags."""
+    """1. The device waits, words by stream writes: documented to come after the data. 2. Words by
+    copies: in the stream's order, which promises another process nothing. 3. CPU flags."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
         return "cpu", "write" if wishes.words == "write" else "copy"

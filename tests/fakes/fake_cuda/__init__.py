@@ -22,6 +22,7 @@ import enum
 import itertools
 import mmap
 import os
+import signal
 import struct
 import threading
 import time
@@ -195,7 +196,9 @@ class World:
         self.has_driver = has_driver
         self.devices = devices
         self.first = first
-        self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
+        self.blocking_waits = blocking_waits  # torch's stream waits at once: it computes at once
+        self.torch_streams: set[int] = set()
+        self.broken: dict[str, str] = {}  # calls, and what torch does, that fail each time
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
         self.opened: dict[int, Block] = {}  # of other worlds, by address here
@@ -223,6 +226,8 @@ class World:
     def failure(self, call: str) -> str | None:
         """What this call must answer, if not success; a sticky code stays for good."""
         self.calls.append((call, ()))
+        if call in self.broken:
+            return self.must_hang_or(self.broken[call])
         if self._broken is not None:
             return self._broken
         waiting = self._failures.get(call, [])
@@ -235,6 +240,20 @@ class World:
             waiting[index] = (after - 1, code)
             break
         return None
+
+    @staticmethod
+    def must_hang_or(code: str) -> str:
+        """The code, but for ``hang``, which never returns, and ``crash``."""
+        if code == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        while code == "hang":
+            threading.Event().wait()
+        return code
+
+    def reach(self, name: str) -> None:
+        """Torch does this now; raises where it is broken."""
+        if name in self.broken:
+            raise RuntimeError(f"CUDA error: {self.must_hang_or(self.broken[name])}")
 
     def break_down(self, code: str) -> None:
         """A kernel failed: the context is gone for good."""
@@ -599,7 +618,7 @@ class Driver:
             return word.value == value
 
         queue.put(run)
-        if self._world.blocking_waits:
+        if self._world.blocking_waits and stream in self._world.torch_streams:
             self._world.drain(queue)
         return (CUresult.CUDA_SUCCESS,)
 
@@ -628,13 +647,16 @@ def _world_of_environment() -> World:
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one, by its UUID
         first = int(visible[-2:], 16)
         devices = int(visible == f"GPU-{UUID(bytes=_uuid(first))}" and first < devices)
-    return World(
+    world = World(
         device_bytes=int(os.environ.get("CUDA_FAKE_BYTES", str(2 << 30))),
         has_driver=wish != "no-driver",
         devices=0 if wish == "no-device" else devices,
         first=first,
         blocking_waits=True,
     )
+    if wish := os.environ.get("CUDA_FAKE_BREAK"):  # "cudaMalloc=cudaErrorUnknown,slice=hang"
+        world.broken = dict(part.split("=") for part in wish.split(","))
+    return world
 
 
 WORLD = _world_of_environment()

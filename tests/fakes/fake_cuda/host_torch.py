@@ -30,6 +30,8 @@ class HostTorch(CudaTorch):
         world.enter()  # torch makes the context in the thread that computes
         self.stream = world.new()
         world.streams[self.stream] = Stream()
+        world.torch_streams.add(self.stream)
+        world.reach("torch")
         self.slices: list[tuple[int, int]] = []
         self.in_slice: list[bool] = []
 
@@ -37,6 +39,8 @@ class HostTorch(CudaTorch):
         return None if threading.get_ident() in self._world.capturing else self.stream
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
+        if pointer in self._world.opened:
+            self._world.reach("ipc-tensor")
         raw = (ctypes.c_uint8 * size_bytes).from_address(pointer)
         return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
 
@@ -56,6 +60,7 @@ class HostTorch(CudaTorch):
             raise RuntimeError("CUDA error: device-side assert triggered") from error
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
+        self._world.reach("slice")
         self.slices.append((pointer, size_bytes))
 
     def check_slice(self) -> str:
@@ -68,9 +73,10 @@ class HostTorch(CudaTorch):
         pass
 
     def warm_up(self) -> None:
-        pass
+        self._world.reach("warm")
 
     def recorder(self) -> TapeRecorder:
+        self._world.reach("capture")
         return TapeRecorder(self._world)
 
 
