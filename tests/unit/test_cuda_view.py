@@ -290,6 +290,39 @@ def test_a_pool_that_cannot_be_pinned_still_serves(rig: Rig) -> None:
     assert rig.world.registered == {rig.block: 4096}
 
 
+def test_an_answer_is_in_its_slab_when_the_stream_has_come_to_it_and_not_before(rig: Rig) -> None:
+    slab = torch.zeros(1024)
+    rig.view.pin(slab.data_ptr(), slab.nbytes)
+    with rig.view.computing(None):
+        slab.copy_(torch.ones(1024), non_blocking=True)
+        assert slab.isnan().all(), "who reads now reads nonsense"
+        rig.view.quiesce()
+    assert torch.equal(slab, torch.ones(1024))
+
+
+def test_a_capture_computes_nothing_and_refuses_what_the_host_must_see(rig: Rig) -> None:
+    x, results = torch.ones(4), list[torch.Tensor]()
+    recorder = rig.side.recorder()
+    graph = recorder.record(lambda: results.append(x * 2))
+    assert results[0].isnan().all()
+    graph.replay()
+    assert torch.equal(results[0], x * 2)
+    for run in (lambda: x.sum().item(), lambda: x.nonzero()):
+        with pytest.raises(RuntimeError, match="when stream is capturing"):
+            recorder.record(run)  # type: ignore[arg-type]
+    rig.side.check_failed_capture(recorder)
+
+
+def test_a_mapping_is_not_closed_under_a_fill_that_is_queued(rig: Rig) -> None:
+    cuda = Cuda(rig.world.runtime, rig.world.driver)
+    stream = cuda.stream()
+    cuda.fill(rig.view._base, 0, 64, stream)
+    with pytest.raises(AssertionError, match="still uses that memory"):
+        cuda.close_handle(rig.view._base)
+    cuda.synchronize(stream)
+    rig.world.opened[rig.view._base].open_count = 1
+
+
 def test_a_slice_lies_behind_the_arena(rig: Rig) -> None:
     rig.view.take_slice(MIB)
     ((pointer, size),) = rig.side.slices

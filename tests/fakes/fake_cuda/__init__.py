@@ -421,6 +421,7 @@ class Runtime:
             ctypes.memset(pointer, value, size)
             return True
 
+        run.touched = [(pointer, size)]  # type: ignore[attr-defined]
         queue.put(run)
         return ()
 
@@ -633,6 +634,7 @@ class Driver:
             ctypes.c_uint32.from_address(pointer).value = value
             return True
 
+        run.touched = [(pointer, 4)]  # type: ignore[attr-defined]
         queue = self._world.stream_of(stream)
         if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
