@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,13 @@ class Result(msgspec.Struct, frozen=True):
 
     def __getitem__(self, name: str) -> Any:
         return self.outputs[name]
+
+    def keys(self) -> KeysView[str]:
+        """Names of the outputs, so that ``dict(r)`` is ``r.outputs``."""
+        return self.outputs.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outputs)
 
     @property
     def value(self) -> Any:

@@ -168,7 +168,8 @@ def test_a_bundle_without_trees_is_as_it_was() -> None:
     assert decode_graph(encode_graph(GRAPH)) == GRAPH
     arrays = {"y": np.zeros(2)}
     assert Result("m", "1", arrays, Bill()).value is arrays["y"]
-    assert Result("m", "1", {"a": 1, "b": 2}, Bill()).value == {"a": 1, "b": 2}
+    both = Result("m", "1", {"a": 1, "b": 2}, Bill())
+    assert both.value == dict(both) == {"a": 1, "b": 2} and [*both] == ["a", "b"]
 
 
 def admitted(given: Any) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.scheduler.events import InferArrived
@@ -77,8 +77,9 @@ def test_endless_loops_give_the_device_back(seed: int) -> None:
 
 @lives
 @given(seed=SEEDS)
+@example(seed=39)  # a worker that is not clean is replaced while its answer to a ping is awaited
 def test_any_life_on_two_devices_keeps_the_invariants_and_ends(seed: int) -> None:
-    live(random_world(seed, devices=2), 500)
+    live(random_world(seed, pings=seed % 2 == 1, devices=2), 500)
 
 
 def _seen(scheduler: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ServerUnavailable
-from ..core import PINGS, Core, takes
+from ..core import PINGS, WORKERS, Core, takes
 from ..events import PingAsked, Token
 from ..machine import Machine
 from .health import SILENT_AFTER_MS
@@ -35,7 +35,7 @@ class Pings:
             for device in self._devices:
                 device.health.ask()
             self._conclude()  # no process may be there to be asked
-        return PINGS
+        return PINGS | WORKERS if self._answering else PINGS  # one that has left is not waited for
 
     def _conclude(self) -> None:
         core = self._core
