@@ -232,6 +232,8 @@ class Report:
         for name, why in self.broken.items():
             return f"first broken rung: {name}: {why}"
         for outcome in self.outcomes:
+            if outcome.status == "needs a GPU":
+                return "there is no GPU here"
             if outcome.status not in ("ok", "not run"):
                 return f"no mechanism is known to be broken; first: {outcome.name} {outcome.status}"
         return "every rung holds"

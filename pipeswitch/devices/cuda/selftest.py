@@ -80,11 +80,7 @@ class Pipe:
         self._file.flush()
 
     def hear(self) -> dict[str, Any]:
-        """What the other end says next; blocks.
-
-        Raises:
-            EOFError: nothing, it ended.
-        """
+        """What the other end says next; ``EOFError`` where it ended instead."""
         line = self._file.readline()
         if not line:
             raise EOFError("the other process ended")
@@ -92,11 +88,7 @@ class Pipe:
         return found
 
     def ask(self, key: str) -> Any:
-        """One value of what a peer says next.
-
-        Raises:
-            RuntimeError: it failed, and says how.
-        """
+        """One value of what a peer says next; ``RuntimeError`` where it failed, with its words."""
         found = self.hear()
         if "error" in found:
             raise RuntimeError(f"the other process: {found['error']}")
