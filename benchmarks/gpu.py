@@ -65,7 +65,7 @@ SERVED = ("device", "memory", "ipc", "torch", "tensor")  # what no server is wit
 STAGES = (
     # The first import of torch on a cold disk may take a minute: it is paid in the first stage.
     Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
-    Stage("mechanisms", 200, ("-m", "benchmarks.gpu_mechanisms")),
+    Stage("mechanisms", 240, ("-m", "benchmarks.gpu_mechanisms")),
     Stage("raw", 60, ("-m", "benchmarks.gpu_tests", "raw"), ("device", "memory", "torch")),
     Stage("conformance", 60, ("-m", "benchmarks.gpu_tests", "conformance"), SERVED),
     _server("lowest"),

@@ -140,6 +140,8 @@ def _cuda_advice(test: str) -> str:
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":
         return "nvidia-smi: is the GPU in exclusive mode, in MIG mode, or full?"
+    if test in cuda_ladder.REQUIRED:
+        return "is this torch built for this GPU and driver? serve --device cpu works meanwhile"
     return "the server uses what works instead; [device] in the config can name it"
 
 

@@ -69,13 +69,17 @@ STEPS = """
 @pytest.fixture(scope="module")
 def first_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A machine of its own: the lock of a GPU lies in its folder for temporary files."""
-    return FAKE_GPU | {"TMPDIR": str(tmp_path_factory.mktemp("first"))}
+    return machine_in(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture
 def own_gpu(tmp_path: Path) -> dict[str, str]:
     """Another machine, for a test that starts its own server."""
-    return FAKE_GPU | {"TMPDIR": str(tmp_path)}
+    return machine_in(tmp_path)
+
+
+def machine_in(folder: Path) -> dict[str, str]:
+    return FAKE_GPU | {"TMPDIR": str(folder), "CUDA_FAKE_LEDGER": str(folder / "allocated")}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from .bindings import PACKAGE, no_driver
 
 PROGRAM: Final = "pipeswitch.devices.cuda.selftest"
-SELFTEST_S: Final = 300.0  # in all; each check has a limit of its own, which the program keeps
+SELFTEST_S: Final = 220.0  # in all; each check has a limit of its own, which the program keeps
 
 
 def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

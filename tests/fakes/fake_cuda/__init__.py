@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -198,6 +199,7 @@ class World:
         self.first = first
         self.blocking_waits = blocking_waits  # torch's stream waits at once: it computes at once
         self.torch_streams: set[int] = set()
+        self.ledger: Path | None = None  # a folder: what each process of the machine has allocated
         self.broken: dict[str, str] = {}  # calls, and what torch does, that fail each time
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
@@ -285,6 +287,20 @@ class World:
     @property
     def used_bytes(self) -> int:
         return sum(block.size_bytes for block in self.blocks.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the device: what other processes have allocated is not free, until they are gone."""
+        taken = self.used_bytes
+        for entry in self.ledger.iterdir() if self.ledger else ():
+            if entry.name != str(os.getpid()) and Path("/proc", entry.name).exists():
+                taken += int(entry.read_text() or 0)
+        return self.device_bytes - taken
+
+    def note_use(self) -> None:
+        """For the other processes of this machine."""
+        if self.ledger:
+            (self.ledger / str(os.getpid())).write_text(str(self.used_bytes))
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
         """Device bytes as they are now, whatever is still queued."""
@@ -383,7 +399,7 @@ class Runtime:
         return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
 
     def cudaMemGetInfo(self) -> Any:
-        return (self._world.device_bytes - self._world.used_bytes, self._world.device_bytes)
+        return (self._world.free_bytes, self._world.device_bytes)
 
     def cudaDeviceSynchronize(self) -> Any:
         for stream in [self._world.default_stream, *self._world.streams.values()]:
@@ -393,10 +409,11 @@ class Runtime:
     # -- memory
 
     def cudaMalloc(self, size: int) -> Any:
-        if self._world.used_bytes + size > self._world.device_bytes:
+        if size > self._world.free_bytes:
             return cudaError_t.cudaErrorMemoryAllocation
         block = Block(size)
         self._world.blocks[block.address] = block
+        self._world.note_use()
         return (block.address,)
 
     def cudaFree(self, pointer: int) -> Any:
@@ -407,6 +424,7 @@ class Runtime:
         if block is None:
             return cudaError_t.cudaErrorInvalidValue
         block.close()
+        self._world.note_use()
         return ()
 
     def cudaMemsetAsync(self, pointer: int, value: int, size: int, stream: int) -> Any:
@@ -656,6 +674,9 @@ def _world_of_environment() -> World:
         first=first,
         blocking_waits=True,
     )
+    if ledger := os.environ.get("CUDA_FAKE_LEDGER"):
+        world.ledger = Path(ledger)
+        world.ledger.mkdir(exist_ok=True)
     if wish := os.environ.get("CUDA_FAKE_BREAK"):  # "cudaMalloc=cudaErrorUnknown,slice=hang"
         world.broken = dict(part.split("=") for part in wish.split(","))
     return world
