@@ -32,8 +32,8 @@ def run(
     """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
     or cannot be understood.
 
-    ``descriptors``: the store memfd, then the workers' bells. They stay open for the life
-    of the process.
+    ``descriptors``: the store memfd, the board, the workers' bells and our own. They stay open
+    for the life of the process.
 
     Raises:
         CudaError, OSError: the memory cannot be had.
@@ -45,8 +45,8 @@ def run(
     if settings.log_path:
         log_to(settings.log_path, settings.log_bytes)
     threading.excepthook = _leave
-    store, *bells = descriptors
-    device = kind_of(settings.device).open_memory(settings, store, bells)
+    store, board, *bells = descriptors
+    device = kind_of(settings.device).open_memory(settings, store, board, bells)
     daemon = Daemon(device, control, words=settings.words)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: no process is left to wait for them.

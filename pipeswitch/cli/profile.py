@@ -96,6 +96,7 @@ def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[st
                 hint="pipeswitch models",
             )
     demands, unknown = [], []
+    streams = {one["name"]: one["streams"] for one in answer["models"] if one.get("streams")}
     for model in answer["models"]:
         if model["profile"] is None:
             row = {key: model[key] for key in ("name", "bytes", "grouping", "grouping_why")}
@@ -108,21 +109,25 @@ def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[st
                 costs=costs_of(profile),
                 total_bytes=model["bytes"],
                 deadline_ms=deadlines.get(model["name"], deadlines.get("")),
+                pass_ms=streams[model["name"]]["pass_ms"] if model["name"] in streams else 0.0,
             )
         )
     made = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
-    return {**made, "without_profile": unknown}
+    texts = {name: one["text"] for name, one in streams.items()}
+    return {**made, "without_profile": unknown, "streams": texts}
 
 
 def report_view(made: Mapping[str, Any]) -> RenderableType:
     """The report as a table; models without a profile stand below, with what to do."""
     capacity = msgspec.convert(
-        {key: value for key, value in made.items() if key != "without_profile"}, CapacityReport
+        {key: made[key] for key in CapacityReport.__struct_fields__}, CapacityReport
     )
-    rows = [_row(model) for model in capacity.models]
+    streams = made["streams"]
+    rows = [_row(model, streams.get(model.name, "")) for model in capacity.models]
     rows += [
         {"model": row["name"], "size": format_bytes(row["bytes"]), "groups": "",
-         "why": f"{row['grouping_why']} (pipeswitch profile {row['name']})"}
+         "why": streams.get(row["name"])
+         or f"{row['grouping_why']} (pipeswitch profile {row['name']})"}
         for row in made["without_profile"]
     ]  # fmt: skip
     if not rows:
@@ -138,7 +143,7 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
     return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)))
 
 
-def _row(model: ModelReport) -> dict[str, Any]:
+def _row(model: ModelReport, streams: str) -> dict[str, Any]:
     holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
     if model.holds_cold is False and model.holds_with_zero_prefix:
         holds = "with prefix"
@@ -154,5 +159,5 @@ def _row(model: ModelReport) -> dict[str, Any]:
         "share": f"{share:.0%}",
         "deadline_ms": model.deadline_ms,
         "holds": holds,
-        "why": "" if model.fits else "it does not fit into the arena",
+        "why": "" if model.fits else streams or "it does not fit into the arena",
     }

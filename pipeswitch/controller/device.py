@@ -32,12 +32,12 @@ from ..scheduler.events import (
     Event,
     FromDaemon,
     FromWorker,
+    Interrupt,
     KillWorker,
     OfDevice,
     RaiseTurn,
     SpawnDaemon,
     SpawnWorker,
-    StopTrial,
     ToDaemon,
     ToWorker,
     WorkerExited,
@@ -102,7 +102,7 @@ class DeviceEffects:
                 self._spawn_daemon(generation)
             case KillWorker(slot=slot, generation=generation, reason=reason):
                 self._kill_worker(slot, generation, reason)
-            case StopTrial(slot=slot, epoch=epoch):
+            case Interrupt(slot=slot, epoch=epoch):
                 self._share.board.write_stop(slot, epoch)
 
     @property
@@ -232,7 +232,7 @@ class DeviceEffects:
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
-        descriptors = [self._memory.store, *self._share.bells]
+        descriptors = [self._memory.store, self._share.board_descriptor, *self._share.bells]
         self._share.drop_arenas()
         self._daemon_has.clear()
         self._daemon_generation = generation

@@ -45,7 +45,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
-        bell_count=most_workers(config.workers.standby),
+        bell_count=most_workers(config.workers.standby) + 1,  # and the memory daemon's
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,

@@ -68,9 +68,12 @@ class DeviceKind(Protocol):
         ...
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> DeviceMemory:
         """Take the device's memory; the descriptors stay the caller's.
+
+        Args:
+            bells: of the workers, by slot, and behind them the memory daemon's own.
 
         Raises:
             CudaError, OSError: the memory cannot be had.

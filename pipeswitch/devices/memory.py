@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ..errors import RemoteProtocolError
-from ..ipc.board import ring
+from ..ipc.board import Board, ring
 from ..ipc.messages import ByteRange, Epoch, TransmitEnded, TransmitModel
 from .orders import WORD_BYTES, check_range
 from .view import now_ms
@@ -51,9 +51,22 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, *, store: int, bells: Sequence[int], arena_bytes: int, store_bytes: int, words: int
+        self,
+        *,
+        store: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        store_bytes: int,
+        words: int,
+        board: int = -1,
+        bell: int = -1,
     ) -> None:
         """The descriptors stay the caller's and must outlive this object.
+
+        Args:
+            bells: of the workers.
+            board, bell: what a model that streams has computed, and what wakes the copy thread
+                then; without them none can.
 
         Raises:
             RemoteProtocolError: sizes that contradict each other.
@@ -64,6 +77,7 @@ class DeviceMemory:
         self.arena_bytes = arena_bytes
         self.store_bytes = store_bytes
         self._bells = tuple(bells)
+        self._bell, self._board = bell, Board(board) if board >= 0 else None
         self._orders: SimpleQueue[Transmission | None] = SimpleQueue()
         self._live: dict[Epoch, Transmission] = {}
         self._copier = threading.Thread(target=self._copy_all, name="copy-to-device", daemon=True)
@@ -121,6 +135,23 @@ class DeviceMemory:
         job = self._live.get(epoch)
         if job is not None:
             job.cancelled.set()
+            if job.order.waits:
+                ring(self._bell)
+
+    def _must_wait(self, job: Transmission, index: int) -> bool:
+        """Whether in the landing of that group lies another that has not computed."""
+        order, board = job.order, self._board
+        if not order.waits or job.cancelled.is_set():
+            return False
+        if board is None:
+            raise RemoteProtocolError("nothing can stream without a board")
+        return not board.has_computed(order.epoch, order.waits[index])
+
+    def _wait_computed(self, job: Transmission, index: int) -> None:
+        """On the copy thread, until it has, or the job is cancelled. No wake-up is lost: the word
+        is written before the bell, and read after it."""
+        while self._must_wait(job, index):
+            os.eventfd_read(self._bell)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
         """Copy the groups; an error in between ends it incomplete, like a cancel."""
@@ -147,6 +178,8 @@ class DeviceMemory:
     def close(self) -> None:
         """Cancel what is under way and what waits, end the thread, let the memory go."""
         for job in list(self._live.values()):
-            job.cancelled.set()
+            self.cancel(job.order.epoch)
         self._orders.put(None)
         self._copier.join()
+        if self._board is not None:
+            self._board.close()

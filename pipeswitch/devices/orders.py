@@ -25,6 +25,10 @@ def check_order(order: TransmitModel, *, arena_bytes: int, store_bytes: int, wor
         raise RemoteProtocolError(
             f"region {start}…{end} is not within {words * WORD_BYTES}…{arena_bytes}"
         )
+    if order.waits and len(order.waits) != len(order.groups):
+        raise RemoteProtocolError(f"{len(order.waits)} waits for {len(order.groups)} groups")
+    if any(not 0 <= count <= index for index, count in enumerate(order.waits)):
+        raise RemoteProtocolError("a group waits for itself, or for one behind it")
     for index, group in enumerate(order.groups):
         size = group.size_bytes
         if size < 0:

@@ -36,6 +36,7 @@ class PoolView:
     this very thread.
     """
 
+    can_step_aside = True  # between two groups: what it has computed is its own
     device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
 
     def __init__(
@@ -45,7 +46,8 @@ class PoolView:
 
         Args:
             words_descriptor: the arrival words lie at its start.
-            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
+            bell: this worker's own eventfd; ``bells`` are all of them, by slot, and the memory
+                daemon's.
         """
         self.board = Board(board)
         self._bell, self._bells = bell, tuple(bells)
@@ -67,6 +69,10 @@ class PoolView:
 
     def show(self, arrived_bytes: int) -> None:
         """The region's first bytes have arrived: kernels may read them."""
+
+    def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
+        """Of a region that a model streams through this part has arrived, as ``show``; it begins a
+        unit, and its last one is filled."""
 
     def leave(self) -> None:
         """No kernel can reach a region any more, until the next ``enter``."""
@@ -178,6 +184,12 @@ class PoolView:
         while not is_true():
             os.eventfd_read(self._bell)
         return now_ms() - began_at_ms
+
+    def tell_computed(self, epoch: Epoch, count: int) -> None:
+        """So many groups of that copy need not lie there any more: others land in their places."""
+        self.quiesce()
+        self.board.write_computed(epoch, count)
+        ring(self._bells[-1])
 
     def raise_turn(self, turn: int, slot: int) -> None:
         """Hand the device to the worker in ``slot`` (called by the one who parks)."""

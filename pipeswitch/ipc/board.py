@@ -5,11 +5,15 @@ The board is a sealed memfd made by the controller and mapped by every worker. W
 by the process that gives the device away: the stopping worker when it has parked, or the controller
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task
 that the worker in that slot began to compute: after its death it tells whether that task can be
-blamed. Word ``STOP + slot`` holds the epoch of the trial that the worker in that slot shall leave:
-a run that is only measured stops between two groups when a request waits.
+blamed. Word ``STOP + slot`` holds the epoch of the task that is to be interrupted between two
+groups, since a request waits: a run that is only measured is left, a pass of a model that streams
+steps aside. Word 1 says how far a model that streams has computed (ADR 43): its copy's epoch and
+how many groups, in one number, so that a late one of another pass is not believed. The worker
+that has the turn writes it.
 
-A *bell* is an eventfd, one per worker slot: it wakes the worker of that slot, which then looks
-at the words it waits for. No wake-up is lost: the eventfd's counter stays until it is read.
+A *bell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
+process, which then looks at the words it waits for. No wake-up is lost: the eventfd's counter stays
+until it is read.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from typing import Final
 
 BOARD_BYTES: Final = 4096
 TURN_WORD: Final = 0
+COMPUTED_WORD: Final = 1
+MOST_GROUPS: Final = 1 << 20
 BEGUN: Final = 16
 MAX_SLOTS: Final = 64
 STOP: Final = BEGUN + MAX_SLOTS
@@ -73,6 +79,14 @@ class Board:
 
     def write_turn(self, turn: int) -> None:
         self._words[TURN_WORD] = turn
+
+    def write_computed(self, epoch: int, count: int) -> None:
+        self._words[COMPUTED_WORD] = epoch * MOST_GROUPS + count
+
+    def has_computed(self, epoch: int, count: int) -> bool:
+        """Whether so many groups of the copy of that epoch have computed."""
+        said_epoch, said_count = divmod(self._words[COMPUTED_WORD], MOST_GROUPS)
+        return not count or (said_epoch == epoch and said_count >= count)
 
     def write_begun(self, slot: int, epoch: int) -> None:
         self._words[BEGUN + slot] = epoch

@@ -62,7 +62,7 @@ class ChildExited(Message, frozen=True):
 
 
 class DaemonSettings(Message, frozen=True):
-    """What a memory daemon is started with (descriptors: control, store, bells…)."""
+    """What a memory daemon is started with (descriptors: control, store, board, bells…)."""
 
     device: str
     arena_bytes: int
@@ -133,6 +133,9 @@ class TransmitModel(Message, frozen=True):
     region_bytes: int
     groups: tuple[GroupCopy, ...]
     tenant: str = ""  # whose file of the arena, where tenants are separate (ADR 23)
+    # Of a model that streams through a ring (ADR 43), for each group: its copy begins when so many
+    # groups have computed, as the board's word says.
+    waits: tuple[int, ...] = ()
 
 
 class CancelTransmit(Message, frozen=True):
@@ -281,6 +284,7 @@ class PrepareModel(Message, frozen=True):
     directory: str
     arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
     plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
+    landings: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
@@ -340,6 +344,7 @@ class RunInference(Message, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
+    landings: tuple[int, ...] = ()  # as PrepareModel's
     joined: tuple[JoinedRequest, ...] = ()
     trial_batch: int = 0  # 0: a request
     is_code: bool = False  # as PrepareModel's
@@ -353,11 +358,18 @@ class InferenceDone(Message, frozen=True):
     turn_at_ms: float  # when it had the device's turn
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float
-    stall_ms: float  # waiting for groups while holding the turn
+    stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
     joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
+
+
+class SteppedAside(Message, frozen=True):
+    """worker -> controller: a pass of a model that streams lets another task in between two groups,
+    as the board's stop word said; it goes on when the turn word is its own again."""
+
+    epoch: Epoch
 
 
 class InferenceFailed(Message, frozen=True):
@@ -701,7 +713,8 @@ AnyMessage = (
     | Scrubbed | OpenCommits | CloseCommits | ByteRange | CommitCopy | PersistCommit
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
-    | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
+    | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
+    | Parked | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage

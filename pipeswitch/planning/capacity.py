@@ -20,12 +20,14 @@ class ModelDemand:
         costs: from its profile.
         total_bytes: its region in the arena: at least its layers' bytes, with the alignment.
         deadline_ms: from the start of a switch to the end of the computation, or None.
+        pass_ms: of one that is larger than the arena, and streams through it.
     """
 
     name: str
     costs: LayerCosts
     total_bytes: int
     deadline_ms: float | None = None
+    pass_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.total_bytes < self.costs.total_bytes:
@@ -87,13 +89,14 @@ def _fit_count(models: Sequence[ModelDemand], arena_bytes: int) -> int:
 def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
     costs, groupings = model.costs, best_groupings(model.costs)
     plan = groupings.plan()
-    cold_ms = makespan(plan, costs)
+    cold_ms = model.pass_ms or makespan(plan, costs)
     prefix_layers = groupings.least_prefix()
     prefix_ms = groupings.total_ms[prefix_layers]
     fits = model.total_bytes <= arena_bytes
 
     def holds(total_ms: float) -> bool | None:
-        return None if model.deadline_ms is None else fits and total_ms <= model.deadline_ms
+        is_served = fits or model.pass_ms > 0
+        return None if model.deadline_ms is None else is_served and total_ms <= model.deadline_ms
 
     return ModelReport(
         name=model.name,
@@ -110,5 +113,5 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
         zero_prefix_ms=prefix_ms,
         deadline_ms=model.deadline_ms,
         holds_cold=holds(cold_ms),
-        holds_with_zero_prefix=holds(prefix_ms),
+        holds_with_zero_prefix=holds(model.pass_ms or prefix_ms),
     )

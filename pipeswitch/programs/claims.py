@@ -39,6 +39,11 @@ def check_claims(manifest: Manifest) -> None:
         _check_nodes(manifest.layers)
     _check_nodes(manifest.groups)
     _check_groups(manifest)
+    readers = manifest.extra.get("last_readers")
+    if not isinstance(readers, list) or len(readers) != len(manifest.tensors):
+        _refuse("it does not say of each tensor which node reads it last")
+    if any(type(node) is not int or not -1 <= node <= MAX_NODES for node in readers):
+        _refuse("a tensor is read last by no node of it")
     if manifest.batching is not None:
         limit, delay_ms = manifest.batching.limit, manifest.batching.delay_ms
         check_joinable(manifest, limit)

@@ -198,6 +198,22 @@ def _written(node: Node, name: str) -> list[int]:
     return written
 
 
+def last_readers(graph: Graph) -> list[int]:
+    """For each weight the position of the last node that may read it, be it through a value that
+    may alias it (as in ``mutations``); where an output may, one past the last node."""
+    last = [-1] * (graph.first_node_value + len(graph.nodes))
+    for value in graph.results:
+        last[value] = len(graph.nodes)
+    for position in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[position]
+        namespace, name, _ = split_target(node.target)
+        is_fresh = name != "getitem" if namespace == "_operator" else name in FRESH
+        reads = position if is_fresh else max(position, last[graph.first_node_value + position])
+        for value in node_references(node):
+            last[value] = max(last[value], reads)
+    return last[len(graph.inputs) : graph.first_node_value]
+
+
 def check_no_mutation(graph: Graph) -> None:
     """Refuse a graph that may write to its weights or to the request's inputs.
 

@@ -6,6 +6,7 @@ no byte: the same image in the host store, the same file and the same digest ser
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -67,6 +68,34 @@ def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
         triggers=tuple(names[group.first_node] for group in groups),
         extra={**manifest.extra, "needs": needs(names, groups)},
     )
+
+
+def plan_in_force(manifest: Manifest) -> Plan:
+    """The layers that open its groups."""
+    starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
+    return tuple(starts[group.first_node] for group in manifest.groups)
+
+
+def last_groups(manifest: Manifest) -> tuple[int, ...]:
+    """For each group of a graph the last one that reads what it brings."""
+    readers = manifest.extra["last_readers"]
+    ends = [group.end_node for group in manifest.groups]
+    last = len(ends) - 1
+    return tuple(
+        max([index, *(min(last, bisect_right(ends, readers[t])) for t in group.tensors)])
+        for index, group in enumerate(manifest.groups)
+    )
+
+
+def landed_tensors(manifest: Manifest, landings: Sequence[int]) -> dict[str, TensorSpec]:
+    """The tensors of a model that streams, where its groups land; empty: it does not."""
+    return {
+        (spec := manifest.tensors[index]).name: msgspec.structs.replace(
+            spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes
+        )
+        for group, landing in zip(manifest.groups, landings, strict=False)
+        for index in group.tensors
+    }
 
 
 def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int]:

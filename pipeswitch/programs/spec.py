@@ -142,8 +142,11 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Whether the contracts of this server looked at every shape; a module is its owner's code."""
-    return manifest.mode == "module" or manifest.extra.get("checked_by") == checked_by()
+    """Whether the contracts of this server looked at every shape, and it is known what reads each
+    weight last; a module is its owner's code."""
+    extra = manifest.extra
+    is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
+    return manifest.mode == "module" or is_known
 
 
 def kept(spec: bytes, folder: Path) -> bytes:

@@ -20,6 +20,7 @@ from ..ipc.messages import (
     Pong,
     Scrubbed,
     StepCommitted,
+    SteppedAside,
     TransmitEnded,
     WorkerReady,
 )
@@ -93,6 +94,9 @@ class Device:
                 self.turns.give()
             case Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
+            case SteppedAside(epoch=epoch):
+                self.turns.stepped_aside(worker, epoch)
+                self.turns.give()
             case Parked() as message:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
@@ -219,7 +223,7 @@ class Device:
             return  # processes are killed next; nothing is decided any more
         self._check_requests()
         for replica in state.replicas.values():
-            users = [a for a in (state.current, state.upcoming) if a and a.model == replica.name]
+            users = [task for task in state.tasks if task.model == replica.name]
             assert replica.users == len(users), f"{replica.name}: {replica.users} users"
         for name, job in state.jobs.items():
             if job.state.state in (TaskState.RUNNING, TaskState.TRANSMITTING, TaskState.STOPPING):
@@ -246,7 +250,7 @@ class Device:
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"
             assert request.state.state is TaskState.QUEUED, request.state.story
-        tasks = [a for a in (state.current, state.upcoming) if a is not None]
+        tasks = state.tasks
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
         for account in state.accounts:
             runs = sum(account in task.charge.parts for task in tasks if task.charge)

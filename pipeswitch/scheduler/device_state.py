@@ -29,7 +29,8 @@ class DeviceState:
     """Shared by the parts of one device (``Device``), and known to no other's.
 
     Invariants (``Device.check``): ``current`` is the only inference task that may compute;
-    ``upcoming`` is dispatched and waits for the turn; ``training`` names the job that holds the
+    ``upcoming`` is dispatched and waits for the turn; ``aside`` let others in and goes on after one
+    of them; ``training`` names the job that holds the
     turn or is giving it up; at most one of ``current`` and a running ``training`` computes.
     """
 
@@ -46,6 +47,7 @@ class DeviceState:
     workers: dict[Slot, Worker] = field(default_factory=dict)
     current: Activation | None = None
     upcoming: Activation | None = None
+    aside: Activation | None = None
     training: JobName | None = None
     measuring: ModelName | None = None  # its groups are those of the current trial
     ended_trial: EndedTrial | None = None  # for Profiling to take
@@ -80,6 +82,18 @@ class DeviceState:
         """The job a message speaks of; None when it speaks of an older dispatch."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
         return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
+
+    @property
+    def tasks(self) -> list[Activation]:
+        """Those that were dispatched; the one that computes is the first."""
+        found = (self.current, self.upcoming, self.aside)
+        return [task for task in found if task is not None]
+
+    def drop(self, task: Activation) -> None:
+        """It is none of them any more."""
+        for place in ("current", "upcoming", "aside"):
+            if getattr(self, place) is task:
+                setattr(self, place, None)
 
     @property
     def is_busy(self) -> bool:

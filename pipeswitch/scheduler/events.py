@@ -450,8 +450,9 @@ class Journal(_Told, frozen=True):
     accepts: tuple[Token, ...] = ()
 
 
-class StopTrial(_Told, frozen=True):
-    """Write the board's stop word of that slot: its trial leaves between two groups."""
+class Interrupt(_Told, frozen=True):
+    """Write the board's stop word of that slot: between two groups its trial leaves, its pass of a
+    model that streams steps aside."""
 
     slot: Slot
     epoch: Epoch
@@ -480,10 +481,10 @@ class Leave(_Told, frozen=True):
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
-    | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
+    | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | Interrupt | SaveProfile
     | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
 )  # fmt: skip
 OfDevice = (
-    ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StopTrial
+    ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | Interrupt
 )  # fmt: skip
 """Commands that are performed on one device."""

@@ -20,7 +20,7 @@ from .machine import Machine
 from .memory.regions import Owner
 from .models.versions import Versions
 from .processes.stages import Process, Stages
-from .profiling.plans import plan_row
+from .profiling.plans import plan_row, stream_of
 from .records import Job, Model, Replica, Worker
 from .requests.accounts import Account
 from .states import ModelState, Residency, TaskState, WorkerState
@@ -163,6 +163,9 @@ class Listing:
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
             }
+        streams = self._machine.stream_of(model)
+        if streams is not None:
+            row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
         if manifest is not None and model.stage is not None:
             public = model.stage.public(manifest)
             row |= {
@@ -194,6 +197,7 @@ class Listing:
                     "bytes": replica.model.manifest.total_bytes,
                     "grouping": replica.plan_source,
                     "grouping_why": replica.plan_why,
+                    "streams": stream_of(device.state, replica),
                     **_functions(replica.model),
                     "profile": None
                     if replica.profile is None
@@ -277,7 +281,7 @@ class Listing:
     def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
         device = on.state
         slot = next(
-            (a.slot for a in (device.current, device.upcoming) if a and a.model == replica.name),
+            (task.slot for task in device.tasks if task.model == replica.name),
             None,
         )
         stored = self._machine.store.regions.get(replica.owner)
@@ -348,7 +352,7 @@ class Listing:
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
         device = on.state
         task = worker.job or next(
-            (a.model for a in (device.current, device.upcoming) if a and a.slot == worker.slot), ""
+            (task.model for task in device.tasks if task.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(

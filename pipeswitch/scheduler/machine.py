@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..ipc.messages import ModelName
 from ..programs.chains import Chain
@@ -13,6 +14,7 @@ from .limits import kinds_of, limit
 from .memory.ledgers import Store
 from .policies import Prediction
 from .policies.placement import PLACEMENTS, Place, best
+from .profiling.plans import stream_of
 from .records import Job, Model, Replica, Request, Served
 from .states import TASK_FINAL
 from .training.jobs import Jobs
@@ -68,7 +70,6 @@ class Placing:
 
     def _place(self, device: Device, model: Model, request: Request) -> Place:
         state, replica = device.state, device.state.replicas[model.name]
-        tasks = [task for task in (state.current, state.upcoming) if task is not None]
         waiting, switch_ms = len(state.queue) + len(state.early), 0.0
         if not replica.is_on_device:
             switch_ms = self._predict(state, model.name, request.batch).load_ms
@@ -76,7 +77,7 @@ class Placing:
             device=state.index,
             is_resident=replica.is_on_device,
             is_busy=state.is_busy,
-            waiting=len(tasks) + waiting - (request.token in state.queue),
+            waiting=len(state.tasks) + waiting - (request.token in state.queue),
             queue_ms=self._queue_ms(state, request),
             switch_ms=switch_ms,
             free_bytes=device.arena.regions.largest_free_bytes,
@@ -86,8 +87,8 @@ class Placing:
     def _queue_ms(self, state: DeviceState, request: Request) -> float:
         """Until what computes and waits there is done, itself apart."""
         now_ms, total_ms = state.core.now_ms, 0.0
-        for task in (state.current, state.upcoming):
-            if task is not None and not task.is_trial:
+        for task in state.tasks:
+            if not task.is_trial:
                 compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
                 spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
                 total_ms += max(0.0, compute_ms - spent_ms)
@@ -142,6 +143,13 @@ class Machine:
     def names(self) -> list[str]:
         """The devices'."""
         return self.jobs.names
+
+    def stream_of(self, model: Model) -> dict[str, Any] | None:
+        """What a pass costs where a model is larger than the arena of a device that may serve it;
+        None: nowhere."""
+        states = [one.state for one in self.devices if one.state.may_serve(model)]
+        found = (stream_of(state, state.replicas[model.name]) for state in states)
+        return next((one for one in found if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
         """Requests for it are on their way: it is sent where nothing is disturbed, once."""

@@ -20,6 +20,7 @@ from ..ipc.messages import (
 from ..planning.drift import Drift
 from ..planning.grouping import Plan
 from ..planning.profile import Profile
+from ..planning.streaming import Landings
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
 from .events import Token
@@ -148,6 +149,9 @@ class Replica:
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     bias: float = 1.0  # measured over predicted when the profile was made
     drift: Drift = field(default_factory=Drift)
+    region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
+    landings: Landings | None = None  # of one that is larger than the arena: it streams
+    least_bytes: int = 0  # the smallest window that such a one can do with
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
@@ -180,6 +184,17 @@ class Replica:
         """In the groups of its plan; it was built."""
         assert self.manifest is not None
         return self.manifest
+
+    @property
+    def needs_bytes(self) -> int:
+        """The least of the arena that it can be served with."""
+        return self.least_bytes or self.built.total_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one that streams, by each pass."""
+        kept = self.landings.kept if self.landings is not None else ()
+        return sum(g.size_bytes for index, g in enumerate(self.built.groups) if index not in kept)
 
     @property
     def is_code(self) -> bool:
@@ -404,9 +419,13 @@ class Activation:
     batch: int = 1  # of all of them
     residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
     kept_bytes: int = 0  # of its prefix, which were there before
+    streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     is_trial: bool = False
     trial_stop_at_ms: float | None = None  # when a trial was told to leave
-    began_at_ms: float = 0.0  # when it was given the turn
+    began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
+    aside_at_ms: float = 0.0  # when it stepped aside last
+    aside_ms: float = 0.0  # all that it was aside, without that
+    lets_in: bool = False  # it has stepped aside, and nobody has been let in yet
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     charge: Charge | None = None  # None: it is a trial

@@ -88,7 +88,7 @@ class SimulatedDaemon(Process):
             return [Move("control", "starts", costs.start_ms, self._becomes_ready)]
         found = self._reads("control", self._control)
         if self.copies:
-            found.append(self._next_copy(self.copies[0]))
+            found += self._next_copy(self.copies[0])
         for lane, queue in self._lanes.items():
             if queue:
                 act = partial(self._work, queue)
@@ -147,11 +147,13 @@ class SimulatedDaemon(Process):
 
     # -- copy thread ---------------------------------------------------------------------------
 
-    def _next_copy(self, copy: Transmission) -> Move:
+    def _next_copy(self, copy: Transmission) -> list[Move]:
         if copy.is_cancelled or copy.done == len(copy.order.groups):
-            return Move("copy", "ends", 0.0, self._end_copy)
+            return [Move("copy", "ends", 0.0, self._end_copy)]
+        if not self.scene.device.has_room(copy.order, copy.done):
+            return []
         cost_ms = self.scene.costs.to_device.copy_ms(copy.order.groups[copy.done].size_bytes)
-        return Move("copy", "copies", cost_ms, partial(self._copy, cost_ms))
+        return [Move("copy", "copies", cost_ms, partial(self._copy, cost_ms))]
 
     def _copy(self, cost_ms: float) -> None:
         copy, scene = self.copies[0], self.scene

@@ -107,6 +107,7 @@ class Device:
         """The memory is gone with the daemon that owned it."""
         self.memories += 1
         self.words: dict[int, Epoch] = {}
+        self.computed = (0, 0)  # of a model that streams: its copy's epoch, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset
         self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
@@ -123,12 +124,7 @@ class Device:
             for name, held in self.contents.items()
             if not span.overlaps(region_of(held.order))
         }
-        self.intact = {
-            name: Span(held.start, min(held.end, max(held.start, span.start)))
-            if held.overlaps(span)
-            else held
-            for name, held in self.intact.items()
-        }
+        self.intact = {name: _without(held, span) for name, held in self.intact.items()}
 
     def send(
         self, order: TransmitModel, program: Program, word_count: int, users: Iterable[User]
@@ -140,7 +136,7 @@ class Device:
         for group in kept_groups(order):
             end = group.arena_offset_bytes + _true_size(order, group, program)
             require(
-                intact.start == start and end <= intact.end,
+                intact.start <= group.arena_offset_bytes and end <= intact.end,
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
@@ -184,6 +180,11 @@ class Device:
         assert held is not None
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
+    def has_room(self, order: TransmitModel, group: int) -> bool:
+        """Of a model that streams: what lay where that group lands has computed."""
+        count = order.waits[group] if order.waits else 0
+        return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
+
     def slice_at(self, span: Span) -> Image:
         return self.slices.get(span.start, ZEROS)
 
@@ -202,6 +203,13 @@ def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
         require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
 
 
+def _without(held: Span, taken: Span) -> Span:
+    """What is left, before what was taken or else behind it: a prefix, or what streams keeps."""
+    if not held.overlaps(taken):
+        return held
+    return Span(held.start, taken.start) if held.start < taken.start else Span(taken.end, held.end)
+
+
 def region_of(order: TransmitModel) -> Span:
     start = order.arena_offset_bytes
     return Span(start, start + order.region_bytes)
@@ -215,5 +223,6 @@ def kept_groups(order: TransmitModel) -> list[GroupCopy]:
 def _true_size(order: TransmitModel, group: GroupCopy, program: Program) -> int:
     """Bytes of a group whose order says 0: up to where the next one begins."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
-    begins.append(order.arena_offset_bytes + program.manifest.total_bytes)
+    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # one that streams: less
+    begins.append(order.arena_offset_bytes + held_bytes)
     return begins[begins.index(group.arena_offset_bytes) + 1] - group.arena_offset_bytes

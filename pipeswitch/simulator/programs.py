@@ -46,7 +46,7 @@ def manifest_of(
     return Manifest(
         digest=digest, mode="graph", mode_reason="", source="test", total_bytes=offsets[-1],
         tensors=tensors, groups=cut(layers, tensors, offsets[-1], plan), inputs=(), outputs=(),
-        layers=layers, batching=batching,
+        layers=layers, batching=batching, extra={"last_readers": list(range(len(tensors)))},
     )  # fmt: skip
 
 

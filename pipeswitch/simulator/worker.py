@@ -25,7 +25,9 @@ from ..ipc.messages import (
     RunJob,
     SlabTensor,
     Slot,
+    SteppedAside,
     StopTask,
+    Turn,
     WorkerReady,
 )
 from ..scheduler.records import NO_EPOCH
@@ -210,8 +212,11 @@ class SimulatedWorker(Process):
             return [Move("main", "begins", 0.0, self._begins)] if is_its_turn else []
         if task.hangs:
             return []
-        if order.trial_batch and device.stop_words.get(self.slot) == order.epoch:
+        is_asked = device.stop_words.get(self.slot) == order.epoch
+        if order.trial_batch and is_asked:
             return [Move("main", "stops", 0.0, partial(self._fails, "Cancelled", "stopped"))]
+        if order.landings and is_asked and 0 < task.next_group < len(task.costs_ms):
+            return [Move("main", "steps aside", 0.0, partial(self._steps_aside, task))]
         if task.next_group == len(task.costs_ms):
             return [Move("main", "answers", 0.0, self._answers)]
         if not device.has_arrived(order, task.next_group):
@@ -222,13 +227,22 @@ class SimulatedWorker(Process):
         task = self.inference
         assert task is not None
         task.has_begun, self.begun = True, task.order.epoch
-        task.turn_at_ms = self.scene.clock.now_ms
+        if not task.begins_at_ms:
+            task.turn_at_ms = self.scene.clock.now_ms
+
+    def _steps_aside(self, task: SimulatedInference) -> None:
+        device, epoch = self.scene.device, task.order.epoch
+        require(device.turn == epoch, "it gives away what it has not")
+        device.stop_words[self.slot], device.turn, task.has_begun = NO_EPOCH, Turn(0), False
+        self.say("task", SteppedAside(epoch=epoch))
 
     def _computes_group(self) -> None:
         task, scene = self.inference, self.scene
         assert task is not None
         scene.device.check_read(task.order, task.next_group)
         task.computed(scene.clock.now_ms)
+        if task.order.landings:
+            scene.device.computed = (task.order.residency_epoch, task.next_group)
         if scene.choices.happens("poison", task.order.model):
             self.end(-11)
 

@@ -183,7 +183,7 @@ class World:
                 self._to_worker(command)
             case ev.RaiseTurn(turn=turn, device=index):
                 self.scenes[index].device.turn = turn
-            case ev.StopTrial(slot=slot, epoch=epoch, device=index):
+            case ev.Interrupt(slot=slot, epoch=epoch, device=index):
                 self.scenes[index].device.stop_words[slot] = epoch
             case ev.SpawnDaemon(generation=generation, device=index):
                 require(self.daemons.get(index) is None, "there are two memory daemons")

@@ -7,14 +7,17 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-SELDOM: Final = ("preprocess_ms", "postprocess_ms", "kept_bytes", "device", "placed", "steps")
+SELDOM: Final = (
+    "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "steps",
+)  # fmt: skip
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request's time went, in ms; each request of a joined run is told all of it.
 
-    Of a chain the times and ``kept_bytes`` are the sums of its steps', ``resident`` says whether
-    all were, ``preempted`` names the first job that stepped aside, and the rest is the last step's.
+    Of a chain the times, ``kept_bytes`` and ``streamed`` are the sums of its steps', ``resident``
+    says whether all were, ``preempted`` names the first job that stepped aside, and the rest is the
+    last step's.
     """
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
@@ -37,6 +40,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1  # rows of the run, all joined requests together
     joined: int = 1  # requests that it computed
     kept_bytes: int = 0  # of a resident prefix, which were not sent again
+    streamed: int = 0  # bytes that came through the arena, of a model that is larger
     device: str = ""  # of a server with several
     placed: str = ""  # why there
     steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
@@ -60,7 +64,8 @@ PARTS: Final[Mapping[str, str]] = {
 def of_steps(bills: Mapping[str, Bill]) -> Bill:
     """A chain's, of its steps', in order."""
     *_, last = parts = [*bills.values()]
-    sums = {name: sum(getattr(one, name) for one in parts) for name in (*PARTS, "kept_bytes")}
+    summed = (*PARTS, "kept_bytes", "streamed")
+    sums = {name: sum(getattr(one, name) for one in parts) for name in summed}
     return msgspec.structs.replace(
         last, **sums, resident=all(one.resident for one in parts),
         preempted=next((one.preempted for one in parts if one.preempted), ""), steps=dict(bills),

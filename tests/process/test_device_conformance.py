@@ -68,7 +68,7 @@ class CpuRig:
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         self.store_fd = sealed_memfd("test-store", STORE_BYTES)
         self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
-        self.bells = [new_bell() for _ in range(BELL_COUNT)]
+        self.bells = [new_bell() for _ in range(BELL_COUNT)]  # the last one is the memory's
         self.memory = self._open(link_bytes_per_s)
         self.ended: Queue[TransmitEnded] = Queue()
         self._views: list[PoolView] = []
@@ -77,7 +77,9 @@ class CpuRig:
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
         memory = CpuDeviceMemory(
             store=self.store_fd,
-            bells=self.bells,
+            board=self.board_fd,
+            bells=self.bells[:-1],
+            bell=self.bells[-1],
             arena_bytes=ARENA_BYTES,
             store_bytes=STORE_BYTES,
             words=WORDS,
@@ -162,7 +164,9 @@ class FakeCudaRig(CpuRig):
             Cuda(self.world.runtime, self.world.driver),
             index=0,
             store=self.store_fd,
-            bells=self.bells,
+            board=self.board_fd,
+            bells=self.bells[:-1],
+            bell=self.bells[-1],
             arena_bytes=ARENA_BYTES,
             store_bytes=STORE_BYTES,
             words=WORDS,
@@ -237,7 +241,9 @@ class GpuRig(FakeCudaRig):
             self._cuda,
             index=0,
             store=self.store_fd,
-            bells=self.bells,
+            board=self.board_fd,
+            bells=self.bells[:-1],
+            bell=self.bells[-1],
             arena_bytes=ARENA_BYTES,
             store_bytes=STORE_BYTES,
             words=WORDS,
@@ -504,6 +510,55 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     assert [e.epoch for e in ended] == [1, 2]
     assert (ended[1].is_complete, ended[1].copied_bytes) == (False, 0)
     assert not any(rig.arena(20 * MIB, MIB))
+
+
+# ---- a ring of landings (ADR 43) ------------------------------------------------------------
+
+RING: Final = 4 * MIB  # two landings of a unit
+GROUP: Final = 2 * MIB - 1000
+
+
+def through_a_ring(epoch: int, count: int) -> TransmitModel:
+    """Groups of nearly a unit, which land in turns at 2 and 4 MiB."""
+    sent = order(epoch, 2 * MIB, [GROUP] * count)
+    groups = tuple(
+        msgspec.structs.replace(group, arena_offset_bytes=2 * MIB + index % 2 * 2 * MIB)
+        for index, group in enumerate(sent.groups)
+    )
+    waits = tuple(max(0, index - 1) for index in range(count))
+    return msgspec.structs.replace(sent, groups=groups, waits=waits, region_bytes=RING)
+
+
+def test_no_group_lands_before_what_lay_there_has_computed(rig: CpuRig) -> None:
+    count, view = 9, rig.view()
+    for index in range(count):
+        rig.fill_store(index * GROUP, bytes([index + 1]) * GROUP)
+    for epoch in (1, 2):
+        rig.transmit(through_a_ring(epoch, count))
+        for index in range(count):
+            view.tell_computed(Epoch(epoch), index)
+            view.wait_group(index, Epoch(epoch))
+            view.quiesce()
+            if index + 2 < count:
+                assert rig.word(index + 2) == epoch - 1, "its landing is read"
+            assert rig.arena(2 * MIB + index % 2 * 2 * MIB, GROUP) == bytes([index + 1]) * GROUP
+        ended = rig.ended.get(timeout=DEADLINE_S)
+        assert (ended.is_complete, ended.copied_bytes) == (True, count * GROUP)
+
+
+def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_cancelled(
+    rig: CpuRig,
+) -> None:
+    rig.fill_store(0, b"A" * (9 * GROUP))
+    view = rig.view()
+    rig.transmit(through_a_ring(7, 9))
+    view.wait_group(1, Epoch(7))
+    view.tell_computed(Epoch(6), 9)  # late
+    rig.memory.cancel(Epoch(7))
+    ended = rig.ended.get(timeout=DEADLINE_S)
+    assert (ended.is_complete, ended.group_count) == (False, 2)
+    rig.transmit(through_a_ring(8, 9))  # and is stopped with its memory
+    view.wait_group(1, Epoch(8))
 
 
 # ---- waiting --------------------------------------------------------------------------------
@@ -844,6 +899,26 @@ def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> No
         assert rig.arena(2 * MIB, 8 * MIB) == b"A" * (8 * MIB)
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize("offset", [2 * MIB - 1, 4 * MIB, 6 * MIB])
+def test_of_a_ring_what_has_landed_can_be_read_and_its_last_unit_is_nobody_elses(
+    cpu: CpuRig, offset: int
+) -> None:
+    cpu.fill_store(0, b"S" * (20 * MIB))
+    cpu.run(order(1, 2 * MIB, [20 * MIB], first_word=20))
+    cpu.fill_store(0, b"A" * (2 * GROUP))
+    sent = through_a_ring(2, 2)
+    cpu.run(msgspec.structs.replace(sent, groups=sent.groups[:1], waits=(0,)))
+    assert cpu.arena(2 * MIB, 2 * MIB) == b"A" * GROUP + bytes(1000)
+    child = cpu.child(f"""{PEEK}
+view.enter({2 * MIB}, {RING}, 1, 2); view.show_landing(0, {GROUP}); view.show_landing(0, {GROUP})
+if read({2 * MIB}, {2 * MIB}) != b"A" * {GROUP} + bytes(1000):
+    sys.exit("another's bytes")
+touch({offset})
+""")
+    expect(child, "touching")
+    finish(child, -signal.SIGSEGV)
 
 
 def test_a_slice_can_be_touched_when_it_was_asked_for(cpu: CpuRig) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.files import load_commit
-from pipeswitch.ipc.board import new_bell, sealed_memfd
+from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import channel_pair, encode_message
 from pipeswitch.ipc.messages import (
     ByteRange,
@@ -89,7 +89,8 @@ class DaemonRig:
             link_bytes_per_s=rate,
         )  # fmt: skip
         self.control, theirs = channel_pair()
-        passed = [theirs.fileno(), store, *self.bells]
+        self.board = sealed_memfd("test-board", BOARD_BYTES)
+        passed = [theirs.fileno(), store, self.board, *self.bells]
         self.process = subprocess.Popen(
             [sys.executable, "-c", DAEMON, msgspec.json.encode(settings).decode(),
              *map(str, passed)],
@@ -130,7 +131,7 @@ class DaemonRig:
         self.process.wait()
         self._deadline.cancel()
         self._deadline.join()
-        for descriptor in (self.models, self.work, *self.bells):
+        for descriptor in (self.models, self.work, self.board, *self.bells):
             os.close(descriptor)
         self.models = self.work = -1
         self.bells = []

@@ -39,8 +39,8 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-MOST_PRODUCT_LINES = 58_900  # features of the third round of first users; to become 48,000
-MOST_TEST_LINES = 55_900  # to become 47,000
+MOST_PRODUCT_LINES = 59_600  # with models larger than the arena (0.7 of 2.5 thousand); to become 48,000
+MOST_TEST_LINES = 56_700  # to become 47,000
 
 
 def lines_of(*tops: str) -> int:

@@ -44,7 +44,7 @@ HONEST = Manifest(
     tensors=TENSORS, groups=GROUPS, layers=LAYERS, inputs=(VALUE,), outputs=(VALUE,),
     dims=(Dim("batch", 1, 8),), batching=Batching(limit=4, delay_ms=1.0, is_exact=True),
     extra={"notes": ["a note"], "intermediate_bytes": 80, "largest_value_bytes": 40,
-           "is_whole": True, "checked_by": "contracts"},
+           "is_whole": True, "checked_by": "contracts", "last_readers": [1, 2, 5]},
 )  # fmt: skip
 
 
@@ -109,6 +109,9 @@ LIES: dict[str, dict[str, Any]] = {
     "notes that are a number": with_extra(notes=7),
     "a note that is a list": with_extra(notes=[["a"]]),
     "bytes that are a text": with_extra(intermediate_bytes="much"),
+    "nobody says what reads the weights": with_extra(last_readers=None),
+    "one is read by more than there is": with_extra(last_readers=[1, 2, 1 << 40]),
+    "one is not spoken of": with_extra(last_readers=[1, 2]),
     "bytes that are negative": with_extra(largest_value_bytes=-1),
 }
 

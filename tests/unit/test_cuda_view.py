@@ -328,6 +328,7 @@ def test_a_slice_lies_behind_the_arena(rig: Rig) -> None:
     ((pointer, size),) = rig.side.slices
     assert rig.view._base + 3 * MIB == pointer
     assert size == MIB
+    assert not rig.view.can_step_aside, "another task would overwrite what this one has computed"
 
 
 # ---- segments ---------------------------------------------------------------------------------

@@ -169,7 +169,8 @@ def test_a_bundle_without_trees_is_as_it_was() -> None:
     arrays = {"y": np.zeros(2)}
     assert Result("m", "1", arrays, Bill()).value is arrays["y"]
     both = Result("m", "1", {"a": 1, "b": 2}, Bill())
-    assert both.value == dict(both) == {"a": 1, "b": 2} and [*both] == ["a", "b"]
+    assert both.value == dict(both) == {"a": 1, "b": 2}
+    assert [*both] == ["a", "b"]
 
 
 def admitted(given: Any) -> dict[str, float]:

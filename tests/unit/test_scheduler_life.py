@@ -82,6 +82,15 @@ def test_any_life_on_two_devices_keeps_the_invariants_and_ends(seed: int) -> Non
     live(random_world(seed, pings=seed % 2 == 1, devices=2), 500)
 
 
+@lives
+@given(seed=SEEDS)
+@example(seed=24)  # a caller's rest ends: another model is the next one, and may be sent ahead
+def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: int) -> None:
+    world = random_world(seed, devices=1 + seed % 2)
+    world.register("m6", 120 * MIB, groups=12)
+    live(world, 500)
+
+
 def _seen(scheduler: Any) -> Any:
     """What later decisions follow from, of each device."""
     return [

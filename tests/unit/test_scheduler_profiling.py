@@ -103,7 +103,7 @@ def test_a_request_makes_the_trial_leave_and_runs_before_the_next_one(rig: Rig) 
     trial = rig.state.current
     rig.said.clear()
     token = rig.world.infer("b")
-    (stop,) = rig.commands(ev.StopTrial)
+    (stop,) = rig.commands(ev.Interrupt)
     assert (stop.slot, stop.epoch) == (trial.slot, trial.epoch)
     assert rig.sent(TransmitModel)[0].model == "b"  # its copy does not wait for the trial's end
     rig.until(lambda: token not in rig.world.open)

@@ -21,10 +21,11 @@ from pipeswitch.ipc.messages import (
     PrepareModel,
     RunInference,
     SlabTensor,
+    SteppedAside,
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
-from pipeswitch.programs.groups import regrouped
+from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
@@ -38,6 +39,7 @@ WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a
 
 Wanted = RunInference | PrepareModel
 Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
+Place = tuple[int, tuple[int, ...]]  # a region's home, and of one that streams the landings
 Source = str | os.PathLike[str] | int  # a path, or a descriptor where nothing can be opened
 
 
@@ -49,7 +51,7 @@ class Programs:
         self._files: dict[ModelName, list[int]] = {}  # of the manifest and the bundle, unread
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
-        self._bound: dict[ModelName, tuple[Version, int, BoundProgram]] = {}
+        self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         # An index out of range is an exception on cpu; on cuda it costs the whole process.
         self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
@@ -95,13 +97,17 @@ class Programs:
     def bound(self, wanted: Wanted) -> BoundProgram:
         """The program with its parameters over its region; cached: it seldom moves."""
         version, offset = (wanted.digest, wanted.plan), wanted.arena_offset_bytes
+        place = (offset, wanted.landings)
         known = self._bound.get(wanted.model)
-        if known is not None and known[:2] == (version, offset):
+        if known is not None and known[:2] == (version, place):
             return known[2]
         program = self._program(wanted)
         self._unbind(wanted.model)
-        bound = self._view.program(program.bind(lambda spec: self._view.tensor(spec, offset)))
-        self._bound[wanted.model] = (version, offset, bound)
+        landed = landed_tensors(program.manifest, wanted.landings)
+        bound = self._view.program(
+            program.bind(lambda spec: self._view.tensor(landed.get(spec.name, spec), offset))
+        )
+        self._bound[wanted.model] = (version, place, bound)
         return bound
 
     def _unbind(self, model: ModelName) -> None:
@@ -156,11 +162,15 @@ class _Groups:
     """Called before each group: waits for its arrival word, shows its weights to the kernels,
     keeps the times for the bill."""
 
-    def __init__(self, view: PoolView, message: RunInference, manifest: Manifest) -> None:
+    def __init__(
+        self, view: PoolView, message: RunInference, manifest: Manifest, task: Channel, slot: int
+    ) -> None:
         self._view = view
+        self._task, self._slot, self._turn = task, slot, message.epoch
         self._groups = manifest.groups
         self._first_word = message.first_word
         self._epoch = message.residency_epoch
+        self._landings = message.landings  # of one that streams: others land where it has computed
         self._is_trial = message.trial_batch > 0
         self.begins_ms: list[float] = []
         self.ends_ms: list[float] = []
@@ -169,13 +179,29 @@ class _Groups:
     def __call__(self, index: int) -> None:
         if self._is_trial:
             self._view.quiesce()  # a trial measures what a group computes, not its enqueueing
+        if self._landings:
+            self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
             self.ends_ms.append(now_ms())
+        must = self._landings and self._view.board.stop(self._slot) == self._turn
+        if must and self._view.can_step_aside:
+            self._step_aside()
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
         group = self._groups[index]
-        self._view.show(group.offset_bytes + group.size_bytes)
+        if self._landings:
+            self._view.show_landing(self._landings[index], group.size_bytes)
+        else:
+            self._view.show(group.offset_bytes + group.size_bytes)
         reach("worker.infer.group")
         self.begins_ms.append(now_ms())
+
+    def _step_aside(self) -> None:
+        """Nothing of this task computes: another has the device, until the turn word is ours."""
+        board = self._view.board
+        board.write_stop(self._slot, 0)  # it is written again when the next one waits
+        board.write_turn(0)
+        self._task.send(SteppedAside(epoch=self._turn))
+        self.stall_ms += self._view.wait_turn(self._turn)
 
 
 def infer(
@@ -196,6 +222,9 @@ def infer(
         manifest = bound.manifest
         last_word = message.first_word + len(manifest.groups) - 1
         region_bytes, epoch = manifest.total_bytes, message.residency_epoch
+        if message.landings:
+            pairs = zip(message.landings, manifest.groups, strict=True)
+            region_bytes = max([landing + group.size_bytes for landing, group in pairs])
         _lend_inputs(view, message, manifest)
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
         inputs, rows = _inputs(message, pool)
@@ -205,7 +234,7 @@ def infer(
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
         slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
         while True:
-            groups = _Groups(view, message, manifest)
+            groups = _Groups(view, message, manifest, task, slot)
             try:
                 with view.computing(bound):
                     if message.trial_batch:
@@ -217,8 +246,8 @@ def infer(
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
-                if not view.leave_slice(bound):
-                    raise
+                if not view.leave_slice(bound) or message.landings:
+                    raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit

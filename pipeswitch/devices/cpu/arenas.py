@@ -64,7 +64,7 @@ class OneFile:
         np.copyto(self._bytes[start : start + len(source)], source)
 
     def clear(self, tenant: str, start: int, end: int) -> None:
-        """Make it read as zeros: less than a page."""
+        """Make it read as zeros: less than a page, behind a landing less than a unit."""
         self._bytes[start:end] = 0
 
     def raise_word(self, tenant: str, index: int, value: int) -> None:

@@ -34,12 +34,14 @@ class CpuKind:
         return nullcontext()
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> CpuDeviceMemory:
         """As ``DeviceKind``."""
         return CpuDeviceMemory(
             store=store,
-            bells=bells,
+            board=board,
+            bells=bells[:-1],
+            bell=bells[-1],
             arena_bytes=settings.arena_bytes,
             store_bytes=settings.store_bytes,
             words=settings.words,

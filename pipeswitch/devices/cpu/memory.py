@@ -75,6 +75,8 @@ class CpuDeviceMemory(DeviceMemory):
         arena_bytes: int,
         store_bytes: int,
         words: int,
+        board: int = -1,
+        bell: int = -1,
         link_bytes_per_s: float = 0.0,
         separates_tenants: bool = False,
     ) -> None:
@@ -85,8 +87,9 @@ class CpuDeviceMemory(DeviceMemory):
             RemoteProtocolError: sizes that contradict each other.
         """
         super().__init__(
-            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
-        )
+            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes,
+            words=words, board=board, bell=bell,
+        )  # fmt: skip
         self._store_descriptor = store
         self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)
         self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
@@ -175,6 +178,9 @@ class CpuDeviceMemory(DeviceMemory):
             reach("daemon.transmit.begin")
             copied = [0] * len(order.groups)
             for index, group in enumerate(order.groups):
+                if self._must_wait(job, index):
+                    self._wait_computed(job, index)
+                    self._to_device.begin()
                 copied_bytes += self._bring(order, index, copied, job.cancelled)
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group: its word must not rise
@@ -196,7 +202,8 @@ class CpuDeviceMemory(DeviceMemory):
         model's, so when the group's word rises
 
         1. the later groups that begin in its last unit have come as far as that unit goes,
-        2. behind the model's last byte the page is zeros.
+        2. behind the model's last byte the page is zeros,
+        3. of one that streams, whose groups share no unit, the unit is.
 
         ``copied`` says how far each group has come.
         """
@@ -206,6 +213,10 @@ class CpuDeviceMemory(DeviceMemory):
         unit_end = aligned(end, UNIT_BYTES)
         if not group.size_bytes:
             return 0  # nothing of it was missing, nor of its last unit
+        if order.waits:
+            if not cancelled.is_set():
+                self._models.clear(order.tenant, end, unit_end)  # 3.
+            return total
         for later in range(index + 1, len(order.groups)):
             following = order.groups[later]
             if following.arena_offset_bytes >= unit_end or cancelled.is_set():

@@ -59,6 +59,7 @@ class CpuPoolView(PoolView):
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
         self._open_end = 0
+        self._landed: set[int] = set()  # units that were opened one by one
         self._is_one_tenants = is_one_tenants
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
@@ -107,6 +108,7 @@ class CpuPoolView(PoolView):
         if self._entered != entered:
             self._window.close()
             self._entered = entered
+            self._landed.clear()
             self._last_word = last_word
             self._open_end, _ = whole_pages(offset_bytes, 0)
 
@@ -125,9 +127,22 @@ class CpuPoolView(PoolView):
         self._window.open(self._open_end, end)
         self._open_end = end
 
+    def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
+        """Open its units; one that another group lay in is open."""
+        start, region_end, _ = self._entered
+        check_range("landing", offset_bytes, size_bytes, region_end - start)
+        first = start + offset_bytes
+        for unit in range(first, first + size_bytes, UNIT_BYTES):
+            if unit not in self._landed:
+                if self._is_one_tenants:
+                    self._window.populate(unit, UNIT_BYTES)
+                self._window.open(unit, unit + UNIT_BYTES)
+                self._landed.add(unit)
+
     def leave(self) -> None:
         """Close it."""
         self._window.close()
+        self._landed.clear()
         self._entered, self._open_end = (0, 0, 0), 0
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:

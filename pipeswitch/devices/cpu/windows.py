@@ -73,7 +73,8 @@ class Guarded:
 
 
 class Window:
-    """A read-only mapping of a memfd that lies hidden, but for one range: the window.
+    """A read-only mapping of a memfd that lies hidden, but for the window: mostly one range, of a
+    model that streams several.
 
     A page is always mapped once: in the window at its place behind ``address``, else at the same
     place of a mapping far from everything, at an address drawn by chance. To open and to close is
@@ -99,7 +100,7 @@ class Window:
         self.address = aligned(start + UNIT_BYTES, UNIT_BYTES)
         self.reserve_offset_bytes = self.address - start
         self._hidden = map_by_chance(descriptor, size_bytes, mmap.PROT_READ)
-        self._start = self._end = 0
+        self._open: list[tuple[int, int]] = []
         self._lock = threading.Lock()  # between the moves and the thread that populates
         self.open(0, mmap.PAGESIZE)  # an error comes now, not in the first request
         self.close()
@@ -108,7 +109,7 @@ class Window:
         """Take the page faults of a hidden range now; one that is partly open takes its own."""
         start, end = whole_pages(offset_bytes, size_bytes)
         with self._lock:
-            if start < self._end and self._start < end:
+            if any(start < high and low < end for low, high in self._open):
                 return
             try:
                 _kernel("madvise", self._hidden + start, end - start, MADV_POPULATE_READ)
@@ -116,23 +117,21 @@ class Window:
                 log.debug("prefault=skipped cause=%s", error)
 
     def open(self, start: int, end: int) -> None:
-        """Open a range of whole pages; while another is open it goes on where that ends."""
+        """Open a range of whole pages, none of which is open."""
         with self._lock:
-            assert self._start == self._end or start == self._end, "a window is one range"
-            if self._start == self._end:
-                self._start = start
             self._move(self._hidden, self.address, start, end)
-            self._end = end
+            if self._open and self._open[-1][1] == start:
+                start, _ = self._open.pop()
+            self._open.append((start, end))
 
     def close(self) -> None:
         """Hide what is open."""
         with self._lock:
-            if self._start < self._end:
-                self._move(self.address, self._hidden, self._start, self._end)
+            for start, end in self._open:
+                self._move(self.address, self._hidden, start, end)
                 # What the move leaves would map the pages again when it is touched.
-                place = self.address + self._start
-                _kernel("mprotect", place, self._end - self._start, PROT_NONE)
-            self._start = self._end = 0
+                _kernel("mprotect", self.address + start, end - start, PROT_NONE)
+            self._open.clear()
 
     def unmap(self) -> None:
         """Let the hidden part go; tensors that still live keep ``reserve``."""

@@ -122,7 +122,7 @@ class CudaKind:
             os.close(descriptor)
 
     def open_memory(
-        self, settings: DaemonSettings, store: int, bells: Sequence[int]
+        self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> DeviceMemory:
         """As ``DeviceKind``."""
         from .bindings import Cuda
@@ -133,7 +133,9 @@ class CudaKind:
             Cuda.load(options.package),
             index=0,
             store=store,
-            bells=bells,
+            board=board,
+            bells=bells[:-1],
+            bell=bells[-1],
             arena_bytes=settings.arena_bytes,
             store_bytes=settings.store_bytes,
             words=settings.words,

@@ -68,6 +68,8 @@ class CudaDeviceMemory(DeviceMemory):
         arena_bytes: int,
         store_bytes: int,
         words: int,
+        board: int = -1,
+        bell: int = -1,
         extra_bytes: int = 0,
         word_writer: Words = "write",
         on_lost: Callable[[], None] | None = None,
@@ -83,8 +85,9 @@ class CudaDeviceMemory(DeviceMemory):
             RemoteProtocolError: sizes that contradict each other.
         """
         super().__init__(
-            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
-        )
+            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes,
+            words=words, board=board, bell=bell,
+        )  # fmt: skip
         self._cuda, self._index = cuda, index
         self._word_writer = word_writer
         self._on_lost = on_lost
@@ -176,7 +179,10 @@ class CudaDeviceMemory(DeviceMemory):
                     log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
-        for group in job.order.groups:
+        for index, group in enumerate(job.order.groups):
+            if self._must_wait(job, index):
+                flight.land_all()  # the worker waits for these
+                self._wait_computed(job, index)
             for offset, size in chunks(group):
                 flight.make_room(size)
                 if job.cancelled.is_set():

@@ -92,6 +92,7 @@ class CudaPoolView(PoolView):
     def take_slice(self, size_bytes: int) -> None:
         """From now on programs allocate behind the arena; call once, before any other thread."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
+        self.can_step_aside = False  # who comes meanwhile computes there, too
 
     # -- programs ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..graph import check_no_mutation, check_shapes
+from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
 from ..matching import match
@@ -246,6 +246,7 @@ def _finish_graph(
             "largest_value_bytes": checked.held.largest_bytes,
             "intermediate_bytes": checked.held.peak_bytes,
             "is_whole": checked.is_whole,
+            "last_readers": last_readers(graph),
             "checked_by": checked_by(),
         },
     )

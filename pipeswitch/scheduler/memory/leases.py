@@ -205,7 +205,7 @@ class Leases:
         None while models are in use: those leave soon.
         """
         device = self._device
-        if device.current is not None or device.upcoming is not None:
+        if device.tasks:
             return None
         may_leave = [
             other

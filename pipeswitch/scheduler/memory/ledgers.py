@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from ...errors import HostStoreFull, OutOfDeviceMemory
 from ...ipc.messages import JobName, ModelName
-from ...programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ...planning.streaming import Landings, land, least_window
+from ...programs.groups import last_groups
+from ...programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
 from ...shares import left
 from ..core import Core
 from ..device_state import WORD_BYTES, DeviceState
@@ -29,7 +32,15 @@ COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, Task
 
 
 class Rest(Window):
-    """A place for the rest of a model, right behind the prefix that is still there."""
+    """A place for the rest of a model: right behind the prefix that is still there; of one that
+    streams its ring, right before what it keeps."""
+
+
+@dataclass(frozen=True)
+class Streamed(Window):
+    """A place for a model that is larger than the arena, and where its groups land there."""
+
+    landings: Landings
 
 
 class Arena:
@@ -38,6 +49,8 @@ class Arena:
     A model with a prefix holds two adjacent regions: ``Model.owner`` has the first, which ends
     on the alignment behind its first groups, ``Model.rest`` the other. So a window may take the
     rest and leave the prefix: the model is PARTIAL then, and only the rest is sent next time.
+    One that is larger than the arena holds what it keeps, and between two passes that alone; the
+    rest is its ring, and lies before it.
     """
 
     def __init__(self, device: DeviceState) -> None:
@@ -133,9 +146,11 @@ class Arena:
         valid. It gets a new home rather than evict a model while there is room elsewhere:
         models whose homes overlap would throw each other out for ever.
         """
+        costs = self.costs(for_request=for_request, mover=replica)
+        if replica.landings is not None:
+            return self._place_to_stream(replica, costs)
         assert replica.manifest is not None
         size = max(replica.manifest.total_bytes, 1)
-        costs = self.costs(for_request=for_request, mover=replica)
         best = self.regions.cheapest_window(size, costs)
         if replica.residency.state is Residency.PARTIAL:
             head = self.regions.get(replica.owner)
@@ -148,6 +163,49 @@ class Arena:
             if home is not None and home.cost <= best.cost:
                 return home
         return best
+
+    def _place_to_stream(self, replica: Replica, costs: Costs) -> Window | None:
+        """For a model that is larger than the arena.
+
+        1. Where it was: what it keeps is there, and nobody took the place of the ring.
+        2. The longest hole. That is less than half of the arena: half, if idle models alone leave.
+        3. The least that it can do with, whoever leaves.
+        """
+        assert replica.landings is not None
+        regions, least = self.regions, replica.least_bytes
+        size, offset = regions.largest_hole(replica.owner)
+        head = regions.get(replica.owner)
+        if head is not None and size < 2 * replica.region_bytes:
+            rest_bytes = replica.region_bytes - head.size_bytes
+            rest = regions.window_at(replica.home_bytes, rest_bytes, costs)
+            if rest is not None and not rest.victims:
+                return Rest(rest.offset_bytes, (), FREE)  # 1.
+        window: Window | None = Window(offset, (), FREE)
+        due = max(least, self.leasable_bytes // 2)
+        if size < due:
+            half = regions.cheapest_window(due, costs)
+            if half is not None and not any(half.cost[:3]):
+                window, size = half, due  # 2.
+        if size < least:
+            window, size = regions.cheapest_window(least, costs), least  # 3.
+        landings = self.landings(replica.built, size)
+        if window is None or landings is None:
+            return None
+        return Streamed(window.offset_bytes, window.victims, window.cost, landings)
+
+    def landings(self, manifest: Manifest, window_bytes: int) -> Landings | None:
+        """Where the groups of a model would land in a window; None: they would not."""
+        sizes = [group.size_bytes for group in manifest.groups]
+        return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
+
+    def least_bytes(self, manifest: Manifest) -> int:
+        """Of a model that is larger than the arena, what it can do with; 0: it is not larger."""
+        is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
+        if is_whole or manifest.mode == "module":
+            return 0
+        sizes = [group.size_bytes for group in manifest.groups]
+        most_bytes = self.leasable_bytes
+        return least_window(sizes, last_groups(manifest), most_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Window) -> list[Region]:
         """What in the window cannot be taken now: slices, ranges being zeroed, broken copies."""
@@ -162,15 +220,28 @@ class Arena:
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
     def check_fits(self, model: Model) -> None:
-        """Some request of it can run once.
+        """Some request of it can run once: it fits, or its groups can stream through.
 
         Raises:
-            OutOfDeviceMemory: larger than the arena; none ever could.
+            OutOfDeviceMemory: none ever could; or it shall stay, and cannot.
         """
         size, largest = stored_bytes(model), self.leasable_bytes
-        if aligned(size, REGION_ALIGN_BYTES) > largest:
+        why = ""
+        if aligned(size, REGION_ALIGN_BYTES) <= largest:
+            return
+        if model.built.mode == "module":
+            why = "a module reads its weights when it likes, so it cannot stream through"
+        elif model.want_pinned:
+            why = "what streams through it cannot be pinned"
+        elif (least := self.least_bytes(model.built)) > largest:
+            group = max(group.size_bytes for group in model.built.groups)
+            why = (
+                f"to stream through it takes {gib(least)}: its largest group has {gib(group)}, and "
+                "two lie there beside what is read again later"
+            )
+        if why:
             raise OutOfDeviceMemory(
-                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}',
+                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}; {why}',
                 hint=f"start with --arena {aligned(2 * size, 1 << 30) >> 30}GiB",
                 requested_bytes=size,
                 largest_free_bytes=largest,
@@ -210,12 +281,13 @@ class Arena:
 
     @property
     def kept_bytes(self) -> int:
-        """Held by prefixes whose rest is gone."""
+        """Held by prefixes whose rest is gone; what streams keeps what it has room for."""
         return sum(
             region.size_bytes
             for region in self.regions
             if (replica := self.model_of(region)) is not None
             and replica.residency.state is Residency.PARTIAL
+            and replica.landings is None
         )
 
     def held_bytes(self, replica: Replica) -> int:

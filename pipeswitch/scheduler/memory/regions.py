@@ -113,6 +113,15 @@ class Regions:
         if cursor < self.capacity_bytes:
             yield cursor, self.capacity_bytes
 
+    def largest_hole(self, without: Owner) -> tuple[int, int]:
+        """Size and offset of the longest hole there would be if that owner's region were free."""
+        cursor, found = 0, (0, 0)
+        for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
+            if region.owner != without or not region.size_bytes:
+                found = max(found, (region.offset_bytes - cursor, -cursor))
+                cursor = region.end_bytes
+        return found[0], -found[1]
+
     def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
         """Regions that share a byte with the range, in order."""
         first, behind = self._places(offset_bytes, size_bytes)

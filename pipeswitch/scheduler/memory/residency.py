@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from ...ipc.messages import (
     CancelTransmit,
     Epoch,
@@ -11,6 +13,7 @@ from ...ipc.messages import (
     TransmitModel,
 )
 from ...planning.grouping import Plan
+from ...planning.streaming import Landings
 from ...programs.groups import regrouped
 from ...programs.layout import REGION_ALIGN_BYTES, aligned
 from ..core import PLACES, QUEUE, TURN, WORKERS
@@ -18,7 +21,7 @@ from ..device_state import DeviceState
 from ..events import Span, Spans
 from ..records import Replica
 from ..states import ModelState, Residency, ResidencyEvent
-from .ledgers import WHOLE, Arena, Rest
+from .ledgers import WHOLE, Arena, Rest, Streamed
 from .regions import Window
 
 
@@ -37,7 +40,18 @@ class Residents:
         words = self._arena.words.reserve(replica.owner, max(1, len(manifest.groups)))
         if words is not None:
             replica.manifest, replica.first_word = manifest, words.offset_bytes
+            replica.region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+            replica.least_bytes = self._arena.least_bytes(manifest)
+            if replica.least_bytes:
+                self._land(replica, self._arena.landings(manifest, self._arena.leasable_bytes))
         return words is not None
+
+    @staticmethod
+    def _land(replica: Replica, landings: Landings | None) -> None:
+        """Of one that streams. None: this device is too small, and may not serve it."""
+        replica.landings = landings
+        if landings is not None:
+            replica.region_bytes = landings.size_bytes
 
     def is_idle(self, replica: Replica) -> bool:
         """No request wants it, no task reads it, and it is not being copied in."""
@@ -89,8 +103,8 @@ class Residents:
         """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
-        sent_from = self._take(replica, window, cause)
-        region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+        there = self._take(replica, window, cause)
+        landings = replica.landings
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_epoch = core.next_epoch()
         replica.transmit_started_at_ms = core.now_ms
@@ -100,13 +114,15 @@ class Residents:
                 model=replica.name,
                 epoch=replica.residency_epoch,
                 arena_offset_bytes=replica.home_bytes,
-                region_bytes=region_bytes,
+                region_bytes=replica.region_bytes,
+                waits=landings.waits if landings is not None else (),
                 tenant=core.tenant_of(replica.model),
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
-                        arena_offset_bytes=replica.home_bytes + group.offset_bytes,
-                        size_bytes=group.size_bytes if index >= sent_from else 0,
+                        arena_offset_bytes=replica.home_bytes
+                        + (landings.offsets[index] if landings else group.offset_bytes),
+                        size_bytes=0 if index in there else group.size_bytes,
                         word=replica.first_word + index,
                     )
                     for index, group in enumerate(manifest.groups)
@@ -115,32 +131,39 @@ class Residents:
         )
         return replica.residency_epoch
 
-    def _take(self, replica: Replica, window: Window, cause: str) -> int:
-        """Lease the window for a model; the first group that must be sent.
+    def _take(self, replica: Replica, window: Window, cause: str) -> Container[int]:
+        """Lease the window for a model; the groups that are there.
 
-        1. The rest behind its prefix: the prefix' groups are there.
-        2. A new place, or the first one: all groups.
+        1. The rest behind its prefix: the prefix' groups are; of one that streams what it keeps.
+        2. A new place, or the first one: none.
         """
         assert replica.manifest is not None
         if not isinstance(window, Rest) and replica.residency.state is Residency.PARTIAL:
             self.evict(replica, cause)
         self.clear(window, cause)
-        size = aligned(max(replica.manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+        if isinstance(window, Streamed):
+            self._land(replica, window.landings)
+        size, landings = replica.region_bytes, replica.landings
         if isinstance(window, Rest):
             head = self._arena.regions.get(replica.owner)
             assert head is not None
             self._arena.lease(replica.rest, size - head.size_bytes, window.offset_bytes)
+            if landings is not None:
+                replica.kept_bytes = replica.built.total_bytes - replica.sent_bytes
+                return landings.kept  # 1.
             replica.kept_bytes = self._prefix_bytes(replica, replica.kept_groups)
-            return replica.kept_groups  # 1.
+            return range(replica.kept_groups)  # 1.
         replica.home_bytes, replica.kept_bytes = window.offset_bytes, 0
-        replica.kept_groups = replica.prefix_groups
-        prefix = aligned(self._prefix_bytes(replica, replica.kept_groups), REGION_ALIGN_BYTES)
+        replica.kept_groups = replica.prefix_groups if landings is None else len(landings.kept)
+        prefix_bytes = self._prefix_bytes(replica, replica.kept_groups)
+        prefix = aligned(prefix_bytes, REGION_ALIGN_BYTES) if not landings else landings.kept_bytes
         if not 0 < prefix < size:
             replica.kept_groups = prefix = 0
-        self._arena.lease(replica.owner, prefix or size, window.offset_bytes)
-        if prefix:
-            self._arena.lease(replica.rest, size - prefix, window.offset_bytes + prefix)
-        return 0  # 2.
+        start, rest = window.offset_bytes, size - prefix if prefix else 0
+        self._arena.lease(replica.owner, size - rest, start if not landings else start + rest)
+        if rest:
+            self._arena.lease(replica.rest, rest, start + prefix if not landings else start)
+        return ()  # 2.
 
     @staticmethod
     def _prefix_bytes(replica: Replica, group_count: int) -> int:
@@ -197,11 +220,13 @@ class Residents:
         ]))  # fmt: skip
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
-            if replica.model.want_pinned:
+            if replica.landings is not None:
+                self._pass_ended(replica)
+            elif replica.model.want_pinned:
                 self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
             replica.is_prefetch = False
             replica.transmission = message
-            if not replica.kept_bytes:
+            if not replica.kept_bytes or replica.landings is not None:
                 took_ms = message.ended_at_ms - message.started_at_ms
                 device.predictions.sent(replica.name, took_ms, core.now_ms)
                 device.queue.changed(replica.name)
@@ -220,8 +245,8 @@ class Residents:
         replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not replica.users:
             self._release_broken(replica, cause)  # 1.
-        for activation in (device.current, device.upcoming):
-            if activation is not None and activation.model == replica.name:
+        for activation in device.tasks:
+            if activation.model == replica.name:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
     def unused(self, replica: Replica) -> None:
@@ -230,6 +255,28 @@ class Residents:
         replica.last_used_at_ms = self._core.now_ms
         if replica.residency.state is Residency.ABANDONED and not replica.users:
             self._release_broken(replica, "no task reads it any more")
+        elif replica.landings is not None:
+            self._pass_ended(replica)
+
+    def _pass_ended(self, replica: Replica) -> None:
+        """Of a model that streams: no task reads the ring any more, so what lies there is of no
+        use.
+
+        1. The end of its copy was not told yet. Perhaps the task failed: then it waits for what
+           will not compute. One that has ended does not mind.
+        2. What the model keeps stays.
+        """
+        cause = "its pass has ended"
+        if replica.users:
+            return
+        if replica.residency.state is Residency.TRANSMITTING:
+            self._device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))  # 1.
+        elif replica.kept_groups:
+            self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)  # 2.
+            self._arena.regions.release(replica.rest)
+        else:
+            self._device.move(replica, ResidencyEvent.EVICTED, cause)
+            self._arena.release(replica)
 
     def _release_broken(self, replica: Replica, cause: str) -> None:
         self._device.move(replica, ResidencyEvent.RELEASED, cause)
@@ -246,6 +293,7 @@ class Residents:
             replica is None
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
+            or replica.landings is not None  # its copy would wait in the ring for its request
             or not device.may_serve(replica.model)
         ):
             return False
@@ -289,6 +337,7 @@ class Residents:
             if (
                 replica is not None
                 and replica.model.want_pinned
+                and replica.landings is None
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
@@ -322,6 +371,9 @@ class Residents:
                 replica.residency.story
             )
             if head is not None and rest is not None:
-                assert head.end_bytes == rest.offset_bytes, f"{replica.name} is torn apart"
+                first, second = (head, rest) if replica.landings is None else (rest, head)
+                assert first.end_bytes == second.offset_bytes, f"{replica.name} is torn apart"
             if is_whole and replica.manifest is not None:
-                assert arena.held_bytes(replica) >= replica.manifest.total_bytes, replica.name
+                assert arena.held_bytes(replica) >= replica.region_bytes, replica.name
+            if replica.landings is not None and replica.residency.state is Residency.RESIDENT:
+                assert replica.users, f"{replica.name} is larger than the arena, and stays"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import InvalidInput, ModelNotFound, PermissionDenied
+from ...errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages import ModelName
 from ..core import Core, takes
 from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
@@ -159,15 +159,24 @@ class Names:
         if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, not_found(event.model))
             return
+        is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
             core.edition += 1
             model.deaths, model.reason = 0, ""
+        elif event.pin and not is_pinned:
+            text = f'"{event.model}" is larger than the arena: it streams, and cannot stay there'
+            size = model.built.total_bytes
+            core.refuse(event.token, OutOfDeviceMemory(
+                text, hint="start with a larger --arena", requested_bytes=size,
+                largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,
+            ))  # fmt: skip
+            return
         if event.pin:
             model.failed_joins = 0
-        self._pin(model, is_pinned=event.pin)
+        self._pin(model, is_pinned=is_pinned)
         replica = self._machine.shown(model)
-        core.answer(event.token, model=event.model, pinned=event.pin,
+        core.answer(event.token, model=event.model, pinned=is_pinned,
                     state=replica.residency.state.value)  # fmt: skip
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:

@@ -375,6 +375,7 @@ class Registry:
     def _answer_registered(self, model: Model, token: Token) -> None:
         manifest = self._machine.devices[0].state.replicas[model.name].manifest
         assert manifest is not None
+        streams = self._machine.stream_of(model)
         self._core.answer(
             token,
             model=model.base,
@@ -382,7 +383,8 @@ class Registry:
             digest=manifest.digest,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
-            notes=manifest.extra.get("notes", []),
+            notes=[*manifest.extra.get("notes", []), *([streams["text"]] if streams else [])],
+            streams=streams,
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
             batching=msgspec.to_builtins(manifest.batching),

@@ -164,7 +164,7 @@ class Fleet:
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return
-        if device.queue or device.upcoming is not None or device.current is not None:
+        if device.queue or device.tasks:
             return
         workers = device.workers.values()
         if any(w.tenant is None or w.state.state in WORKER_LEAVES for w in workers):
@@ -237,6 +237,7 @@ class Fleet:
                         directory=core.settings.program_dir(replica.manifest.digest),
                         arena_offset_bytes=replica.home_bytes,
                         plan=replica.plan,
+                        landings=replica.landings.offsets if replica.landings else (),
                         is_code=replica.is_code,
                     ),
                 )

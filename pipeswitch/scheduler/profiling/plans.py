@@ -9,12 +9,14 @@ import msgspec
 from ...ipc.messages import ModelName
 from ...planning.drift import Drift
 from ...planning.grouping import Plan
-from ...planning.planned import plan_of, predict
+from ...planning.planned import costs_of, plan_of, predict
 from ...planning.profile import Found, Profile
-from ...programs.groups import layer_bytes
+from ...planning.streaming import pass_ms
+from ...programs.groups import layer_bytes, plan_in_force
 from ..core import MEASURED
 from ..device_state import DeviceState
 from ..events import SaveProfile, Warn
+from ..memory.ledgers import gib
 from ..memory.residency import Residents
 from ..records import ColdSwitch, Replica
 from ..states import Residency
@@ -65,7 +67,11 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: Replica, profile: Profile) -> bool:
-        """Plan from it, and let that plan be in force as soon as the model is off the device."""
+        """Plan from it, and let that plan be in force as soon as the model is off the device; one
+        that streams keeps its groups, and has its passes predicted."""
+        if replica.landings is not None:
+            replica.profile = profile
+            return True
         try:
             plan, prefix = self.plan_of(profile)
         except ValueError as error:
@@ -184,3 +190,37 @@ def plan_row(replica: Replica) -> dict[str, Any]:
         "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
         "measured_over_predicted": replica.drift.ratio,
     }
+
+
+def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
+    """What a pass of a model costs that is larger than the arena; None: it is not.
+
+    ``pass_ms`` is predicted from its profile; without one as its passes were measured; before the
+    first what the link takes, where its speed is known. 0: it is not known.
+    """
+    if replica.landings is None:
+        return None
+    known = state.predictions.predict(replica.name, max(1, replica.model.last_batch))
+    if replica.profile is not None:
+        costs, plan = costs_of(replica.profile), plan_in_force(replica.built)
+        took_ms = pass_ms(plan, costs, replica.landings) + replica.profile.overheads.wake_ms
+    elif known.load_ms:
+        took_ms = max(known.load_ms, known.compute_ms)
+    else:
+        bytes_per_ms = _link_bytes_per_ms(state)
+        took_ms = replica.sent_bytes / bytes_per_ms if bytes_per_ms else 0.0
+    time = f", about {took_ms:.0f} ms a pass" if took_ms else ""
+    return {
+        "window_bytes": replica.region_bytes,
+        "sent_bytes": replica.sent_bytes,
+        "pass_ms": took_ms,
+        "text": f"streams: {gib(replica.sent_bytes)} of {gib(replica.built.total_bytes)} come "
+        f"through {gib(replica.region_bytes)} with each pass{time}",
+    }
+
+
+def _link_bytes_per_ms(state: DeviceState) -> float:
+    """As it is modelled, or as the fastest of the last copies was; 0: there was none."""
+    sent = [one for r in state.replicas.values() if (one := r.transmission) is not None]
+    rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
+    return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

@@ -26,11 +26,11 @@ from ...errors import (
 from ...ipc.messages import InferenceDone, ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import predict
-from ...programs.groups import cut, layer_bytes
+from ...programs.groups import cut, layer_bytes, plan_in_force
 from ...programs.layout import Manifest
 from ..core import ALL, MEASURED
 from ..device_state import DeviceState
-from ..events import Answer, ProfileAsked, SaveProfile, StopTrial, Token
+from ..events import Answer, Interrupt, ProfileAsked, SaveProfile, Token
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..records import Activation, Replica, Request
@@ -104,7 +104,7 @@ class Trials:
         core, device = self._core, self._device
         if not device.is_daemon_ready or core.is_draining or device.queue:
             return False
-        if device.current is not None or device.upcoming is not None:
+        if device.current is not None or device.upcoming is not None or device.aside is not None:
             return False
         quiet = (WorkerState.STANDBY, WorkerState.DEAD, WorkerState.SUSPENDED)
         return any(worker.state.state in WORKER_FREE for worker in device.workers.values()) and all(
@@ -116,7 +116,7 @@ class Trials:
         """A request waits: the running trial leaves between two groups; one that does not is
         killed, since a model's code may do anything. So leaves one that is not ``wanted``."""
         core, device = self._core, self._device
-        tasks = [task for task in self._tasks if task is not None]
+        tasks = device.tasks
         trials = [task for task in tasks if task.is_trial]
         if not trials:
             return
@@ -130,19 +130,15 @@ class Trials:
             ):
                 trial.trial_stop_at_ms = core.now_ms + core.settings.deadline_grace_ms
                 core.look_again(trial.trial_stop_at_ms, MEASURED)
-                self._device.emit(StopTrial(slot=trial.slot, epoch=trial.epoch))
+                self._device.emit(Interrupt(slot=trial.slot, epoch=trial.epoch))
         elif core.now_ms >= trial.trial_stop_at_ms:
             device.kill(device.workers[trial.slot], "its trial did not stop", blame=False)
         else:
             core.look_again(trial.trial_stop_at_ms, MEASURED)
 
-    @property
-    def _tasks(self) -> tuple[Activation | None, Activation | None]:
-        return (self._device.current, self._device.upcoming)
-
     def check(self, running: Activation | None) -> None:
         """At most one trial runs, and it is the one that is waited for."""
-        trials = [a for a in self._tasks if a is not None and a.is_trial]
+        trials = [task for task in self._device.tasks if task.is_trial]
         assert len(trials) <= 1, "two trials"
         assert running is None or trials == [running], "a trial is lost"
 
@@ -224,6 +220,13 @@ class Profiling:
                 replica.name,
                 "it was built by a release that did not keep its layers",
                 hint=f"unregister and register {replica.name}",
+            )
+        if replica.landings is not None:
+            return OutOfDeviceMemory(
+                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
+                hint="measure it on a server with a larger --arena, and copy the profile",
+                requested_bytes=replica.model.manifest.total_bytes,
+                largest_free_bytes=replica.region_bytes,
             )
         low, high = replica.model.manifest.batch
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
@@ -435,13 +438,12 @@ def program_of(name: str, built: Manifest) -> Program:
     """A manifest as a measurement sees it."""
     layers, sizes = built.layers, layer_bytes(built)
     finest = cut(layers, built.tensors, built.total_bytes, tuple(range(len(layers))))
-    starts = {layer.first_node: index for index, layer in reversed(list(enumerate(layers)))}
     return Program(
         model=name,
         digest=built.digest,
         layer_bytes=sizes,
         labels=tuple(group.label for group in finest),
-        built_plan=tuple(starts[group.first_node] for group in built.groups),
+        built_plan=plan_in_force(built),
     )
 
 

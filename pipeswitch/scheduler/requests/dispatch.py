@@ -8,10 +8,10 @@ from collections import Counter
 from typing import Final
 
 from ...errors import DeadlineExceeded, OutOfDeviceMemory
-from ...ipc.messages import JobName, JoinedRequest, ModelName, RunInference, Turn
+from ...ipc.messages import Epoch, JobName, JoinedRequest, ModelName, RunInference, Turn
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
 from ..device_state import DeviceState
-from ..events import RaiseTurn, ToWorker
+from ..events import Interrupt, RaiseTurn, ToWorker
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
@@ -22,6 +22,7 @@ from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms
 from .endings import quarantined
 from .forecast import is_hopeless, note_end, too_late
+from .lines import shown
 
 
 class Turns:
@@ -39,7 +40,9 @@ class Turns:
         ends, 4. its termination thread sees the stop and writes 7 over turn 9. So 9 waits.
         """
         device = self._device
-        activation = device.upcoming
+        activation, aside = device.upcoming, device.aside
+        if aside is not None and (activation is None or not aside.lets_in):
+            activation = aside  # it goes on, if only for a group
         if activation is None or device.current is not None or device.training is not None:
             return
         turn = activation.turn
@@ -57,10 +60,47 @@ class Turns:
 
     def _starts(self, activation: Activation, cause: str) -> None:
         core, device = self._core, self._device
+        if activation is device.aside:
+            self._goes_on(activation)
+            return
         device.current, device.upcoming = activation, None
         activation.began_at_ms = core.now_ms
+        if device.aside is not None:
+            device.aside.lets_in = False
         for token in activation.tokens:
             device.requests[token].state.apply(TaskEvent.STARTED, cause)
+
+    # -- a pass of a model that streams: it may take as long as its copy ---------------------------
+
+    def let_in(self) -> None:
+        """Such a pass steps aside between two groups for the task that waits for its turn, if that
+        needs no copy. In all it is aside for as long as the policy lets one that waits for memory
+        be overtaken."""
+        device, passing, waiting = self._device, self._device.current, self._device.upcoming
+        if passing is None or waiting is None or not passing.streamed:
+            return
+        if waiting.streamed or waiting.is_trial or not waiting.was_resident:
+            return
+        view, request = device.view, device.requests[passing.token]
+        stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
+        if self._core.judge.may_overtake(shown(device.requests[waiting.token]), stands, view):
+            device.emit(Interrupt(slot=passing.slot, epoch=passing.epoch))
+
+    def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
+        """Nobody has the turn now: the next one gets it, and then the pass again."""
+        device, passing = self._device, self._device.current
+        if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
+            return
+        passing.aside_at_ms, passing.lets_in = self._core.now_ms, True
+        device.current, device.aside = None, passing
+
+    def _goes_on(self, passing: Activation) -> None:
+        away_ms = self._core.now_ms - passing.aside_at_ms
+        passing.aside_ms += away_ms
+        passing.began_at_ms += away_ms
+        passing.aside_at_ms, passing.lets_in = 0.0, False
+        self._device.current, self._device.aside = passing, None
+        self.let_in()
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.
@@ -148,6 +188,7 @@ class Dispatch:
            overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
         6. It waits for others to be joined with: meanwhile the next best ones run.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
+        8. Its model streams through the arena for another request: each has a pass of its own.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -163,11 +204,10 @@ class Dispatch:
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
-            return  # the store took none that is larger than the arena
+            return  # the store took none that the arena could never serve
         for name in unchecked:
             replica = device.replicas[name]
-            assert replica.manifest is not None
-            size = replica.manifest.total_bytes
+            size = replica.needs_bytes
             if self._arena.may_take(replica, size):
                 continue
             pinned, largest = list(device.pinned), self._arena.largest_for_all_bytes
@@ -204,10 +244,11 @@ class Dispatch:
             if self._is_held(request):
                 continue  # 6.
             replica = device.replicas[request.model]
-            if replica.is_on_device:
+            is_there = replica.is_on_device
+            if is_there and replica.landings is None:
                 self.activate(request, replica, is_sent=False)
                 return True
-            if not is_link_busy:
+            if not is_there and not is_link_busy:  # there, its pass is another's: 8.
                 if self._send(request, replica):
                     return True
                 is_link_busy = self._is_link_busy()
@@ -242,7 +283,7 @@ class Dispatch:
         """The next request's model comes while others compute."""
         if self._device.queue.requests:
             self._look_ahead()
-        return QUEUE | TURN | PLACES
+        return QUEUE | TURN | PLACES | DUE
 
     def _look_ahead(self) -> None:
         """The link is idle, a task computes and another has its turn next: send the model of the
@@ -256,7 +297,7 @@ class Dispatch:
             return
         for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
-            if replica.is_on_device:
+            if replica.is_on_device or replica.landings is not None:
                 continue
             if self._core.now_ms < replica.retry_at_ms:
                 self._core.look_again(replica.retry_at_ms, PLACES)
@@ -339,7 +380,7 @@ class Dispatch:
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         if device.queue.requests or device.current is not None or device.upcoming is not None:
             return False
-        if device.training is not None or not device.is_daemon_ready:
+        if device.aside is not None or device.training is not None or not device.is_daemon_ready:
             return False
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
@@ -417,10 +458,13 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
+            streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
             charge=charge,
         )
         device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn
+        if device.current is not None and device.current.streamed:
+            self._turns.let_in()
         self._device.emit(
             ToWorker(
                 slot=worker.slot,
@@ -437,6 +481,7 @@ class Dispatch:
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
                     plan=replica.plan,
+                    landings=replica.landings.offsets if replica.landings is not None else (),
                     joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=is_code,

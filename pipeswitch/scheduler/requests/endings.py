@@ -152,7 +152,7 @@ class Endings:
         if activation is device.current:
             device.current = None
         else:
-            device.upcoming = None
+            device.drop(activation)
         worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
@@ -162,14 +162,15 @@ class Endings:
         """Its callers pay for it, by our clock: what a worker says of times is not believed."""
         core, charge = self._core, activation.charge
         if charge is not None:
-            took_ms = core.now_ms - activation.began_at_ms if activation.began_at_ms else 0.0
+            ran_until_ms = activation.aside_at_ms or core.now_ms
+            took_ms = ran_until_ms - activation.began_at_ms if activation.began_at_ms else 0.0
             rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
             if rests_until_ms > core.now_ms:
                 core.look_again(rests_until_ms, DUE)
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""
-        for task in (self._device.current, self._device.upcoming):
+        for task in (self._device.current, self._device.upcoming, self._device.aside):
             if task is not None and (task.epoch, task.slot) == (epoch, worker.slot):
                 return task
         return None
@@ -200,14 +201,11 @@ class Endings:
         requests none is blamed: each is run again alone.
         """
         device = self._device
-        if device.current is not None and device.current.slot == worker.slot:
-            activation, had_turn = device.current, worker.is_blamed
-            device.current = None
-        elif device.upcoming is not None and device.upcoming.slot == worker.slot:
-            activation, had_turn = device.upcoming, False
-            device.upcoming = None
-        else:
+        activation = next((task for task in device.tasks if task.slot == worker.slot), None)
+        if activation is None:
             return
+        had_turn = activation is device.current and worker.is_blamed
+        device.drop(activation)
         replica, requests = device.replicas[activation.model], self._requests(activation)
         request = requests[0]
         self._residents.unused(replica)
@@ -266,24 +264,22 @@ class Endings:
     def daemon_died(self) -> None:
         """Everything in flight goes back to the queue: not the requests' fault."""
         device = self._device
-        for activation in (device.current, device.upcoming):
-            if activation is None:
-                continue
+        for activation in device.tasks:
             self._settle(activation)
             if activation.is_trial:
                 self._give_up(activation, device.requests[activation.token], None)
                 continue
             self._queue_again(self._requests(activation), "memory daemon exited")
-        device.current = device.upcoming = None
+        device.current = device.upcoming = device.aside = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for activation in (self._device.current, self._device.upcoming):
-            if activation is not None and activation.is_trial:
+        for activation in self._device.tasks:
+            if activation.is_trial:
                 self._give_up(activation, self._device.requests[activation.token], error)
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
-        self._device.current = self._device.upcoming = None
+        self._device.current = self._device.upcoming = self._device.aside = None
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
@@ -324,6 +320,7 @@ def _bill(
         batch=activation.batch,
         joined=len(activation.tokens),
         kept_bytes=activation.kept_bytes,
+        streamed=activation.streamed,
         device=device.label,
         placed=request.placed if device.label else "",
     )

@@ -189,15 +189,16 @@ def _is_asked(device: DeviceState, request: Request) -> bool:
 
 
 def _is_absent(device: DeviceState, request: Request) -> bool:
-    return device.replicas[request.model].residency.state is Residency.HOST
+    replica = device.replicas[request.model]
+    return replica.residency.state is Residency.HOST or replica.landings is not None
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
     """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
     now_ms = free_ms = device.core.now_ms
-    for task in (device.current, device.upcoming):
+    for task in (device.current, device.upcoming, device.aside):
         if task is not None and not task.is_trial:
-            begins_ms = task.began_at_ms if task is device.current else free_ms
+            begins_ms = free_ms if task is device.upcoming else task.began_at_ms
             mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
             free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)
             replica = device.replicas[task.model]

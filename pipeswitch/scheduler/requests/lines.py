@@ -178,7 +178,8 @@ S = TypeVar("S", Place, Request)
 IsResident = Callable[[ModelName], bool]
 
 
-def _view(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
+def shown(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
+    """A request as a policy sees it."""
     return Waiting(
         request.token, request.model, request.priority, request.deadline_at_ms,
         request.arrived_at_ms, request.batch, request.size_bytes, is_resident, is_current,
@@ -236,7 +237,7 @@ class Lines:
 
     def add(self, request: Request, number: int) -> None:
         """``number``: the order of requests that are equal otherwise."""
-        waiting = _view(request)
+        waiting = shown(request)
         key = self._judge.key(waiting)
         self._renew()
         self._last_number = number
@@ -280,7 +281,7 @@ class Lines:
         line = self._lines.get(request.model, {}).get((account, request.priority))
         if line is None:
             return 0, 1
-        key = self._judge.key(_view(request))
+        key = self._judge.key(shown(request))
         return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
 
     def of_line(self, request: Request) -> Iterator[Request]:
@@ -380,8 +381,8 @@ class Lines:
         """A look at all requests finds each caller's heads in the same order, and who waits."""
 
         def rank(request: Request) -> Rank:
-            shown = _view(request, is_resident(request.model), request.model == current)
-            return self._judge.rank(shown, view)
+            head = shown(request, is_resident(request.model), request.model == current)
+            return self._judge.rank(head, view)
 
         self.settle(is_resident, current, view)
         found: dict[tuple[str, ModelName, int], Request] = {}
@@ -400,8 +401,8 @@ class Lines:
     def _rank(self, line: Line, is_resident: bool, view: View) -> None:
         judge, now_ms = self._judge, view.now_ms
         number = line.head(now_ms, judge.patience_ms)
-        shown = line.entries[number][2]
-        head = Waiting(*shown[:-2], is_resident=is_resident, is_current=line.model == self._current)
+        entry = line.entries[number][2]
+        head = Waiting(*entry[:-2], is_resident=is_resident, is_current=line.model == self._current)
         place = (judge.rank(head, view), number, line, head)
         line.place = _moved(self._ranked[line.account], line.place, place)
         until_ms = judge.stays_until_ms(head, view)

@@ -80,7 +80,7 @@ class Training:
     def _is_device_idle(self) -> bool:
         """Nothing computes, and nobody has a turn: all that wait rest, if any do."""
         device = self._device
-        if device.current is not None or device.upcoming is not None:
+        if device.current is not None or device.upcoming is not None or device.aside is not None:
             return False
         return next(device.queue.heads(*device.seen), None) is None
 

@@ -1,0 +1,159 @@
+"""Where the groups of a model larger than the arena land, and how long a pass takes. Pure.
+
+Its window has two parts. Through the first, a ring, groups come one after the other, and each
+landing is used again when what lay there has computed; in the second lie the groups that stay from
+pass to pass. So what is free between two passes borders on what was free before. What stays is
+spread over the model: while such a group computes the link goes on, and a small ring is enough. The
+first group stays, so a pass begins at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .costs import LayerCosts
+from .grouping import Plan, spans
+
+
+@dataclass(frozen=True)
+class Landings:
+    """The places of a model's groups in its window, in order of execution."""
+
+    offsets: tuple[int, ...]  # from the window's start
+    waits: tuple[int, ...]  # so many groups must have computed before its copy begins; 0: none
+    kept: frozenset[int]  # these stay
+    kept_bytes: int  # of the window's second part, where they lie
+    size_bytes: int  # of the window
+
+
+def land(
+    sizes_bytes: Sequence[int], until: Sequence[int], window_bytes: int, unit_bytes: int
+) -> Landings | None:
+    """Places in a window of that size; None where it is too small.
+
+    The ring holds two landings at least: a group may be copied while the one before it computes.
+
+    Args:
+        sizes_bytes: of the groups.
+        until: for each the last group that reads it, itself or a later one.
+        unit_bytes: landings begin on multiples of it, and end on them.
+    """
+    sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
+    window_bytes -= window_bytes % unit_bytes
+    needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
+    least = _least_ring(sizes, until, needed, window_bytes, unit_bytes)
+    spare = window_bytes - sum(sizes[index] for index in needed) - least
+    if spare < 0:
+        return None
+    third = max((size for i, size in enumerate(sizes) if i not in needed), default=0)
+    spread = _spread(sizes, needed, max(0, spare - third))
+    for kept in (spread, needed):
+        kept_bytes = sum(sizes[index] for index in kept)
+        for ring_bytes in (window_bytes - kept_bytes, least):
+            ring = _ring(sizes, until, kept, ring_bytes)
+            if ring is not None:
+                return _placed(sizes, kept, kept_bytes, ring, window_bytes)
+    raise AssertionError("the least ring was found, and is not found again")
+
+
+def least_window(
+    sizes_bytes: Sequence[int], until: Sequence[int], most_bytes: int, unit_bytes: int
+) -> int:
+    """The smallest window of which ``land`` makes something; more than ``most_bytes``: such a
+    one is too small."""
+    sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
+    needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
+    least = _least_ring(sizes, until, needed, most_bytes, unit_bytes)
+    return sum(sizes[index] for index in needed) + least
+
+
+Ring = dict[int, tuple[int, int]]  # of each group that goes through it: its offset, its wait
+
+
+def _ring(
+    sizes: Sequence[int], until: Sequence[int], kept: frozenset[int], ring_bytes: int
+) -> Ring | None:
+    """One behind the other, from the start again where the end is near; None: one would have to
+    wait for the group before it, or for itself."""
+    lying: list[tuple[int, int, int]] = []  # start, end, the last group that reads it
+    found: Ring = {}
+    cursor = 0
+    for index, size in enumerate(sizes):
+        if index in kept:
+            continue
+        start = cursor if cursor + size <= ring_bytes else 0
+        cursor = start + size
+        if cursor > ring_bytes:
+            return None
+        below = [last for low, high, last in lying if low < cursor and start < high]
+        wait = max(below, default=-1) + 1
+        if wait > max(0, index - 1):
+            return None
+        lying = [one for one in lying if one[1] <= start or one[0] >= cursor]
+        lying.append((start, cursor, until[index]))
+        found[index] = (start, wait)
+    return found
+
+
+def _least_ring(
+    sizes: Sequence[int],
+    until: Sequence[int],
+    kept: frozenset[int],
+    most_bytes: int,
+    unit_bytes: int,
+) -> int:
+    """It begins with the largest two neighbours, and grows by a part of itself: who claims what
+    he likes shall not keep us searching."""
+    streams = [size for index, size in enumerate(sizes) if index not in kept]
+    ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
+    while ring_bytes <= most_bytes and _ring(sizes, until, kept, ring_bytes) is None:
+        ring_bytes += max(unit_bytes, ring_bytes // 16 // unit_bytes * unit_bytes)
+    return ring_bytes
+
+
+def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
+    """Which groups stay beside those that must: at each place as large a part as of the whole, the
+    first one before all; what is left of the budget goes to the first that fit."""
+    total = sum(size for index, size in enumerate(sizes) if index not in needed)
+    kept, kept_bytes, seen = set(needed), 0, 0
+    for only_due in (True, False):
+        for index, size in enumerate(sizes):
+            if index in kept:
+                continue
+            is_due = not only_due or kept_bytes * total <= budget_bytes * seen
+            seen += size
+            if is_due and kept_bytes + size <= budget_bytes:
+                kept.add(index)
+                kept_bytes += size
+    return frozenset(kept)
+
+
+def _placed(
+    sizes: Sequence[int], kept: frozenset[int], kept_bytes: int, ring: Ring, window_bytes: int
+) -> Landings:
+    offsets, position = [], window_bytes - kept_bytes
+    for index, size in enumerate(sizes):
+        if index in kept:
+            offsets.append(position)
+            position += size
+        else:
+            offsets.append(ring[index][0])
+    waits = tuple(ring[index][1] if index in ring else 0 for index in range(len(sizes)))
+    return Landings(tuple(offsets), waits, kept, kept_bytes, window_bytes)
+
+
+def pass_ms(plan: Plan, costs: LayerCosts, landings: Landings) -> float:
+    """From the start of the first copy to the end of the last group, with what stays in place: the
+    longer of link and compute, and the bubble between them."""
+    link_ms = device_ms = 0.0
+    ends_ms = [0.0]  # when so many groups have computed
+    for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
+        if index not in landings.kept:
+            link_ms = max(link_ms, ends_ms[landings.waits[index]])
+            link_ms += costs.transfer_ms(first, end)
+            device_ms = max(device_ms, link_ms)
+        device_ms += costs.sigma_ms + sum(costs.compute_ms[first:end])
+        ends_ms.append(device_ms)
+    return device_ms

@@ -1,0 +1,461 @@
+"""Models larger than the arena: where their groups land, how a pass goes, how it is told."""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.devices.orders import check_order
+from pipeswitch.errors import OutOfDeviceMemory, RemoteProtocolError
+from pipeswitch.ipc.messages import (
+    BuildDone,
+    CancelTransmit,
+    InferenceFailed,
+    JobName,
+    ModelName,
+    RunInference,
+    SteppedAside,
+    TransmitModel,
+)
+from pipeswitch.planning.costs import LayerCosts, LinkCost
+from pipeswitch.planning.streaming import Landings, land, least_window, pass_ms
+from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.graph import last_readers
+from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import Residency
+from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+from tests.unit.fleet_model import manifest_of
+from tests.unit.test_scheduler_rules import Rig
+
+MIB = 1 << 20
+UNIT = 2
+LARGE, SMALL, JOB = ModelName("large"), ModelName("small"), JobName("j")
+
+
+# -- where groups land ------------------------------------------------------------------------
+
+
+def overlap(found: Landings, sizes: list[int], one: int, other: int) -> bool:
+    starts = found.offsets[one], found.offsets[other]
+    return starts[0] < starts[1] + sizes[other] and starts[1] < starts[0] + sizes[one]
+
+
+def check(found: Landings, sizes: list[int], until: list[int], window: int) -> None:
+    padded = [-(-size // UNIT) * UNIT for size in sizes]
+    for index, size in enumerate(padded):
+        assert found.offsets[index] % UNIT == 0
+        assert 0 <= found.offsets[index] <= window - size
+        assert found.waits[index] <= max(0, index - 1), "it is copied while another computes"
+        for before in range(index):
+            if padded[before] and size and overlap(found, padded, before, index):
+                assert not {before, index} & found.kept, "what stays is overwritten"
+                # Copies go in order, so one waits for what those before it have waited for.
+                waited = max(found.waits[: index + 1])
+                assert until[before] < waited, "what is read is overwritten"
+    assert sum(padded[index] for index in found.kept) == found.kept_bytes
+
+
+def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
+    rng = random.Random(1)
+    for _ in range(400):
+        count = rng.randint(1, 9)
+        sizes = [rng.randint(0, 9) for _ in range(count)]
+        until = [rng.choice([i, i, i, min(count - 1, i + 1), count - 1]) for i in range(count)]
+        least = least_window(sizes, until, 200, UNIT)
+        assert land(sizes, until, least - UNIT, UNIT) is None or not least
+        for more in (0, UNIT, 4 * UNIT, 20 * UNIT):
+            found = land(sizes, until, least + more, UNIT)
+            assert found is not None
+            check(found, sizes, until, least + more)
+
+
+@pytest.mark.parametrize("sizes", [*product((1, 2, 3), repeat=4)])
+def test_the_least_ring_is_hardly_larger_than_the_best_there_is(sizes: tuple[int, ...]) -> None:
+    """By trying each place for each group."""
+
+    def fits(ring: int) -> bool:
+        places = [range(ring - size + 1) for size in sizes]
+        return any(
+            not any(a < b + y and b < a + x
+                    for (a, x), (b, y) in pairwise(zip(starts, sizes, strict=True)))
+            for starts in product(*places)
+        )  # fmt: skip
+
+    best = next(ring for ring in range(20) if fits(ring))
+    least = least_window(list(sizes), range(4), 20, 1)
+    assert best <= least <= best + max(sizes)
+    if len(set(sizes)) == 1:
+        assert least == best
+
+
+def test_the_first_group_stays_and_the_others_that_do_lie_apart() -> None:
+    found = land([4] * 24, range(24), 4 * 12, 4)
+    assert found is not None
+    assert 0 in found.kept
+    assert len(found.kept) == 12 - 3, "two landings and a third"
+    streams = [index for index in range(24) if index not in found.kept]
+    assert max(b - a for a, b in pairwise(sorted(found.kept))) <= 4
+    assert len(streams) == 15
+
+
+def test_what_is_read_again_at_the_end_stays() -> None:
+    until = [11, *range(1, 12)]  # a table that both ends use
+    found = land([6] + [4] * 11, until, 20, 2)
+    assert found is not None
+    assert found.kept == {0}
+    assert land([6] + [4] * 11, until, 12, 2) is None
+
+
+def by_hand(found: Landings, copy_ms: float, compute_ms: float) -> float:
+    """A pass by the ticks of a clock: a link, a device, and who waits for whom."""
+    count = len(found.offsets)
+    order = [index for index in range(count) if index not in found.kept]
+    arrived, computed, sent, clock_ms, link_ms, device_ms = {*found.kept}, 0, 0, 0.0, 0.0, 0.0
+    while computed < count:
+        link_ms += sent < len(order) and computed >= found.waits[order[sent]]
+        device_ms += computed in arrived
+        clock_ms += 1.0
+        if link_ms == copy_ms:
+            arrived.add(order[sent])
+            sent, link_ms = sent + 1, 0.0
+        if device_ms == compute_ms:
+            computed, device_ms = computed + 1, 0.0
+    return clock_ms
+
+
+@pytest.mark.parametrize(("copy_ms", "compute_ms"), [(2.0, 4.0), (3.0, 3.0), (4.0, 2.0)])
+def test_a_pass_takes_the_longer_of_link_and_compute_and_a_bubble(
+    copy_ms: float, compute_ms: float
+) -> None:
+    costs = LayerCosts((4,) * 24, (compute_ms,) * 24, LinkCost(0.0, copy_ms / 4))
+    found = land([4] * 24, range(24), 4 * 8, 4)
+    assert found is not None
+    took_ms = pass_ms(tuple(range(24)), costs, found)
+    link_ms = copy_ms * (24 - len(found.kept))
+    assert max(link_ms, 24 * compute_ms) <= took_ms <= 1.15 * max(link_ms, 24 * compute_ms)
+    assert took_ms == by_hand(found, copy_ms, compute_ms)
+
+
+# -- which weights are read again ---------------------------------------------------------------
+
+
+def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> None:
+    value = ValueSpec(name="x", dtype="float32", shape=(2, 2))
+    graph = Graph(
+        version=1, inputs=(value,), weights=("table", "plain", "viewed", "returned"),
+        nodes=(
+            Node("aten.mm.default", ({"v": 0}, {"v": 1})),  # 5: of the table
+            Node("aten.t.default", ({"v": 3},)),  # 6: a view
+            Node("aten.mm.default", ({"v": 5}, {"v": 2})),
+            Node("aten.mm.default", ({"v": 7}, {"v": 6})),  # what it reads is the third weight's
+            Node("aten.mm.default", ({"v": 8}, {"v": 1})),  # and the table again
+        ),
+        results=(9, 4), outputs=(value, value),
+    )  # fmt: skip
+    assert last_readers(graph) == [4, 2, 3, 5]
+
+
+# -- by the clock ----------------------------------------------------------------------------
+
+
+class Streaming(World):
+    """An arena of 32 MiB, a model of 96 in groups of 4, and a small one."""
+
+    def __init__(self, ratio: float, layer_ms: float = 4.0) -> None:
+        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, words=64)
+        link = Link(bytes_per_ms=4 * MIB / (ratio * layer_ms), fixed_ms=0.0)
+        super().__init__(Scheduler(settings), costs=Costs(to_device=link))
+        self.clients.register(LARGE, program_of(
+            "d", 96 * MIB, groups=24, layers_per_group=1, layer_ms=layer_ms))  # fmt: skip
+        self.clients.register(SMALL, program_of("s", 4 * MIB, groups=2, layer_ms=1.0))
+        self.run()
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            if isinstance(command, ev.Answer) and not command.more:
+                self.answers[command.token] = (self.now_ms, command)
+
+    def ask(self, model: ModelName = LARGE) -> tuple[float, Any]:
+        """How long it took, and its bill."""
+        began_ms, token = self.now_ms, self.clients.infer(model)
+        self.run(self.now_ms + 1e4)
+        at_ms, answer = self.answers[token]
+        assert answer.error is None
+        return at_ms - began_ms, answer.timing
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_a_pass_of_three_times_the_arena_is_hardly_longer_than_link_or_compute(
+    ratio: float,
+) -> None:
+    world = Streaming(ratio)
+    world.ask()
+    for _ in range(3):
+        took_ms, bill = world.ask()
+        assert (bill.kept_bytes + bill.streamed, bill.resident) == (96 * MIB, False)
+        link_ms = bill.streamed / world.scene.costs.to_device.bytes_per_ms
+        assert max(link_ms, 96.0) <= took_ms <= 1.15 * max(link_ms, 96.0)
+
+
+def test_a_small_model_and_a_job_stay_beside_one_that_streams() -> None:
+    world = Streaming(1.0)
+    plan = Training(steps=400, step_ms=5.0, slice_bytes=4 * MIB, state_bytes=MIB)
+    world.ask()
+    world.clients.train(JOB, plan)
+    for _ in range(3):
+        tokens = [world.clients.infer(SMALL), world.clients.infer(LARGE)]
+        world.run(world.now_ms + 300.0)
+        assert all(world.answers[token][1].error is None for token in tokens)
+    assert world.answers[tokens[0]][1].timing.resident
+    job = world.scheduler.machine.devices[0].state.jobs[JOB]
+    assert (job.evictions, job.steps_recomputed) == (0, 0)
+
+
+# -- by hand ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> ev.Token:
+    """Three times the arena, in groups of 6 MiB; not of one release before."""
+    token, epoch = rig.begin("large", **fields)
+    manifest = manifest_of("digest large", mib * MIB, groups)
+    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    rig.handle(ev.FromBuilder(message=done, manifest=manifest))
+    if rig.answers.get(token) is None:
+        rig.stored("large", epoch)
+        rig.prepared()
+    return token
+
+
+def test_registering_says_what_it_will_cost(rig: Rig) -> None:
+    body = rig.answers[registered(rig)].body
+    streams = body["streams"]
+    assert streams["window_bytes"] == 62 * MIB
+    assert streams["sent_bytes"] < 186 * MIB - 30 * MIB
+    assert body["notes"] == [streams["text"]]
+    assert streams["text"].startswith("streams: ")
+
+
+def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig: Rig) -> None:
+    registered(rig)
+    rig.infer("large")
+    (first,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
+    assert all(group.size_bytes for group in first.groups)
+    assert [group.arena_offset_bytes - first.arena_offset_bytes for group in first.groups] == [
+        *run.landings
+    ]
+    rig.infer("large")
+    assert not rig.sent(RunInference), "the ring is the other's"
+    rig.arrived("large")
+    rig.done()
+    (second,) = rig.sent(TransmitModel)
+    kept = [index for index, group in enumerate(second.groups) if not group.size_bytes]
+    assert {*kept} == rig.state.replicas["large"].landings.kept
+    rig.arrived("large")
+    rig.done()
+    assert rig.residency("large") is Residency.PARTIAL
+
+
+def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_served(
+    rig: Rig,
+) -> None:
+    registered(rig)
+    rig.infer("large")
+    other = rig.infer("large")
+    task = rig.state.current
+    rig.worker(task.slot, InferenceFailed(
+        epoch=task.epoch, error="TaskFailed", message="no"))  # fmt: skip
+    assert [one.epoch for one in rig.sent(CancelTransmit)] == [task.residency_epoch]
+    assert not rig.sent(TransmitModel), "the range is the copy's until that has ended"
+    rig.arrived("large", is_complete=False)
+    assert len(rig.sent(TransmitModel)) == 1
+    rig.arrived("large")
+    rig.done()
+    assert rig.error(other) is None
+
+
+def test_its_worker_dies_and_it_is_served_again(rig: Rig) -> None:
+    registered(rig)
+    token = rig.infer("large")
+    rig.worker_exits(rig.state.current.slot)
+    assert rig.sent(CancelTransmit)
+    rig.arrived("large", is_complete=False)
+    assert rig.sent(TransmitModel)
+    rig.arrived("large")
+    rig.done()
+    assert rig.error(token) is None
+
+
+def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -> None:
+    registered(rig)
+    rig.infer("large")
+    rig.infer("large")
+    rig.done()
+    assert not rig.sent(TransmitModel), "the daemon may still write"
+    rig.arrived("large")
+    assert rig.sent(TransmitModel)[0].groups[0].size_bytes == 0
+    rig.arrived("large")
+    rig.done()
+
+
+def test_it_is_neither_hinted_nor_sent_ahead(rig: Rig) -> None:
+    registered(rig)
+    rig.handle(ev.PrefetchHint(model="large"))
+    assert not rig.sent(TransmitModel)
+
+
+def test_it_cannot_be_pinned(rig: Rig) -> None:
+    registered(rig)
+    error = rig.error(rig.ask(ev.PinAsked, model="large", pin=True))
+    assert isinstance(error, OutOfDeviceMemory)
+    other = Rig()
+    assert isinstance(other.error(registered(other, pin=True)), OutOfDeviceMemory)
+
+
+def test_a_group_that_is_too_large_is_refused_with_the_number(rig: Rig) -> None:
+    error = rig.error(registered(rig, mib=160, groups=4))
+    assert isinstance(error, OutOfDeviceMemory)
+    assert "largest group has 40.0 MiB" in error.message
+    assert error.requested_bytes == 160 * MIB
+
+
+def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> None:
+    registered(rig)
+    rig.infer("large")
+    rig.arrived("large")
+    rig.done()
+    job = rig.start_training(mib=20)
+    rig.infer("large")
+    (sent,) = rig.sent(TransmitModel)
+    assert sent.region_bytes == 42 * MIB
+    rig.park(job, rig.state.upcoming.turn)
+    rig.arrived("large")
+    rig.done()
+    assert (job.evictions, job.lease_bytes) == (0, 20 * MIB)
+
+
+# -- a pass lets others in ------------------------------------------------------------------------
+
+
+def beside(rig: Rig) -> Any:
+    """A small model on the device, and the pass of the large one, which computes."""
+    registered(rig)
+    rig.register("small")
+    rig.make_resident("small")
+    rig.infer("large")
+    return rig.state.current
+
+
+def steps_aside(rig: Rig, passing: Any) -> None:
+    rig.worker(passing.slot, SteppedAside(epoch=passing.epoch))
+
+
+def turns(rig: Rig) -> list[int]:
+    return [command.turn for command in rig.commands(ev.RaiseTurn)]
+
+
+def asked(rig: Rig) -> list[tuple[int, int]]:
+    return [(command.slot, command.epoch) for command in rig.commands(ev.Interrupt)]
+
+
+def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    assert asked(rig) == [(passing.slot, passing.epoch)]
+    first = rig.state.upcoming
+    steps_aside(rig, passing)
+    assert (rig.state.current, turns(rig)) == (first, [first.turn])
+    rig.infer("small")
+    assert not asked(rig)
+    rig.done()
+    assert (rig.state.current, turns(rig)) == (passing, [passing.turn])
+    assert asked(rig) == [(passing.slot, passing.epoch)], "if only for a group"
+    steps_aside(rig, passing)
+    rig.done()
+    assert rig.state.current is passing
+    rig.arrived("large")
+    rig.done()
+    assert rig.residency("large") is Residency.PARTIAL
+
+
+def test_it_steps_aside_for_nobody_who_needs_a_copy_or_comes_after_it(rig: Rig) -> None:
+    beside(rig)
+    rig.infer("small", priority=2)
+    assert not asked(rig), "a lower class never runs in front of a higher one"
+    other = Rig()
+    beside(other)
+    other.infer("large")
+    assert not asked(other)
+
+
+def test_it_is_not_aside_for_ever(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    steps_aside(rig, passing)
+    rig.now_ms += rig.core.judge.max_wait_ms
+    rig.infer("small")
+    rig.done()
+    assert (rig.state.current, asked(rig)) == (passing, [])
+
+
+def test_who_was_let_in_is_gone_and_the_pass_goes_on(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    rig.worker_exits(rig.state.upcoming.slot)
+    steps_aside(rig, passing)
+    assert rig.state.current is passing or rig.state.aside is passing
+    while rig.state.current is not passing:
+        rig.done()
+    rig.arrived("large")
+    rig.done()
+
+
+def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
+    passing = beside(rig)
+    small = rig.infer("small")
+    steps_aside(rig, passing)
+    rig.worker_exits(passing.slot)
+    assert rig.sent(CancelTransmit)
+    rig.done()
+    assert rig.error(small) is None
+    rig.arrived("large", is_complete=False)
+    assert rig.sent(TransmitModel)
+    assert rig.state.replicas["large"].model.deaths == 0, "it did not compute"
+
+
+def test_the_memory_is_lost_while_a_pass_is_aside(rig: Rig) -> None:
+    passing = beside(rig)
+    rig.infer("small")
+    steps_aside(rig, passing)
+    rig.daemon_exits()
+    assert (rig.state.current, rig.state.aside) == (None, None)
+    assert len(rig.state.queue) == 2
+
+
+@pytest.mark.parametrize("waits", [(0,), (0, 2)])
+def test_a_daemon_refuses_a_group_that_would_wait_for_ever(
+    rig: Rig, waits: tuple[int, ...]
+) -> None:
+    registered(rig)
+    rig.infer("large")
+    (sent,) = rig.sent(TransmitModel)
+    order = msgspec.structs.replace(sent, groups=sent.groups[:2], waits=waits)
+    with pytest.raises(RemoteProtocolError, match="wait"):
+        check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64)
