@@ -11,7 +11,7 @@ import torch
 
 from pipeswitch.ipc.messages import InferenceDone, InferenceFailed, RunInference
 from workers import main as worker_main
-from workers.inference.task import infer
+from workers.inference.task import _Groups, infer
 
 
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(
@@ -76,3 +76,23 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
     infer(order, programs, pool, view, task, 0)
     assert sent == [InferenceDone if has_other_memory else InferenceFailed]
     assert events == ["in", "left", *(["in", "out"] if has_other_memory else [])]
+
+
+@pytest.mark.parametrize("can_step_aside", [True, False])
+def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activations(
+    can_step_aside: bool,
+) -> None:
+    board = SimpleNamespace(stop=lambda _: 5, write_stop=lambda *_: None, write_turn=print)
+    view: Any = SimpleNamespace(
+        can_step_aside=can_step_aside, board=board,
+        **dict.fromkeys(("wait_group", "wait_turn"), lambda *_: 0.0),
+        **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
+    )  # fmt: skip
+    message: Any = SimpleNamespace(
+        epoch=5, first_word=0, residency_epoch=1, landings=(0,), trial_batch=0
+    )
+    manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
+    sent: list[object] = []
+    task: Any = SimpleNamespace(send=sent.append)
+    _Groups(view, message, manifest, task, 0)(0)
+    assert bool(sent) == can_step_aside
