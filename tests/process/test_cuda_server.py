@@ -277,7 +277,7 @@ def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.Complete
             "--state-dir", str(tmp_path / "state"),
         ],
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 
