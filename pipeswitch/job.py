@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from .errors import InvalidInput
+from .units import nearest, parse_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,8 @@ _Trainer = TypeVar("_Trainer")
 LIBRARIES: Final = {
     "transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"
 }  # fmt: skip
+
+OFFLOADS: Final = ("auto", "all", "conv", "none")
 
 device: str  # where the model belongs: "cpu", "cuda:0"
 step: int  # bodies finished so far, over all epochs and loops; survives preemption and restarts
@@ -77,6 +80,8 @@ class Session(Protocol):
         scheduler: Any,
         extra_state: Any,
         name: str | None,
+        offload: str,
+        activation_bytes: int | None,
     ) -> Iterator[_Batch]: ...
     def trainer(self, trainer: Any, library: str) -> None: ...
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]: ...
@@ -97,6 +102,8 @@ def steps(
     scheduler: Any = None,
     extra_state: Any = None,
     name: str | None = None,
+    offload: str = "auto",
+    activation_memory: str | int | None = None,
 ) -> Iterator[_Batch]:
     """Batches of ``loader``; between two of them the state is whole and may be committed.
 
@@ -112,6 +119,14 @@ def steps(
             dict of plain values and tensors, which is filled again in place; one, or a dict of
             such by name. Generators that hang on the loader are found without being named.
         name: names a loop outside ``job.epochs``; by default they are counted.
+        offload: which of the tensors that forward saves for backward go to host memory meanwhile:
+            ``"auto"`` those that ``activation_memory`` has no room for, best hidden first;
+            ``"conv"`` inputs of convolutions, ``"all"`` all of them, ``"none"`` none.
+        activation_memory: how much of the device the saved tensors of a step may take: ``"2GiB"``
+            or bytes. A step that needs more is told by how much (``OutOfDeviceMemory``).
+
+    Raises:
+        InvalidInput: no such ``offload``, or no such size.
     """
     return _session.steps(
         loader,
@@ -120,6 +135,31 @@ def steps(
         scheduler=scheduler,
         extra_state=extra_state,
         name=name,
+        offload=_known_offload(offload),
+        activation_bytes=None if activation_memory is None else _positive(activation_memory),
+    )
+
+
+def _known_offload(offload: str) -> str:
+    if offload in OFFLOADS:
+        return offload
+    raise InvalidInput(
+        f"job.steps: offload={offload!r} is none of {', '.join(OFFLOADS)}"
+        f"{nearest(str(offload), OFFLOADS)}"
+    )
+
+
+def _positive(activation_memory: str | int) -> int:
+    try:
+        size_bytes = parse_size(activation_memory)
+        if size_bytes:
+            return size_bytes
+        reason = "is nothing"
+    except ValueError as error:
+        reason = str(error).removeprefix(repr(activation_memory)).strip()
+    raise InvalidInput(
+        f"job.steps: activation_memory={activation_memory!r} {reason}",
+        hint='activation_memory="2GiB"; without it nothing is limited',
     )
 
 

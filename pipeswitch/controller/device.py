@@ -303,6 +303,7 @@ class DeviceEffects:
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
             separates_tenants=self._sizes.separates_tenants,
+            link_bytes_per_s=self._sizes.link_bytes_per_s,
             options=self._sizes.options,
         )
         descriptors = [self._share.board_descriptor, *self._share.bells]

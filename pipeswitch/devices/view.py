@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.executor import BoundProgram
+    from .copies import HostCopies
 
 
 def now_ms() -> float:
@@ -134,6 +135,10 @@ class PoolView:
         Raises:
             OSError, RemoteProtocolError: it cannot; half of it may be done.
         """
+        raise NotImplementedError
+
+    def host_copies(self) -> HostCopies:
+        """What carries a script's own tensors out of this device's memory and back."""
         raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------

@@ -251,6 +251,7 @@ class WorkerSettings(Message, frozen=True):
     is_sandboxed: bool = False  # from the first program on that is not code
     task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
     separates_tenants: bool = False  # it waits for BindTenant before anything else
+    link_bytes_per_s: float = 0.0  # as DaemonSettings
     options: bytes = b""  # the device kind's own
 
 

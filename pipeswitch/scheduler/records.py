@@ -323,6 +323,7 @@ class Job:
     reported_at_ms: float = 0.0
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
+    activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
     steps_per_s: float = 0.0
     steps_left: int = -1  # until its script ends, as that said last; -1: not known
     trained_ms: float = 0.0  # of the device's time

@@ -89,8 +89,8 @@ class DaemonRig:
             link_bytes_per_s=rate,
         )  # fmt: skip
         self.control, theirs = channel_pair()
-        self.board = sealed_memfd("test-board", BOARD_BYTES)
-        passed = [theirs.fileno(), store, self.board, *self.bells]
+        self.board, self.bell = sealed_memfd("test-board", BOARD_BYTES), new_bell()
+        passed = [theirs.fileno(), store, self.board, *self.bells, self.bell]
         self.process = subprocess.Popen(
             [sys.executable, "-c", DAEMON, msgspec.json.encode(settings).decode(),
              *map(str, passed)],
@@ -131,7 +131,7 @@ class DaemonRig:
         self.process.wait()
         self._deadline.cancel()
         self._deadline.join()
-        for descriptor in (self.models, self.work, self.board, *self.bells):
+        for descriptor in (self.models, self.work, self.board, *self.bells, self.bell):
             os.close(descriptor)
         self.models = self.work = -1
         self.bells = []

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from pipeswitch import job
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
+from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
 from workers.training.session import TrainingSession
@@ -86,6 +88,9 @@ class FakeHost:
 
     def report(self, kind: str, /, **values: Any) -> None:
         self.events.append((kind, values))
+
+    def host_copies(self) -> CpuCopies:
+        return CpuCopies(1e8)
 
     is_publishing = False
     ring = None
@@ -204,6 +209,7 @@ def script(
     shrink: bool = False,
     shared: bool = False,
     closure: bool = False,
+    limit: Mapping[str, str] = MappingProxyType({}),
     poke: Body = lambda: None,
 ) -> None:
     """An ordinary training script. ``poke`` stands for time passing in the body."""
@@ -269,7 +275,7 @@ def script(
                 break
 
     def all_steps() -> Iterator[Any]:
-        return job.steps(loader, model=model, optimizer=opts, scheduler=schedule)
+        return job.steps(loader, model=model, optimizer=opts, scheduler=schedule, **limit)
 
     if phases:
         train(all_steps(), 0)
@@ -314,6 +320,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phases, left early": {"phases": True, "stop_early": True},
     "shared input, left early": {"shared": True, "stop_early": True},
     "parameters written in the body": {"shrink": True},
+    "activations under a budget": {"limit": {"activation_memory": "18KiB"}},
+    "activations all sent away": {"limit": {"offload": "all"}, "accumulate": 2},
 }
 
 

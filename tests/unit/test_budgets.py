@@ -39,7 +39,9 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-MOST_PRODUCT_LINES = 59_600  # with models larger than the arena (0.7 of 2.5 thousand); to become 48,000
+MOST_PRODUCT_LINES = (
+    59_600  # with models larger than the arena (0.7 of 2.5 thousand); to become 48,000
+)
 MOST_TEST_LINES = 56_700  # to become 47,000
 
 

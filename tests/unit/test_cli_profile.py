@@ -110,6 +110,19 @@ def test_a_deadline_that_only_a_prefix_holds_is_called_so() -> None:
     assert "with prefix" in text_of(cli_profile.report_view(made))
 
 
+@pytest.mark.parametrize("profiled", [True, False])
+def test_a_model_that_streams_has_its_pass_predicted(profiled: bool) -> None:
+    found = answer(profile("m0", 10.0) if profiled else None)
+    found["arena_bytes"] = 4 * MIB
+    found["models"][0]["streams"] = {"pass_ms": 77.0, "text": "streams: 5 of 6, about 77 ms a pass"}
+    made = cli_profile.report(found, {"": 80.0})
+    json.dumps(made)
+    assert "about 77 ms a pass" in text_of(cli_profile.report_view(made))
+    if profiled:
+        (row,) = made["models"]
+        assert (row["fits"], row["cold_ms"], row["holds_cold"]) == (False, 77.0, True)
+
+
 def test_a_deadline_for_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelNotFound, match='did you mean "m0"'):
         cli_profile.report(answer(profile("m0", 10.0)), {"mm0": 5.0})

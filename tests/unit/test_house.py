@@ -41,7 +41,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs": "errors planning units texts",
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
-    "job": "errors inputs",
+    "job": "errors inputs units",
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
@@ -53,7 +53,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
-    "workers/training/": "commits devices errors failpoints inputs ipc job programs",
+    "workers/training/": "commits devices errors failpoints inputs ipc job planning programs units",
     "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",

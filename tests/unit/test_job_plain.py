@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeswitch import job
+from pipeswitch.errors import InvalidInput
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +57,24 @@ def test_an_installed_session_answers_instead() -> None:
 
     job._install(Elsewhere())
     assert job.device == "cuda:7"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"offload": "fast"}, "offload='fast' is none of auto, all, conv, none"),
+        ({"offload": "al"}, 'did you mean "all"'),
+        ({"activation_memory": "2 gigs"}, "is not of the form 512MiB or 20GiB"),
+        ({"activation_memory": "0MiB"}, "is nothing"),
+        ({"activation_memory": True}, "is not of the form"),
+    ],
+)
+def test_a_wrong_limit_of_activations_is_refused_by_hand_too(
+    given: dict[str, str], says: str
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidInput, match=says):
+        job.steps(["a"], model=model, optimizer=optimizer, **given)  # type: ignore[arg-type]
+    limits = {"offload": "conv", "activation_memory": 1 << 20}
+    assert list(job.steps(["a"], model=model, optimizer=optimizer, **limits)) == ["a"]  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from pipeswitch.ipc.messages import (
     TransmitModel,
 )
 from pipeswitch.planning.costs import LayerCosts, LinkCost
+from pipeswitch.planning.profile import Found
 from pipeswitch.planning.streaming import Landings, land, least_window, pass_ms
 from pipeswitch.programs.bundle import Graph, Node
 from pipeswitch.programs.graph import last_readers
@@ -35,7 +36,7 @@ from pipeswitch.scheduler.states import Residency
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
-from tests.unit.fleet_model import manifest_of
+from tests.unit.fleet_model import manifest_of, profile_of
 from tests.unit.test_scheduler_rules import Rig
 
 MIB = 1 << 20
@@ -313,6 +314,17 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
     assert rig.sent(TransmitModel)[0].groups[0].size_bytes == 0
     rig.arrived("large")
     rig.done()
+
+
+def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig: Rig) -> None:
+    token, epoch = rig.begin("large")
+    manifest = manifest_of("digest large", 186 * MIB, 31)
+    found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
+    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    rig.handle(ev.FromBuilder(message=done, manifest=manifest, profiles=(found,)))
+    rig.stored("large", epoch)
+    assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
+    assert len(rig.state.replicas["large"].manifest.groups) == 31
 
 
 def test_it_is_neither_hinted_nor_sent_ahead(rig: Rig) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress
+from pipeswitch.devices.copies import HostCopies
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
@@ -65,6 +66,10 @@ class JobHost:
         self._ring_descriptor = last if message.share else -1
         # The job's commit area, to read.
         self._commits = areas[-1] if message.share else last
+
+    def host_copies(self) -> HostCopies:
+        """As ``PoolView``."""
+        return self._view.host_copies()
 
     def now_ms(self) -> float:
         """Monotonic."""

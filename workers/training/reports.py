@@ -37,9 +37,11 @@ class Reports:
             self._host.remember(step, known)
         return known
 
-    def progress(self, step: int, epoch: int, left: int) -> None:
+    def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:
         """``left``: steps until the job ends; -1: not known."""
         self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
         self._host.flush()
-        self._host.report("progress", step=step, epoch=epoch, left=left, log=dict(self._log))
+        more = {"activations": activations} if activations else {}
+        log = dict(self._log)
+        self._host.report("progress", step=step, epoch=epoch, left=left, log=log, **more)
         self._log.clear()

@@ -30,6 +30,7 @@ from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
+from .activations import Activations
 from .commits import Committer, Point, state_area_bytes
 from .feed import AcceleratedEpoch
 from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
@@ -70,6 +71,7 @@ class TrainingSession:
         self._committer: Committer | None = None
         self._bound_phase = -1
         self._hooks: list[Removable] = []
+        self._activations: Activations | None = None
         self._point: Point | None = None
         self._data: DataPosition | None = None
         self._epochs = 1  # of the loop over them; without one, the data once
@@ -121,6 +123,8 @@ class TrainingSession:
         self._host.flush()
         self._remove_hooks()
         use_gate(None)
+        if self._activations is not None:
+            self._activations.close()
         self._gate.in_optimizer_step = False
         self._gate.leave()
 
@@ -169,6 +173,8 @@ class TrainingSession:
         scheduler: Any = None,
         extra_state: Any = None,
         name: str | None = None,
+        offload: str = "none",
+        activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
         objects = TrainedObjects(
@@ -185,6 +191,12 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
+        asked_for = offload, activation_bytes
+        self._activations = Activations.of_loop(
+            self._activations, asked_for, self._host, self._gate
+        )
+        if self._activations is not None:
+            self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
         if hasattr(loader, "base_dataloader"):
             loader = AcceleratedEpoch(loader, self.device)
         self._data = DataPosition(loader, objects.extras)
@@ -409,7 +421,11 @@ class TrainingSession:
             self._gate.enter()
             self._watch.begin_body()
             self._in_body = True
-            yield batch
+            if self._activations is None:
+                yield batch
+            else:
+                with self._activations.body(batch):
+                    yield batch
             if self._open_loop is not this_loop:
                 raise InvalidInput(
                     "job.steps inside job.steps: a loop began in the body of this one",
@@ -602,4 +618,6 @@ class TrainingSession:
 
     def _report(self, *, final: bool = False) -> None:
         if self._reports.are_due or final:
-            self._reports.progress(self.step, self._place.position.epoch, self._steps_left())
+            figures = {} if self._activations is None else self._activations.figures
+            left = self._steps_left()
+            self._reports.progress(self.step, self._place.position.epoch, left, **figures)

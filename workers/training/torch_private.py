@@ -84,6 +84,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def root(tensor: torch.Tensor) -> torch.Tensor:
+    """What this is a view of, or it itself: all views of one tensor have its version."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
     """What a scheduler looks at to warn of ``scheduler.step()`` before ``optimizer.step()``."""
     return bool(getattr(optimizer, "_opt_called", False))

@@ -63,4 +63,5 @@ class CpuKind:
             arena_bytes=settings.arena_bytes,
             words=settings.words,
             is_one_tenants=settings.separates_tenants,
+            link_bytes_per_s=settings.link_bytes_per_s,
         )

@@ -14,6 +14,7 @@ from ...ipc.messages import MoveTask
 from ...programs.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
 from ..view import PoolView
+from .copies import CpuCopies
 from .windows import (
     UNIT_BYTES,
     Guarded,
@@ -43,6 +44,7 @@ class CpuPoolView(PoolView):
         arena_bytes: int,
         words: int,
         is_one_tenants: bool = False,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
@@ -61,6 +63,7 @@ class CpuPoolView(PoolView):
         self._open_end = 0
         self._landed: set[int] = set()  # units that were opened one by one
         self._is_one_tenants = is_one_tenants
+        self._link_bytes_per_s = link_bytes_per_s
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
         self._slice_at = (0, 0)  # the last one: address, and bytes of whole pages
@@ -186,6 +189,10 @@ class CpuPoolView(PoolView):
             os.close(descriptor)
         self._lent_by, self._has_moved = tuple(descriptors), True
         return size
+
+    def host_copies(self) -> CpuCopies:
+        """As ``PoolView``."""
+        return CpuCopies(self._link_bytes_per_s)
 
     def _forget_device(self, start: int, end: int) -> None:
         """Of its memory nothing stays mapped; addresses around the slice lead nowhere."""

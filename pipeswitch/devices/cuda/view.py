@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...programs.executor import BoundProgram
+    from .copies import CudaCopies
     from .graphs import DeviceProgram
     from .torch import CudaTorch
 
@@ -185,6 +186,12 @@ class CudaPoolView(PoolView):
         """
         self._cuda.set_device(self._index)
         self._cuda.synchronize_device()
+
+    def host_copies(self) -> CudaCopies:
+        """As ``PoolView``."""
+        from .copies import CudaCopies
+
+        return CudaCopies(self._index)
 
     def pacer(self) -> Callable[[], None]:
         """Keeps a training script at most two groups ahead (``RunAhead``)."""

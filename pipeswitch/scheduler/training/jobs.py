@@ -251,6 +251,7 @@ class Jobs:
             "tenant": job.tenant,
             "share": job.share,
             "log": job.last_log,
+            **({"activations": job.activations} if job.activations else {}),
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }
 
@@ -280,6 +281,8 @@ class Jobs:
         job.reported_at_ms = core.now_ms
         if isinstance(values.get("log"), dict):
             job.last_log = values["log"] or job.last_log
+        if isinstance(values.get("activations"), dict):
+            job.activations = values["activations"]
 
     def unwound(self, job: Job) -> None:
         if job.state.state is TaskState.QUEUED:

@@ -1,0 +1,102 @@
+"""Saved tensors under a budget on a real server, whatever happens to the job."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
+
+from pipeswitch.errors import TaskFailed
+
+ENVIRONMENT: Final = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+    "PIPESWITCH_DEVICE__LINK_GBPS": "0.5",
+}
+SCRIPT: Final = """
+    import hashlib, sys
+    from pathlib import Path
+    import torch
+    from pipeswitch import job
+
+    out, memory, enough = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.manual_seed(0)
+    layers, width = [], 3
+    for more in (8, 8, 16, 16):
+        layers += [torch.nn.Conv2d(width, more, 3, padding=1), torch.nn.BatchNorm2d(more),
+                   torch.nn.ReLU(inplace=True)]
+        width = more
+    model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Dropout(0.3),
+                                torch.nn.Linear(16 * 256, 4)).to(job.device)
+    optimizer = torch.optim.Adam(model.parameters(), 0.001)
+    data = [(torch.randn(16, 3, 16, 16), torch.randint(0, 4, (16,))) for _ in range(8)]
+    for epoch in job.epochs(1_000_000):
+        if enough.exists() and epoch >= int(enough.read_text()):
+            break
+        for x, y in job.steps(data, model=model, optimizer=optimizer, activation_memory=memory):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = torch.cat([value.double().flatten() for value in model.state_dict().values()])
+    out.write_text(f"{hashlib.sha256(state.numpy().tobytes()).hexdigest()} {epoch}")
+"""
+SAVED_BYTES: Final = 2_500_000  # of a step, roughly
+
+
+def strike(checked: Checked, name: str, dice: random.Random) -> None:
+    """Suspend, evict or kill it, at any instant."""
+    threading.Event().wait(dice.uniform(0, 0.05))  # an instant, not a condition
+    task = checked.client.task(name)
+    match dice.choice(["request", "evict", "kill"]):
+        case "request":
+            for _ in range(3):
+                checked.client.infer("small", torch.ones(1, 64))
+        case "evict":
+            task.pause()
+            task.resume()
+        case "kill":
+            row = until(lambda: row if (row := checked.row(name))["pid"] else None, "a worker")
+            assert kill(int(row["pid"]))
+    before = task.status()["committed_step"]
+    until(lambda: task.status()["committed_step"] > before, "it commits")
+
+
+def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
+    script, dice = write_script(tmp_path, "limited.py", SCRIPT), random.Random(44)
+    served, plain, enough = tmp_path / "served", tmp_path / "plain", tmp_path / "enough"
+    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
+        checked.client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
+        arguments = [str(served), str(SAVED_BYTES // 3), str(enough)]
+        task = checked.client.train(script, name="limited", args=arguments)
+        until(lambda: task.status()["committed_step"] > 0, "it commits")
+        for _ in range(12):
+            strike(checked, "limited", dice)
+        row = until(lambda: row if (row := task.status()).get("activations") else None, "figures")
+        enough.write_text(str(task.status()["epoch"] + 3))
+        end = finish(task)
+        assert end["restarts"] >= 3
+        assert end["evictions"] >= 3
+        took = row["activations"]
+        assert took["budget_bytes"] == SAVED_BYTES // 3
+        assert took["peak_bytes"] <= took["budget_bytes"] < took["saved_bytes"]
+        assert took["offloaded_bytes"] > 0
+    enough.write_text(served.read_text().split()[-1])
+    run_plain(script, str(plain), "1GiB", str(enough))
+    assert served.read_text() == plain.read_text()
+
+
+def test_a_job_over_its_budget_fails_and_says_by_how_much(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "large.py", SCRIPT)
+    with checked_server(arena="64MiB") as checked:
+        arguments = [str(tmp_path / "out"), "100KiB", str(tmp_path / "never")]
+        task = checked.client.train(script, name="large", args=arguments)
+        with pytest.raises(TaskFailed, match=r"may take 100.00 KiB: .* too much") as caught:
+            task.wait(60)
+        assert caught.value.data["type"] == "OutOfDeviceMemory"
+        assert 'activation_memory="' in caught.value.data["text"]

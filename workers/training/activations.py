@@ -1,0 +1,562 @@
+"""A step's saved tensors under a budget: what is over it waits in host memory.
+
+PyTorch's saved-tensor hooks show each tensor that forward keeps for backward. What counts is its
+*storage*, once, however many views of it are saved; parameters, buffers and the batch are no
+activations and stay themselves. Life of a storage, in numbered steps:
+
+1. *saved*: there must be room for it, else forward waits for copies under way, or sends others;
+2. *leaving*, when the plan (``offload="auto"``) or the mode says so: the copy lane carries it;
+3. *on the host*: nothing here refers to the device's bytes any more;
+4. *coming*: from the first use in backward on, in the order of use, as far as there is room;
+5. *used*: autograd gets a view of the bytes; they are counted until autograd lets go.
+
+All but the copies themselves is done by the thread that computes. The lane's results and the ends
+of saved tensors (which any thread's collector may find) wait in queues for its next call.
+
+In-place writes: hooks lose autograd's check, so each saved tensor keeps a *witness* that shares its
+version counter and none of its bytes. A storage that is saved again while its copy may be older
+than what is saved now counts, and travels, as a new one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from pipeswitch.devices.copies import HostCopies
+from pipeswitch.errors import OutOfDeviceMemory
+from pipeswitch.ipc.gate import Gate, Where
+from pipeswitch.planning.activations import (
+    LEAST_BYTES,
+    Event,
+    Forecast,
+    Lane,
+    Step,
+    What,
+    plan,
+)
+from pipeswitch.units import format_bytes
+
+from .copy_lane import Copy, CopyLane
+from .host import JobHost
+from .torch_private import root, version
+
+CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+                       nn.ConvTranspose3d)  # fmt: skip
+STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
+UNLIMITED: Final = 1 << 62
+AskedFor = tuple[str, int | None]  # ``offload``, and the budget
+
+
+class Place(Enum):
+    """Of a storage's bytes; on the device, and counted, in all but HOST and REFUSED."""
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    HOST = "host"
+    COMING = "coming"
+    REFUSED = "refused"  # there was no room: it is only counted, for what the error says
+    GONE = "gone"  # not needed any more, and a copy that was under way has not stopped yet
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """A storage that autograd keeps."""
+
+    number: int  # in its step
+    size_bytes: int
+    layer: int
+    may_leave: bool
+    place: Place = Place.DEVICE
+    device: torch.Tensor | None = None  # all its bytes
+    host: torch.Tensor | None = None
+    copy: Copy | None = None  # under way
+    roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    """What was saved of it: views of which tensor, at which version."""
+    handles: int = 0
+    is_used: bool = False
+    end: weakref.finalize[..., Any] | None = None  # of bytes that were in use when they left
+
+
+class _Handle:
+    """What autograd keeps in place of a saved tensor."""
+
+    __slots__ = ("dtype", "ended", "offset", "saved", "shape", "stride", "version", "witness")
+
+    def __init__(self, saved: _Saved, tensor: torch.Tensor, ended: deque[_Saved]) -> None:
+        self.saved, self.ended = saved, ended
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = version(tensor)
+        self.witness = tensor.detach()
+        self.witness.data = tensor.new_empty(0)
+
+    def tensor(self) -> torch.Tensor:
+        """The view that was saved, of the bytes where they are now."""
+        assert self.saved.device is not None
+        made = self.saved.device.new_empty(0, dtype=self.dtype)
+        made.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
+        shown = self.witness.detach()  # of the same version counter
+        shown.data = made
+        return shown
+
+    def __del__(self) -> None:
+        self.ended.append(self.saved)
+
+
+class _Kept:
+    """A saved tensor that is no activation."""
+
+    __slots__ = ("kept", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kept, self.version = tensor.detach(), version(tensor)
+
+
+class _Storages:
+    """A set of storages; one that dies leaves it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def put(self, storage: Any, value: Any = True) -> None:
+        key, known = id(storage), self._known
+        known[key] = (weakref.ref(storage, lambda _: known.pop(key, None)), value)
+
+    def get(self, storage: Any) -> Any:
+        return self._known.get(id(storage), (None, None))[1]
+
+
+class Activations:
+    """Of one loop. ``body`` goes around each of its bodies; ``figures`` are those of the last.
+
+    Args:
+        offload: as ``pipeswitch.job.steps``.
+        budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
+    """
+
+    def __init__(
+        self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate
+    ) -> None:
+        self._offload, self.asked_for = offload, (offload, budget_bytes)
+        self._is_limited = budget_bytes is not None
+        self._budget = UNLIMITED if budget_bytes is None else budget_bytes
+        self._lane = CopyLane(copies, gate)
+        self._own = _Storages()  # parameters, buffers, the batch
+        self._table = _Storages()  # those that are saved
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles_ended: deque[_Saved] = deque()
+        self._bytes_ended: deque[int] = deque()
+        self._held = self._refused = self._needed = 0
+        self._alive: dict[_Saved, None] = {}
+        self._layer, self._is_convolution = 0, False
+        self._ahead: list[_Saved] | None = None  # to be used, the next one last; None in forward
+        self._plan: Forecast | None = None
+        self._planned = 0  # storages of the step that was measured
+        self._rank: Mapping[int, int] = {}  # by its number there: when it is used
+        self._measuring = STEPS_MEASURED if offload == "auto" else 0
+        self._events: list[Event] = []
+        self._of_step: list[_Saved] = []
+        self._event_at_ms = self._event_waited_ms = self._waited_ms = 0.0
+        self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
+        self.figures: dict[str, Any] = {}
+
+    @classmethod
+    def of_loop(
+        cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
+    ) -> Activations | None:
+        """For a loop that asks for it; that of the loop ``before``, if it asked for the same."""
+        if before is not None and before.asked_for == asked_for:
+            return before
+        if before is not None:
+            before.close()
+        if asked_for in (("auto", None), ("none", None)):
+            return None
+        return cls(*asked_for, host.host_copies(), gate)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are no activations."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._own.put(tensor.untyped_storage())
+
+    @contextmanager
+    def body(self, batch: Any) -> Iterator[None]:
+        """What is saved meanwhile is an activation."""
+        self.keep(_tensors_in(batch))
+        self._begin()
+        hooks = [register_module_forward_pre_hook(self._enter_layer)]
+        if self._offload == "conv":
+            hooks.append(register_module_forward_hook(self._leave_layer, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._end()
+
+    def close(self) -> None:
+        """Nothing is used any more."""
+        self._lane.close()
+
+    # -- a body ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._settle()
+        self._layer, self._ahead = 0, None
+        self._of_step, self._events = [], []
+        self._waited_ms, self._event_waited_ms, self._event_at_ms = 0.0, 0.0, _now_ms()
+        self._moved = self._asked_ahead = self._asked_late = self._needed = 0
+        self._lane.go_on()
+
+    def _end(self) -> None:
+        self._settle()
+        self.figures = {
+            "budget_bytes": self._budget if self._is_limited else None,
+            "peak_bytes": self.peak_bytes,
+            "saved_bytes": sum(one.size_bytes for one in self._of_step),
+            "offloaded_bytes": self._moved,
+            "fetched_ahead": self._asked_ahead,
+            "fetched_late": self._asked_late,
+            "waited_ms": round(self._waited_ms, 3),
+            "planned_wait_ms": None if self._plan is None else round(self._plan.wait_ms, 3),
+        }
+        if self._offload == "auto" and not self._measuring and len(self._of_step) > self._planned:
+            self._measuring = STEPS_MEASURED  # another model's loop
+        elif self._measuring and self._of_step:
+            self._measuring -= 1
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        lane, sizes = self._lane, [one.size_bytes for one in self._of_step]
+        self._planned = len(sizes)
+        step = Step(sizes_bytes=sizes, events=self._events)
+        rate = lane.carried_bytes / lane.busy_ms if lane.busy_ms else 1.0
+        uses = [event.storage for event in self._events if event.what == "use"]
+        self._rank = {storage: rank for rank, storage in enumerate(uses)}
+        self._plan = plan(step, self._budget, Lane(bytes_per_ms=rate))
+
+    def _note(self, what: What, saved: _Saved) -> None:
+        of_step = self._of_step
+        if self._measuring and saved.number < len(of_step) and of_step[saved.number] is saved:
+            now_ms = _now_ms()
+            waited_ms = self._waited_ms - self._event_waited_ms
+            compute_ms = max(0.0, now_ms - self._event_at_ms - waited_ms)
+            self._events.append(Event(what, saved.number, compute_ms))
+            self._event_at_ms, self._event_waited_ms = now_ms, self._waited_ms
+
+    # -- layers ----------------------------------------------------------------------------------
+
+    def _enter_layer(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled has no layers
+        self._layer += 1
+        self._is_convolution = isinstance(module, CONVOLUTIONS)
+        if module not in self._seen:
+            self._seen.add(module)
+            self.keep(module.parameters(recurse=False))
+            self.keep(module.buffers(recurse=False))
+        self._lane.go_on()
+
+    def _leave_layer(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._is_convolution = False
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Handle | _Kept:
+        if not _is_plain(tensor):
+            return _Kept(tensor)
+        storage = tensor.untyped_storage()
+        if self._own.get(storage):
+            return _Kept(tensor)
+        self._settle()
+        self._lane.go_on()
+        saved = self._table.get(storage)
+        if saved not in self._alive or (_may_be_copied(saved) and not _is_as_saved(saved, tensor)):
+            saved = self._admit(storage)
+        if self._is_convolution and self._offload == "conv":
+            self._send_once(saved)
+        saved.roots.append((weakref.ref(root(tensor)), version(tensor)))
+        saved.handles += 1
+        return _Handle(saved, tensor, self._handles_ended)
+
+    def _admit(self, storage: torch.UntypedStorage) -> _Saved:
+        """1. of a storage's life, and 2."""
+        self._ahead = None
+        size_bytes = storage.nbytes()
+        may_leave = size_bytes >= LEAST_BYTES and self._offload in ("auto", "all")
+        saved = _Saved(len(self._of_step), size_bytes, self._layer, may_leave)
+        self._of_step.append(saved)
+        has_room = self._make_room(size_bytes, "forward")
+        self._alive[saved] = None
+        self._note("save", saved)
+        if not has_room:
+            saved.place = Place.REFUSED
+            self._refused += size_bytes
+            self._needed = max(self._needed, self._held + size_bytes)
+            return saved
+        self._hold(size_bytes)
+        self._bind(saved, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        if self._offload == "all" or (self._plan and saved.number in self._plan.leaving):
+            self._send_once(saved)
+        return saved
+
+    def _send_once(self, saved: _Saved) -> None:
+        if saved.place is Place.DEVICE and saved.host is None and saved.size_bytes >= LEAST_BYTES:
+            saved.may_leave = True
+            self._send(saved)
+
+    # -- using -----------------------------------------------------------------------------------
+
+    def _unpack(self, handle: _Handle | _Kept) -> torch.Tensor:
+        witness = handle.kept if isinstance(handle, _Kept) else handle.witness
+        if version(witness) != handle.version:
+            shape = witness.shape if isinstance(handle, _Kept) else handle.shape
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{witness.type()} {list(shape)}] is at version "
+                f"{version(witness)}; expected version {handle.version} instead. Hint: enable "
+                "anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
+        if isinstance(handle, _Kept):
+            return handle.kept
+        self._settle()
+        self._lane.go_on()
+        self._bring(handle.saved)
+        return handle.tensor()
+
+    def _bring(self, saved: _Saved) -> None:
+        """4. and 5. of a storage's life: after this its bytes are on the device."""
+        if self._refused:
+            raise self._over_budget()
+        if not saved.is_used:
+            self._note("use", saved)
+            if saved.host is not None:
+                is_late = saved.place is Place.HOST
+                self._asked_late += is_late
+                self._asked_ahead += not is_late
+        self._stay(saved)
+        if saved.place is Place.HOST:
+            if not self._make_room(saved.size_bytes, "backward"):
+                self._needed = self._held + saved.size_bytes
+                raise self._over_budget()
+            self._ask_back(saved)
+        saved.is_used = True
+        self._look_ahead(saved)
+        while saved.place is Place.COMING:
+            self._wait("backward")
+
+    def _look_ahead(self, current: _Saved) -> None:
+        """Ask back what is used next, as far as there is room; without a budget, of one layer."""
+        if self._ahead is None:
+            away = [one for one in self._alive if one.place in (Place.HOST, Place.LEAVING)
+                    and not one.is_used]  # fmt: skip
+            away.sort(key=lambda one: (-self._rank.get(one.number, 0), one.number))
+            self._ahead = away
+        layers = {current.layer}
+        while self._ahead:
+            saved = self._ahead[-1]
+            if not self._is_limited and saved.layer not in layers:
+                if len(layers) > 1:
+                    return
+                layers.add(saved.layer)
+            self._stay(saved)
+            if saved.place is Place.HOST and saved.handles and not saved.is_used:
+                if self._held + saved.size_bytes > self._budget:
+                    return
+                self._ask_back(saved)
+            self._ahead.pop()
+
+    def _over_budget(self) -> OutOfDeviceMemory:
+        needed = self._needed
+        if self._offload in ("none", "conv"):  # nothing else could have left
+            needed = max(needed, self._held + self._refused)
+        more = "" if self._offload == "auto" else ' or offload="auto"'
+        return OutOfDeviceMemory(
+            f"the step's activations take {format_bytes(needed)} of the device at once and may "
+            f"take {format_bytes(self._budget)}: {format_bytes(needed - self._budget)} too much",
+            hint=f'activation_memory="{-(-needed >> 20)}MiB"{more}; or a smaller batch',
+            requested_bytes=needed,
+            largest_free_bytes=self._budget,
+        )
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def _hold(self, size_bytes: int) -> None:
+        self._held += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        assert self._held <= self._budget
+
+    def _make_room(self, size_bytes: int, where: Where) -> bool:
+        """Wait for copies under way, drop what is on the host as well, send what may leave."""
+        while self._held + size_bytes > self._budget:
+            if self._lane.is_busy:
+                self._wait(where)
+            elif not (self._drop_a_copy() or self._send_another() or self._settle()):
+                return False
+        return True
+
+    def _drop_a_copy(self) -> bool:
+        """Of what came back: what was used (``retain_graph``), then what is used last."""
+        came = [one for one in self._alive if one.host is not None and one.device is not None]
+        if not came:
+            return False
+        saved = min(came, key=lambda one: (not one.is_used, one.number))
+        self._forget_bytes(saved)
+        self._ahead = None
+        self._settle()
+        return True
+
+    def _send_another(self) -> bool:
+        """The one that was saved first: its use is the farthest."""
+        if self._budget < UNLIMITED:
+            for saved in self._alive:
+                if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
+                    self._send(saved)
+                    return True
+        return False
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def _bind(self, saved: _Saved, everything: torch.Tensor) -> None:
+        saved.device = everything
+        self._table.put(everything.untyped_storage(), saved)
+
+    def _send(self, saved: _Saved) -> None:
+        assert saved.device is not None
+        saved.place = Place.LEAVING
+        saved.copy = self._lane.submit(saved, saved.device, to_host=True)
+
+    def _ask_back(self, saved: _Saved) -> None:
+        assert saved.host is not None
+        self._hold(saved.size_bytes)
+        saved.place = Place.COMING
+        saved.copy = self._lane.submit(saved, saved.host, to_host=False)
+
+    def _stay(self, saved: _Saved) -> None:
+        """Its copy out has not ended: it need not leave."""
+        if saved.place is Place.LEAVING:
+            assert saved.copy is not None
+            self._lane.cancel(saved.copy)
+            saved.copy, saved.place = None, Place.DEVICE
+
+    def _forget_bytes(self, saved: _Saved) -> None:
+        """They are on the host. What autograd may be computing with counts until it is gone."""
+        assert saved.device is not None
+        storage, saved.device = saved.device.untyped_storage(), None
+        saved.place = Place.HOST
+        if saved.is_used:
+            saved.end = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
+            saved.end.atexit = False
+        else:
+            self._held -= saved.size_bytes
+
+    def _wait(self, where: Where) -> None:
+        self._waited_ms += self._lane.wait(where)
+        self._settle()
+
+    def _settle(self) -> bool:
+        """Take what the queues hold; whether there was anything."""
+        has_changed = False
+        for copy in self._lane.take_ended():
+            has_changed = True
+            self._copied(copy, copy.of)
+        while self._handles_ended:
+            saved = self._handles_ended.popleft()
+            saved.handles -= 1
+            if not saved.handles:
+                has_changed = True
+                self._drop(saved)
+        while self._bytes_ended:
+            has_changed = True
+            self._held -= self._bytes_ended.popleft()
+        return has_changed
+
+    def _copied(self, copy: Copy, saved: _Saved) -> None:
+        if saved.place is Place.GONE:
+            self._held -= saved.size_bytes
+        elif copy is saved.copy:
+            saved.copy = None
+            if copy.error is not None:
+                saved.place = Place.DEVICE if copy.to_host else Place.HOST
+                self._held -= 0 if copy.to_host else saved.size_bytes
+                raise copy.error
+            assert copy.target is not None
+            if copy.to_host:
+                self._moved += saved.size_bytes
+                saved.host = copy.target
+                self._forget_bytes(saved)
+            else:
+                self._bind(saved, copy.target)
+                saved.place = Place.DEVICE
+
+    def _drop(self, saved: _Saved) -> None:
+        """Autograd has let go of it."""
+        self._note("release", saved)
+        self._alive.pop(saved, None)
+        copy, saved.copy = saved.copy, None
+        if saved.place is Place.REFUSED:
+            self._refused -= saved.size_bytes
+        elif copy is not None and not self._lane.cancel(copy):
+            saved.place = Place.GONE
+        elif saved.place is not Place.HOST:
+            self._held -= saved.size_bytes
+        if saved.end is not None and saved.end.detach():
+            self._held -= saved.size_bytes  # the script holds it still: that does not count
+        saved.host = saved.device = None
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1e3
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """One whose bytes say all of it."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+        and tensor.numel() > 0
+    )  # fmt: skip
+
+
+def _may_be_copied(saved: _Saved) -> bool:
+    """A copy of it was begun, perhaps before the last write to it."""
+    return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
+
+
+def _is_as_saved(saved: _Saved, tensor: torch.Tensor) -> bool:
+    """It, or another view of the same tensor, was saved before, and nothing was written since.
+
+    Pieces that torch has cut without telling (``unsafe_chunk``, in recurrent cells) are written in
+    place one after the other, and no version tells of it.
+    """
+    one, now = root(tensor), version(tensor)
+    return any(known() is one and now == then for known, then in saved.roots)
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Of a batch: lists, tuples and mappings of tensors."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for one in batch.values():
+            yield from _tensors_in(one)
+    elif isinstance(batch, list | tuple):
+        for one in batch:
+            yield from _tensors_in(one)

@@ -1,0 +1,160 @@
+"""The copy lane: one thread that carries saved tensors to the host and back, in the order asked.
+
+It is quiet while the job is suspended: between two pieces it looks at the gate, and stands aside
+until the main thread is through. A main thread that waits for a copy then parks, as in a layer's
+hook.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeswitch.devices.copies import HostCopies
+from pipeswitch.ipc.gate import Gate, Where
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """Of all bytes of one storage. The main thread makes it, the lane fills in the rest."""
+
+    of: Any  # what the main thread knows it by
+    source: torch.Tensor
+    to_host: bool
+    mark: Any
+    target: torch.Tensor | None = None
+    is_begun: bool = False
+    is_cancelled: bool = False  # if begun, it still comes back from ``take_ended``
+    error: BaseException | None = None
+
+
+class CopyLane:
+    """Methods are the main thread's."""
+
+    def __init__(self, copies: HostCopies, gate: Gate) -> None:
+        self._copies, self._gate = copies, gate
+        self._changed = threading.Condition()
+        self._queue: deque[Copy] = deque()
+        self._under_way = 0
+        self._ended: deque[Copy] = deque()
+        self._is_closed = False
+        self._is_aside = False  # the lane has seen that the gate is asked
+        self.carried_bytes, self.busy_ms = 0, 0.0
+        threading.Thread(target=self._run, name="copy-lane", daemon=True).start()
+
+    def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
+        """Returns at once."""
+        copy = Copy(of, source, to_host, self._copies.mark())
+        with self._changed:
+            self._queue.append(copy)
+            self._changed.notify_all()
+            is_closed = self._is_closed
+        if is_closed:  # a graph of an earlier loop is used
+            self._carry_all()
+        return copy
+
+    def cancel(self, copy: Copy) -> bool:
+        """True: it never began, and will not be told of. A begun one ends with its next piece."""
+        with self._changed:
+            copy.is_cancelled = True
+            if copy.is_begun:
+                return False
+            self._queue.remove(copy)
+            return True
+
+    @property
+    def is_busy(self) -> bool:
+        """There is something to wait for."""
+        with self._changed:
+            return bool(self._queue or self._under_way or self._ended)
+
+    def take_ended(self) -> list[Copy]:
+        """What has ended since."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def wait(self, where: Where) -> float:
+        """Until a copy has ended, or the gate was answered: look again. Milliseconds waited for
+        copies.
+
+        Raises:
+            TaskPreempted: as the gate's ``check``.
+        """
+        began_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_aside)
+        waited_ms = (time.monotonic() - began_s) * 1e3
+        if self._is_aside:
+            self._gate.check(where)
+            self.go_on()
+        return waited_ms
+
+    def go_on(self) -> None:
+        """The main thread computes: a lane that stood aside goes on, unless it is asked again."""
+        if self._is_aside and not self._must_stand_aside():
+            with self._changed:
+                self._is_aside = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """The lane's thread ends when it has carried what it was asked to."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # -- the lane's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+            self._carry_all()
+
+    def _carry_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    return
+                copy = self._queue.popleft()
+                copy.is_begun = True
+                self._under_way += 1
+            try:
+                self._carry(copy)
+            except Exception as error:  # no memory: the main thread raises it
+                copy.error = error
+            with self._changed:
+                self._under_way -= 1
+                self._ended.append(copy)
+                self._changed.notify_all()
+            del copy  # its tensors are the main thread's to drop
+
+    def _carry(self, copy: Copy) -> None:
+        self._stand_aside()
+        size_bytes = copy.source.numel()
+        target = self._copies.target(size_bytes, on_host=copy.to_host, mark=copy.mark)
+        began_s = time.monotonic()
+        for piece_bytes in self._copies.pieces(copy.source, target, copy.mark):
+            self.carried_bytes += piece_bytes
+            self.busy_ms += (time.monotonic() - began_s) * 1e3
+            self._stand_aside()
+            if copy.is_cancelled:
+                return
+            began_s = time.monotonic()
+        copy.target = target
+
+    def _stand_aside(self) -> None:
+        if not self._must_stand_aside():
+            return
+        with self._changed:
+            self._is_aside = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_aside or self._is_closed)
+            self._is_aside = False
+
+    def _must_stand_aside(self) -> bool:
+        """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
+        return self._gate.asked and not (self._gate.in_optimizer_step or self._is_closed)
