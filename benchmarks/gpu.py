@@ -3,11 +3,12 @@
     python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
 
 Stages, each in a process of its own with its own time limit, so that one that hangs or crashes
-costs nothing but itself: environment and self-test, device conformance, tests/gpu, switches of
-four models, training and soak. After each stage
+costs nothing but itself: facts; each mechanism by itself, without a server; tests of torch and of
+the device; a server on the lowest rungs, then one rung at a time; then the numbers. A stage is left
+out only where a mechanism that it needs is broken, and says so. After each stage
 ``gpu-<name>-<date>.json`` and ``.md`` are written anew into ``--out`` (benchmarks/results). Exit
 status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's program;
-without a GPU each says that it needs one.
+without a GPU each says that it needs one. docs/gpu.md says what to make of it.
 
 It runs with the packages that the machine has: torch >= 2.11 with CUDA, torchvision, numpy,
 safetensors, click, rich, pytest, pytest-timeout, hypothesis. On a machine that reaches no package
@@ -51,19 +52,33 @@ class Stage:
     name: str
     limit_s: float
     command: tuple[str, ...]
+    needs: tuple[str, ...] = ()  # mechanisms without which it can only fail
 
+
+def _server(rung: str, *needs: str) -> Stage:
+    command = ("-m", "benchmarks.gpu_tests", f"server-{rung}")
+    return Stage(f"server-{rung}", 60, command, (*SERVED, *needs))
+
+
+SERVED = ("device", "memory", "ipc", "torch", "tensor")  # what no server is without
 
 STAGES = (
-    # The first import of torch on a cold disk may take a minute, and everything hangs on this one.
-    Stage("environment", 150, ("-m", "benchmarks.gpu_environment")),
-    Stage("conformance", 100, ("-m", "benchmarks.gpu_tests", "conformance")),
-    Stage("tests", 120, ("-m", "benchmarks.gpu_tests", "tests")),
-    Stage("switch-resnet152", 75, ("-m", "benchmarks.gpu_switch", "resnet152")),
-    Stage("switch-bert-base", 60, ("-m", "benchmarks.gpu_switch", "bert-base")),
-    Stage("soak", 70, ("-m", "benchmarks.gpu_soak")),
-    Stage("training", 80, ("-m", "benchmarks.gpu_training")),
-    Stage("switch-inception_v3", 60, ("-m", "benchmarks.gpu_switch", "inception_v3")),
-    Stage("switch-vit_l_16", 90, ("-m", "benchmarks.gpu_switch", "vit_l_16")),
+    # The first import of torch on a cold disk may take a minute: it is paid in the first stage.
+    Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
+    Stage("mechanisms", 240, ("-m", "benchmarks.gpu_mechanisms")),
+    Stage("raw", 60, ("-m", "benchmarks.gpu_tests", "raw"), ("device", "memory", "torch")),
+    Stage("conformance", 60, ("-m", "benchmarks.gpu_tests", "conformance"), SERVED),
+    _server("lowest"),
+    _server("graphs", "graph"),
+    _server("slice", "slice"),
+    _server("waits", "graph", "wait-write"),
+    _server("highest", "graph", "wait-write", "slice"),
+    Stage("switch-resnet152", 75, ("-m", "benchmarks.gpu_switch", "resnet152"), SERVED),
+    Stage("switch-bert-base", 60, ("-m", "benchmarks.gpu_switch", "bert-base"), SERVED),
+    Stage("training", 80, ("-m", "benchmarks.gpu_training"), SERVED),
+    Stage("soak", 70, ("-m", "benchmarks.gpu_soak"), SERVED),
+    Stage("switch-inception_v3", 60, ("-m", "benchmarks.gpu_switch", "inception_v3"), SERVED),
+    Stage("switch-vit_l_16", 90, ("-m", "benchmarks.gpu_switch", "vit_l_16"), SERVED),
 )
 
 
@@ -72,7 +87,7 @@ class Outcome:
     """How a stage ended, and what it found."""
 
     name: str
-    status: str  # ok, failed, timed out, skipped, needs a GPU
+    status: str  # ok, failed, timed out, not run, needs a GPU
     seconds: float = 0.0
     exit_status: int | None = None
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -179,6 +194,7 @@ class Report:
     def __init__(self, folder: Path, command: str) -> None:
         self._folder = folder
         self._command = command
+        self._written: list[Path] = []
         self.outcomes: list[Outcome] = []
         self.name = "none"  # until a device is known
 
@@ -196,15 +212,44 @@ class Report:
             "commit": _commit(),
             "stages": [vars(each) for each in self.outcomes],
         }
+        for old in {*self._written} - {data, table}:  # the device's name was not known yet
+            old.unlink(missing_ok=True)
+        self._written = [data, table]
         data.write_text(json.dumps(document, indent=1, default=str) + "\n")
         table.write_text(self.markdown())
-        return [data, table]
+        return self._written
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Mechanisms that failed or could not be tried, and why, in the order of the rungs."""
+        if any(outcome.status == "needs a GPU" for outcome in self.outcomes):
+            return {}  # then nothing is known of them, and a dry run tries each stage's program
+        rows = self._results("mechanism")
+        return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
+
+    def verdict(self) -> str:
+        """The first broken rung; where all hold, the first stage that did not end well."""
+        for name, why in self.broken.items():
+            return f"first broken rung: {name}: {why}"
+        for outcome in self.outcomes:
+            if outcome.status == "needs a GPU":
+                return "there is no GPU here"
+            if outcome.status not in ("ok", "not run"):
+                return f"no mechanism is known to be broken; first: {outcome.name} {outcome.status}"
+        return "every rung holds"
 
     def markdown(self) -> str:
-        """For people: stages, then switches."""
+        """For people: the first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
-        lines += ["| stage | outcome | s |", "|---|---|---|"]
-        lines += [f"| {o.name} | {o.status} | {o.seconds} |" for o in self.outcomes]
+        lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
+        lines += ["|---|---|---|---|"]
+        for row in self._results("mechanism"):
+            text = str(row["text"]).replace("|", "/").replace("\n", " ")
+            lines.append(f"| {row['mechanism']} | {row['outcome']} | {text} | {row.get('s', '')} |")
+        lines += ["", "| stage | outcome | s |", "|---|---|---|"]
+        for o in self.outcomes:
+            why = f": {o.tail}" if o.status == "not run" else ""
+            lines.append(f"| {o.name} | {o.status}{why} | {o.seconds} |")
         lines += ["", "| case | arm | p50 ms | p99 ms | min ms | n |", "|---|---|---|---|---|---|"]
         for row in self._results("total_ms"):
             t = row["total_ms"]
@@ -220,7 +265,7 @@ class Report:
                 target = row.get("target", "") if key == "training_tax" else ""
                 lines.append(f"| {key} | {row[key]} | {target} |")
         for outcome in self.outcomes:
-            if outcome.status != "ok" and outcome.tail:
+            if outcome.status not in ("ok", "not run") and outcome.tail:
                 lines += ["", f"## {outcome.name}: {outcome.status}", "", "```"]
                 lines += [*outcome.tail.splitlines()[-25:], "```"]
         return "\n".join(lines) + "\n"
@@ -275,8 +320,11 @@ def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     paths: list[Path] = []
     for stage in wanted:
         left_s = ends_at_s - time.monotonic()
-        if left_s < LEAST_S:
-            outcome = Outcome(stage.name, "skipped", tail="no time left")
+        lacks = [name for name in stage.needs if name in report.broken]
+        if lacks:
+            outcome = Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
+        elif left_s < LEAST_S:
+            outcome = Outcome(stage.name, "not run", tail="no time left")
         else:
             print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
             outcome = run_stage(stage, left_s, environment)
@@ -285,20 +333,27 @@ def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
         rungs = outcome.first("rungs")
         if isinstance(rungs, dict):
             environment[RUNGS] = json.dumps(rungs)
-        if outcome.status == "needs a GPU" and stage.name == "environment" and stops_early:
+        if outcome.status == "needs a GPU" and stage.name == "mechanisms" and stops_early:
             break
     heartbeat.cancel()
+    print(report.verdict())
     for path in paths:
         print(f"wrote {path}")
     statuses = {outcome.status for outcome in report.outcomes}
     if "needs a GPU" in statuses:
         return NEEDS_A_GPU
-    return 0 if statuses <= {"ok", "skipped"} else 1
+    return 0 if statuses <= {"ok", "not run"} else 1
 
 
 def _tell(outcome: Outcome) -> None:
+    if outcome.status == "not run":
+        print(f"== {outcome.name} is not run: {outcome.tail}", flush=True)
+        return
     print(f"   {outcome.status} after {outcome.seconds} s", flush=True)
     for result in outcome.results:
+        if "mechanism" in result:
+            print(f"   {result['mechanism']:11}{result['outcome']:8} {result['text']}", flush=True)
+            continue
         for key, value in result.items():
             text = str(value)
             print(f"   {key}: {text if len(text) < 400 else text[-400:]}", flush=True)

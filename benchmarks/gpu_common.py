@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "RESULT "
 NEEDS_A_GPU = 3  # exit status of a stage that found none
 BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # the tests put a stand-in here
+DEV = "PIPESWITCH_GPU_DEV"  # another folder than /dev; the tests put nodes there
 RUNGS = "PIPESWITCH_GPU_RUNGS"  # what the self-test chose, for the stages behind it
 
 
@@ -36,15 +37,34 @@ def is_fake() -> bool:
 
 
 def require_gpu() -> dict[str, Any]:
-    """The device's facts; leaves with a sentence where there is none."""
+    """The device's facts; leaves with a sentence where it cannot be had."""
     from pipeswitch.devices.cuda.examine import examine
     from pipeswitch.errors import ConfigError
 
     try:
-        return examine(package(), 0, with_tests=False)["device"]
+        return examine(package(), 0)["device"]
     except ConfigError as error:
-        put(needs=f"needs a GPU: {error.message}")
-        sys.exit(NEEDS_A_GPU)
+        sys.exit(end_without(error.message, str(error.data.get("kind", ""))))
+
+
+def end_without(why: str, kind: str) -> int:
+    """The exit status where no device could be had: a fault must never read as "needs a GPU".
+
+    Args:
+        kind: of ``NoCudaDevice``; empty for any other fault.
+    """
+    nodes = device_nodes()
+    if kind in ("no driver", "no device") and not nodes:
+        put(needs=f"needs a GPU: {why}")
+        return NEEDS_A_GPU
+    put(device_fault=why, kind=kind, device_nodes=nodes)
+    return 1
+
+
+def device_nodes() -> list[str]:
+    """Where a GPU shows itself to programs, WSL's included, whatever its driver says."""
+    folder = Path(os.environ.get(DEV, "/dev"))
+    return sorted(path.name for name in ("nvidia*", "dxg") for path in folder.glob(name))
 
 
 def rung_environment() -> dict[str, str]:

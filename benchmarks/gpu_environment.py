@@ -1,4 +1,4 @@
-"""Stage: what the machine is, and what the self-test chooses; the rungs of all later stages."""
+"""Stage: what the machine is. Nothing of PipeSwitch is imported, so no fault of it hides a fact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from .gpu_common import is_fake, now_ms, package, put, require_gpu
+from .gpu_common import device_nodes, is_fake, now_ms, put
 
 TORCH = """
 import time
@@ -23,55 +23,74 @@ found["import_s"] = round(imported_s - began_s, 1)
 if found["sees"]:
     square = torch.ones(64, 64, device="cuda")
     found["product"] = float((square @ square).sum())
+    image = torch.ones(1, 8, 16, 16, device="cuda")
+    found["convolution"] = float(torch.conv2d(image, torch.ones(8, 8, 3, 3, device="cuda")).sum())
     found["context_s"] = round(time.monotonic() - imported_s, 1)
     found["archs"] = torch.cuda.get_arch_list()
 print(found)
 """
 
+BINDINGS = """
+from cuda.bindings import driver, runtime
+names = ("COMPUTE_MODE", "CAN_USE_STREAM_WAIT_VALUE_NOR", "CAN_USE_64_BIT_STREAM_MEM_OPS",
+         "IPC_EVENT_SUPPORTED", "HOST_REGISTER_SUPPORTED", "ASYNC_ENGINE_COUNT",
+         "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+calls = {
+    "driver": runtime.cudaDriverGetVersion, "runtime": runtime.cudaRuntimeGetVersion,
+    "init": lambda: driver.cuInit(0), "devices": lambda: driver.cuDeviceGetCount(),
+    **{name: lambda name=name: driver.cuDeviceGetAttribute(
+        getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_" + name), 0) for name in names},
+}
+for name, call in calls.items():
+    try:
+        error, *values = call()
+        print(name, *values, "" if int(error) == 0 else error.name)
+    except Exception as error:
+        print(name, repr(error)[:200])
+"""
+
+NVIDIA_SMI = (
+    ("--query-gpu=name,driver_version,memory.total,compute_mode,persistence_mode",
+     "--format=csv,noheader"),
+    ("--query-gpu=pcie.link.gen.current,pcie.link.width.current", "--format=csv,noheader"),
+    ("--query-gpu=mig.mode.current", "--format=csv,noheader"),
+    ("conf-compute", "-f"),
+    ("--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"),
+)  # fmt: skip
+
 
 def main() -> int:
+    for look in (_machine, _surroundings, _nvidia_smi, _bindings, _torch):
+        try:
+            look()
+        except Exception as error:  # what cannot be looked at hides nothing else
+            put(could_not_look=look.__name__, why=repr(error)[:500])
+    return 0
+
+
+def _machine() -> None:
+    names = (
+        "torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "transformers", "numpy",
+    )  # fmt: skip
+    put(packages={name: _version(name) for name in names})
     put(
         python=platform.python_version(),
         kernel=platform.release(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         dev_shm_mib=shutil.disk_usage("/dev/shm").total >> 20,
-        packages={
-            name: _version(name)
-            for name in (
-                "torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "transformers",
-                "numpy",
-            )
-        },
-    )  # fmt: skip
-    _put_surroundings()
-    device = require_gpu()
-    put(device=device)
-    _put_torch()
-    if shutil.which("nvidia-smi"):
-        query = "name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total"
-        found = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        put(nvidia_smi=found.stdout.strip() or found.stderr.strip())
+    )
     for name in ("shmem_enabled", "enabled"):
-        path = Path("/sys/kernel/mm/transparent_hugepage", name)
-        if path.is_file():
-            put(**{f"hugepage_{name}": path.read_text().strip()})
-    return _selftest()
+        put(**{f"hugepage_{name}": _text(Path("/sys/kernel/mm/transparent_hugepage", name))})
 
 
-def _put_surroundings() -> None:
+def _surroundings() -> None:
     """What decides whether memory can be shared and pinned, before anything is tried."""
-    namespaces = {}
-    for name in ("ipc", "pid", "user"):
-        namespaces[name] = os.readlink(f"/proc/self/ns/{name}")
+    put(device_nodes=device_nodes(), kernel_module=_text(Path("/proc/driver/nvidia/version")))
     words = ("CUDA", "NVIDIA", "PYTORCH", "TORCH", "NCCL")
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     put(
-        devices=sorted(str(path) for path in Path("/dev").glob("nvidia*")),
-        namespaces=namespaces,
+        namespaces={name: os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "pid", "user")},
         user_id=os.getuid(),
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
         available=next((line for line in meminfo if line.startswith("MemAvailable")), ""),
@@ -79,20 +98,36 @@ def _put_surroundings() -> None:
     )
 
 
-def _put_torch() -> None:
-    """Torch by itself, so that its own troubles are told from ours; and its files are in the page
-    cache when the self-test, which has little patience, imports them."""
-    if is_fake():
-        return
-    began_ms = now_ms()
+def _nvidia_smi() -> None:
+    for words in NVIDIA_SMI if shutil.which("nvidia-smi") else ():
+        put(nvidia_smi=words[0], says=_said(["nvidia-smi", *words], 10))
+
+
+def _bindings() -> None:
+    if not is_fake():
+        put(bindings=_said([sys.executable, "-c", BINDINGS], 20).splitlines())
+
+
+def _torch() -> None:
+    """By itself, so that its own troubles are told from ours; and its files are in the page cache
+    when the mechanisms import it."""
+    if not is_fake():
+        began_ms = now_ms()
+        text = _said([sys.executable, "-c", TORCH], 100)
+        put(plain_torch=text, plain_torch_s=round((now_ms() - began_ms) / 1000, 1))
+
+
+def _said(command: list[str], limit_s: float) -> str:
+    """What a program prints, or how it ended."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=100
-        )
-        text = done.stdout.strip() or f"status {done.returncode}: {done.stderr.strip()[-1500:]}"
-    except subprocess.TimeoutExpired:
-        text = "not imported within 100 s"
-    put(plain_torch=text, plain_torch_s=round((now_ms() - began_ms) / 1000, 1))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)[-300:]
+    return done.stdout.strip() or f"status {done.returncode}: {done.stderr.strip()[-1500:]}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else "missing"
 
 
 def _version(name: str) -> str:
@@ -100,34 +135,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "missing"
-
-
-def _selftest() -> int:
-    """Status 1 where no cuda device can be had: what follows cannot serve either."""
-    from pipeswitch.devices.cuda.examine import examine
-    from pipeswitch.devices.cuda.ladder import TESTS, Outcome, Wishes, choose
-    from pipeswitch.errors import ConfigError
-
-    found = examine(package(), 0, with_tests=True)
-    for name in TESTS:
-        test = found.get(name)
-        how = "did not run"
-        if test is not None:
-            how = f"{'ok' if test['is_ok'] else 'FAILED'} after {test['seconds']} s: {test['text']}"
-        put(**{f"selftest {name}": how})
-    if "complaints" in found:
-        put(selftest_stderr=found["complaints"]["text"])
-    outcomes: dict[str, Outcome] = {
-        n: Outcome(found[n]["is_ok"], found[n]["text"]) for n in TESTS if n in found
-    }
-    try:
-        ladder = choose(Wishes(), outcomes)
-    except ConfigError as error:
-        put(ladder_refused=error.message)
-        return 1
-    rungs = {key: getattr(ladder, key) for key in ("waits", "words", "activations", "graphs")}
-    put(rungs=rungs, reasons=ladder.reasons)
-    return 0
 
 
 if __name__ == "__main__":

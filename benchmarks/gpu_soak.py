@@ -74,7 +74,7 @@ def _look(client: Any) -> dict[str, Any]:
     """Free device bytes as a fresh process sees them, and what each worker holds open."""
     from pipeswitch.devices.cuda.examine import examine
 
-    device = examine(package(), 0, with_tests=False)["device"]
+    device = examine(package(), 0)["device"]
     pids = sorted(row["pid"] for row in client.ps() if row.get("kind") == "worker")
     open_files = [len(os.listdir(Path("/proc", str(pid), "fd"))) for pid in pids]
     return {"free_bytes": device["free_bytes"], "pids": pids, "open_files": open_files}

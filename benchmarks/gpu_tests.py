@@ -1,4 +1,4 @@
-"""Stages: pytest on a GPU. ``gpu_tests.py conformance`` or ``gpu_tests.py tests``."""
+"""Stages: pytest on a GPU, a process for each file or rung. Usage: ``gpu_tests.py SUITE``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import sys
 
 from .gpu_common import ROOT, put, require_gpu
 
-STACKS_S = 40
+TEST_S = 40  # for each test; by a thread, since no signal interrupts a call of the driver
 
 SUITES = {
+    "raw": ["tests/gpu/test_cuda_torch.py"],
     "conformance": ["tests/process/test_device_conformance.py", "-k", "gpu"],
-    "tests": ["tests/gpu"],
+    **{
+        f"server-{rung}": ["tests/gpu/test_cuda_server.py", "-k", rung]
+        for rung in ("lowest", "graphs", "slice", "waits", "highest")
+    },
 }
 
 
@@ -30,8 +34,8 @@ def main(suite: str) -> int:
                 put(failed=report.nodeid, why=text[-800:])
 
     # Another torch than the one of the project's own tests may warn of other things. The names as
-    # they begin, and the stacks of what takes long: the last words of a stage that is killed.
-    words = ["-v", "--tb=short", "-o", f"faulthandler_timeout={STACKS_S}"]
+    # they begin, and the stacks of what takes too long: the last words of a stage that is ended.
+    words = ["-v", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
     words += ["-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     status = pytest.main([*words, *SUITES[suite]], plugins=[Counter()])
     put(suite=suite, **counts)

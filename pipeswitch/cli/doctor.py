@@ -112,7 +112,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
     index = index_of(name)
     try:
-        found = selftest.examine(config.bindings, index, with_tests=True)
+        found = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
     except PipeSwitchError as error:
         return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
                         error.hint)]  # fmt: skip
@@ -124,7 +124,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
         findings.append(Finding(f"{title} neighbours", "warn", "others use this GPU too", advice))
     for test in cuda_ladder.TESTS:
-        outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
+        outcome = found[test]
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
         advice = "" if outcome["is_ok"] else _cuda_advice(test)
@@ -140,6 +140,8 @@ def _cuda_advice(test: str) -> str:
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":
         return "nvidia-smi: is the GPU in exclusive mode, in MIG mode, or full?"
+    if test in cuda_ladder.REQUIRED:
+        return "is this torch built for this GPU and driver? serve --device cpu works meanwhile"
     return "the server uses what works instead; [device] in the config can name it"
 
 

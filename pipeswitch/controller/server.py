@@ -48,7 +48,7 @@ class Server:
         self.sizes = sizes_of(config, devices)
         self.scheduler = make_scheduler(config, devices, self.sizes, places)
         sizes = self.sizes[0]
-        self.memory = Memory(sizes)
+        self.memory = Memory(sizes, reserves_pool=any(one.options for one in self.sizes))
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
         self.journal = _open_journal(places.root / FILE_NAME)

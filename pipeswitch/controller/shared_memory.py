@@ -91,9 +91,11 @@ class DeviceShare:
 class Memory:
     """What the whole server shares: a model's bytes lie once, whichever devices use them."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, reserves_pool: bool = False) -> None:
+        """``reserves_pool``: take its pages now, once; each worker on cuda pins them all."""
         self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
-        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
+        reserved = sizes.pool_bytes if reserves_pool else 0
+        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes, reserve_bytes=reserved)
         self._pools = {"": self.pool}  # by tenant, where they are separate
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}

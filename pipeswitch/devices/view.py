@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from ..errors import LocalProtocolError, PipeSwitchError, RemoteProtocolError
+from ..errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
 from ..ipc.messages import Epoch, MoveTask
 from ..programs.layout import TensorSpec
@@ -37,6 +37,7 @@ class PoolView:
     this very thread.
     """
 
+    can_step_aside = True  # between two groups: what it has computed is its own
     device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
 
     def __init__(
@@ -135,7 +136,6 @@ class PoolView:
             OSError, RemoteProtocolError: it cannot; half of it may be done.
         """
         raise NotImplementedError
-        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
 
     def host_copies(self) -> HostCopies:
         """What carries a script's own tensors out of this device's memory and back."""
@@ -160,6 +160,10 @@ class PoolView:
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Around everything that a task enqueues, its copies in and out included."""
         return _NOTHING
+
+    def leave_slice(self, program: BoundProgram) -> bool:
+        """After torch was out of memory: whether it can be run again, in other memory."""
+        return False
 
     # -- waiting -------------------------------------------------------------------------------
 

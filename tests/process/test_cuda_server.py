@@ -34,10 +34,10 @@ from process_tools import (
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.errors import InvalidInput, TaskFailed
 
-FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
+TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)
 FAKE_GPU = {
-    "PYTHONPATH": FAKES,
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this very checkout
     "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -69,13 +69,17 @@ STEPS = """
 @pytest.fixture(scope="module")
 def first_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A machine of its own: the lock of a GPU lies in its folder for temporary files."""
-    return FAKE_GPU | {"TMPDIR": str(tmp_path_factory.mktemp("first"))}
+    return machine_in(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture
 def own_gpu(tmp_path: Path) -> dict[str, str]:
     """Another machine, for a test that starts its own server."""
-    return FAKE_GPU | {"TMPDIR": str(tmp_path)}
+    return machine_in(tmp_path)
+
+
+def machine_in(folder: Path) -> dict[str, str]:
+    return FAKE_GPU | {"TMPDIR": str(folder), "CUDA_FAKE_LEDGER": str(folder / "allocated")}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +103,7 @@ def answer(checked: Checked, name: str, x: torch.Tensor) -> Any:
 def test_the_ready_line_says_which_rungs_serve(server: Checked) -> None:
     line = server.running.ready_line
     assert "device cuda:0," in line
-    assert "Fake GPU, waits=gpu words=copy activations=slice graphs=on" in line
+    assert "Fake GPU, waits=gpu words=write activations=slice graphs=on" in line
 
 
 def test_eager_runs_and_replays_give_the_plain_models_bits(server: Checked) -> None:
@@ -273,7 +277,7 @@ def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.Complete
             "--state-dir", str(tmp_path / "state"),
         ],
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ class FakeCudaRig(CpuRig):
         )
 
     def arena(self, start: int, size: int) -> bytes:
-        return self.world.bytes_at(self._cuda_memory.base + start, size)
+        return self.world.bytes_at(self._cuda_memory._base + start, size)
 
     def _child_needs(self) -> tuple[str, list[int], list[str]]:
         descriptors = [self.words_fd, self.board_fd, *self.bells]
@@ -254,7 +254,7 @@ class GpuRig(FakeCudaRig):
     def _look(self, slot: int) -> PoolView:
         from pipeswitch.devices.cuda.torch import CudaTorch
 
-        cuda = _OwnHandle(self._cuda, self._cuda_memory.base)
+        cuda = _OwnHandle(self._cuda, self._cuda_memory._base)
         return self._view_over(cuda, CudaTorch(0), slot)
 
     def arena(self, start: int, size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import pytest
 from process_tools import command_of, until
 
 from benchmarks import gpu
+from benchmarks.gpu_mechanisms import MECHANISMS
+from pipeswitch.devices.cuda.ladder import REQUIRED
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests/fakes"
@@ -31,25 +34,107 @@ def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> Non
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
     for stage in gpu.STAGES:
         after = done.stdout.split(f"== {stage.name} ")[1].split("== ")[0]
+        if stage.name == "facts":
+            continue
         assert "needs a GPU after" in after, stage.name
         assert "needs: needs a GPU: the NVIDIA driver is loaded, but shows this" in after
 
 
-def test_without_a_gpu_the_command_ends_after_its_first_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_nodes", [False, True])
+def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
+    tmp_path: Path, has_nodes: bool
+) -> None:
+    """The same fault twice; a fault at start-up must never read "needs a GPU"."""
+    nodes = tmp_path / "dev"
+    nodes.mkdir()
+    if has_nodes:
+        (nodes / "nvidia0").touch()
     done = command(
-        "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-driver"
-    )
-    assert done.returncode == gpu.NEEDS_A_GPU
-    assert done.stdout.count("== ") == 1
+        "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-driver",
+        PIPESWITCH_GPU_DEV=str(nodes),
+    )  # fmt: skip
     (written,) = tmp_path.glob("gpu-none-*.json")
-    assert json.loads(written.read_text())["stages"][0]["status"] == "needs a GPU"
+    statuses = [stage["status"] for stage in json.loads(written.read_text())["stages"]]
+    if not has_nodes:
+        assert done.returncode == gpu.NEEDS_A_GPU
+        assert statuses == ["ok", "needs a GPU"], "it ends there"
+        return
+    assert done.returncode == 1
+    assert "needs a GPU" not in done.stdout
+    assert "device_nodes: ['nvidia0']" in done.stdout
+    assert "first broken rung: device: no NVIDIA driver on this machine" in done.stdout
+    assert statuses == ["ok", "failed", *["not run"] * (len(gpu.STAGES) - 2)]
+
+
+BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
+BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
+BEHIND_MEMORY = {"pinned", "wait", "ipc", "slice", "graph", *BEHIND_IPC}
+BROKEN = {  # what the fake breaks: what fails by itself, the first first; what cannot be tried then
+    "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
+    "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
+    "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),
+    "cudaIpcGetMemHandle=cudaErrorNotSupported": (["ipc"], BEHIND_IPC),
+    "cudaIpcOpenMemHandle=cudaErrorOperatingSystem": (["ipc"], BEHIND_IPC),
+    "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait", "wait-write", "wait-copy"], set()),
+    "cuStreamWaitValue32=hang": (["wait", "wait-write", "wait-copy"], set()),
+    "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait", "wait-write"], set()),
+    "torch=crash": (["torch"], BEHIND_TORCH),
+    "warm=cudaErrorUnknown": (["warm"], set()),
+    "ipc-tensor=cudaErrorInvalidValue": (["tensor"], BEHIND_IPC - {"tensor"}),
+    "cudaDeviceSynchronize=cudaErrorUnknown": (["suspend"], set()),
+    "slice=cudaErrorMemoryAllocation": (["slice"], set()),
+    "capture=hang": (["graph"], set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(name, marks=() if "OpenMemHandle" in name else pytest.mark.slow)
+        for name in BROKEN
+    ],
+)
+def test_one_broken_mechanism_is_named_and_hides_nothing_that_does_not_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    failed, behind = BROKEN[broken]
+    for key, value in (("PIPESWITCH_DEVICE__BINDINGS", "fake_cuda"), ("CUDA_FAKE_BREAK", broken)):
+        monkeypatch.setenv(key, value)
+    stages = [
+        stage
+        if stage.name == "mechanisms"
+        else dataclasses.replace(stage, command=("-c", "pass"))  # it is the order that is looked at
+        for stage in gpu.STAGES
+    ]
+    assert gpu.run_all(stages, tmp_path, gpu.BUDGET_S, stops_early=True) == 1
+    (written,) = tmp_path.glob("gpu-*.json")
+    outcomes = json.loads(written.read_text())["stages"]
+    rows = [row for stage in outcomes for row in stage["results"] if "mechanism" in row]
+    found = {row["mechanism"]: row["outcome"] for row in rows}
+    expected = {
+        name: "FAILED" if name in failed else "not run" if name in behind else "ok"
+        for name in MECHANISMS
+    }
+    assert found == expected, rows
+    assert f"first broken rung: {failed[0]}: " in capsys.readouterr().out
+    bad = {*failed, *behind}
+    for stage, outcome in zip(stages, outcomes, strict=True):
+        if stage.name != "mechanisms":
+            lacks = [name for name in stage.needs if name in bad]
+            assert outcome["status"] == ("not run" if lacks else "ok"), stage.name
+            assert outcome["tail"] == (f"needs {', '.join(lacks)}" if lacks else "")
+
+
+def test_stages_need_what_servers_need() -> None:
+    assert ("device", *REQUIRED) == gpu.SERVED
+    assert {need for stage in gpu.STAGES for need in stage.needs} <= {*MECHANISMS}
 
 
 @pytest.mark.soak
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     """The stages' own code, with servers and baselines; the numbers mean nothing."""
     done = command(
-        "--dry-run", "environment", "switch-resnet152", "soak",
+        "--dry-run", "facts", "mechanisms", "switch-resnet152", "soak",
         PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE_BYTES=str(8 << 30),
         TMPDIR=str(tmp_path), PYTHONPATH=str(FAKES),
     )  # fmt: skip
@@ -125,7 +210,7 @@ def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
     fine = stage(tmp_path, 30.0, "pass")
     gpu.run_all([fine], tmp_path, gpu.LEAST_S / 2, stops_early=True)
     (written,) = tmp_path.glob("gpu-none-*.json")
-    assert json.loads(written.read_text())["stages"][0]["status"] == "skipped"
+    assert json.loads(written.read_text())["stages"][0]["status"] == "not run"
 
 
 def test_a_devices_name_becomes_part_of_the_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from fake_cuda import World
@@ -129,6 +130,16 @@ def test_errors_that_break_the_context_are_recognised(code: str, is_sticky: bool
         cuda_of(world).malloc(100)
     assert (caught.value.data["call"], caught.value.data["code"]) == ("cudaMalloc", code)
     assert caught.value.is_sticky is is_sticky
+
+
+def test_a_code_that_these_bindings_cannot_name_is_a_cuda_error_too() -> None:
+    """The driver is newer than the bindings: making the enum of its code raises."""
+
+    def unknown(*_: object) -> None:
+        raise ValueError("999999 is not a valid cudaError_t")
+
+    with pytest.raises(CudaError, match="999999"):
+        Cuda(SimpleNamespace(cudaMalloc=unknown), None).malloc(1)
 
 
 def test_a_broken_context_fails_every_later_call() -> None:

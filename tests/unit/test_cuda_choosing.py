@@ -49,7 +49,7 @@ def test_several_devices_are_each_chosen_with_their_own_memory(
     assert [(one.name, one.kind.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
     free = {0: 16 * GIB, 1: 8 * GIB}
 
-    def examined(package: str, index: int, *, with_tests: bool) -> dict[str, Any]:
+    def examined(package: str, index: int, *, tests: Any) -> dict[str, Any]:
         device = {"name": "Fake", "uuid": f"GPU-{index}", "count": 2, "free_bytes": free[index]}
         return {"device": device} | {test: {"is_ok": True, "text": ""} for test in TESTS}
 
@@ -77,7 +77,7 @@ def test_a_program_that_says_nothing_is_told_with_its_last_words(
     program.chmod(0o755)
     monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     with pytest.raises(ConfigError, match=r"status 5 and said nothing: no such library"):
-        examine("fake_cuda", 0, with_tests=False)
+        examine("fake_cuda", 0)
 
 
 def test_what_was_said_before_a_hang_counts(
@@ -85,16 +85,18 @@ def test_what_was_said_before_a_hang_counts(
 ) -> None:
     program = tmp_path / "program"
     device = '{"test": "device", "is_ok": true, "text": ""}'
-    program.write_text(
-        f"#!/bin/sh\necho '{device}'\necho '{{\"test\": \"memory\"}}'\nread forever\n"
-    )
+    memory = '{"test": "memory", "is_ok": true}'
+    program.write_text(f"#!/bin/sh\necho '{device}'\necho '{memory}'\nread forever\n")
     program.chmod(0o755)
     monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     read_end, write_end = os.pipe()
     monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # its input never ends
     monkeypatch.setattr(cuda_examine, "SELFTEST_S", 0.3)
-    found = examine("fake_cuda", 0, with_tests=True)
-    assert sorted(found) == ["device", "memory"]
+    found = examine("fake_cuda", 0, tests=("memory", "ipc"))
+    assert {name: row["is_ok"] for name, row in found.items()} == {
+        "device": True, "memory": True, "ipc": False,
+    }  # fmt: skip
+    assert found["ipc"]["text"] == "it did not run"
     os.close(read_end)
     os.close(write_end)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_cuda import World
@@ -125,3 +127,18 @@ def test_after_a_kernels_assertion_no_call_of_either_interface_works(
     refused("cudaErrorAssert", lambda: cuda.synchronize(stream))
     refused("CUDA_ERROR_ASSERT", lambda: cuda.wait_value(stream, block, 1))
     assert not cuda.still_works()
+
+
+def test_what_another_process_has_allocated_is_not_free_until_it_is_gone(tmp_path: Path) -> None:
+    worlds = [World(device_bytes=1 << 20) for _ in range(2)]
+    cudas = [Cuda(world.runtime, world.driver) for world in worlds]
+    block = cudas[0].malloc(600 << 10)
+    for world in worlds:
+        world.ledger = tmp_path
+    worlds[0].note_use()
+    (tmp_path / str(os.getpid())).rename(tmp_path / str(os.getppid()))  # a process that lives
+    assert cudas[1].memory_info() == (424 << 10, 1 << 20)
+    refused("cudaErrorMemoryAllocation", lambda: cudas[1].malloc(500 << 10))
+    (tmp_path / str(os.getppid())).rename(tmp_path / "4194305")  # larger than any process's number
+    cudas[1].malloc(500 << 10)
+    cudas[0].free(block)

@@ -53,7 +53,7 @@ class Rig:
         return self.ended.get(timeout=DEADLINE_S)
 
     def arena(self, start: int, size: int) -> bytes:
-        return self.world.bytes_at(self.memory.base + start, size)
+        return self.world.bytes_at(self.memory._base + start, size)
 
     def words(self, count: int = WORDS) -> list[int]:
         raw = self.arena(0, 4 * count)
@@ -205,7 +205,7 @@ def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(r
 
 def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> None:
     rig.fill_store(0, bytes([5]) * (3 * MIB))
-    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=2)  # the second group's
+    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # the second group's
     ended = rig.run(order(4, [MIB, MIB, MIB]))
     assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (False, 1, MIB)
     assert rig.words(3) == [4, 0, 0]

@@ -1,11 +1,23 @@
-"""A script runs at most two groups ahead of its device."""
+"""A script runs at most two groups ahead of its device; its tensors lie as torch's own would."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 from fake_cuda import World
 
 from pipeswitch.devices.cuda.bindings import Cuda
+from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
+from pipeswitch.inputs.randomness import RandomState
+from pipeswitch.programs.layout import TensorSpec, ValueSpec
+from workers.inference.task import Programs
+from workers.training.layout import Area, padded_bytes
+from workers.training.reports import Reports
+from workers.training.slice import TrainingSlice
 
 
 def test_two_groups_are_queued_and_no_more() -> None:
@@ -44,3 +56,75 @@ def test_nothing_is_asked_while_the_script_captures_a_graph_of_its_own() -> None
     for _ in range(LOOKS_PER_GROUP):
         ahead.look()
     assert len(world.calls) > before
+
+
+@pytest.fixture
+def arena() -> torch.Tensor:
+    """On cuda:0, at an address that is unused: nothing is read, no driver is needed."""
+    storage = torch._C._construct_storage_from_data_pointer(
+        0x7F00_0000_0000, torch.device("cuda", 0), 1 << 20
+    )
+    spec = TensorSpec(
+        name="slice", dtype="uint8", shape=(1 << 20,), offset_bytes=0, size_bytes=1 << 20,
+        file_offset_bytes=0,
+    )  # fmt: skip
+    return tensor_at(storage, spec, 0)
+
+
+def test_a_slice_on_cuda_holds_its_devices_tensors_each_with_bytes_of_its_own(
+    arena: torch.Tensor,
+) -> None:
+    made = TrainingSlice.__new__(TrainingSlice)
+    made._memory = arena
+    place = Area("parameters", 4096, 8192).place("weight", torch.empty(6, 4))
+    view = made.view(place)
+    assert made.holds(view)
+    assert not made.holds(torch.empty(4))
+    assert (view.device, view.shape) == (arena.device, (6, 4))
+    assert view.data_ptr() == arena.data_ptr() + 4096
+    assert view.untyped_storage().nbytes() == 96, "torch.save would write the arena"
+
+
+def test_a_number_on_the_device_is_read_only_when_a_report_is_due(arena: torch.Tensor) -> None:
+    remembered: list[dict[str, float]] = []
+    host: Any = SimpleNamespace(
+        now_ms=lambda: -1.0, remember=lambda step, values: remembered.append(values)
+    )
+    spec = TensorSpec(
+        name="loss", dtype="float32", shape=(), offset_bytes=0, size_bytes=4, file_offset_bytes=0
+    )
+    loss = tensor_at(arena.untyped_storage(), spec, 0)
+    known = Reports(host).log({"loss": loss, "rate": 0.5}, 3)
+    assert known == {"rate": 0.5}, "reading the loss would wait for the device"
+    assert remembered == [known]
+
+
+def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"cuda:0": torch.tensor([1, 2], dtype=torch.uint8)}
+    module = SimpleNamespace(
+        get_rng_state=lambda device: states[device].clone(),
+        set_rng_state=lambda state, device: states.update({device: state}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    kept = RandomState.from_values(RandomState("cuda:0").values())
+    states["cuda:0"] = torch.zeros(2, dtype=torch.uint8)
+    kept.restore("cuda:0")
+    assert states["cuda:0"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_made_up_integers_are_zeros_where_a_wrong_index_would_cost_the_process(device: str) -> None:
+    view: Any = SimpleNamespace(device=device)
+    value = ValueSpec(name="ids", dtype="int64", shape=(4, 64))
+    manifest: Any = SimpleNamespace(dims=(), inputs=(value,), mode="graph")
+    message: Any = SimpleNamespace(model="m", digest="d", trial_batch=1)
+    (ids,) = Programs(view).made_up.of(message, manifest)
+    assert bool(ids.any()) == (device == "cpu")
+
+
+def test_what_lies_behind_a_small_bias_is_aligned_as_torchs_own_allocator_would() -> None:
+    """cuBLASLt takes an operand's alignment for its choice of an algorithm: bits would differ."""
+    area = Area("parameters", 0, 4096)
+    places = [area.place(str(size), torch.empty(size)) for size in (8, 64, 3, 100)]
+    assert [place.offset_bytes % 512 for place in places] == [0, 0, 0, 0]
+    assert area.used_bytes == padded_bytes([torch.empty(size) for size in (8, 64, 3, 100)])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from fake_cuda import Stream, World
 from fake_cuda.host_torch import HostTorch, TapeRecorder
 
+from pipeswitch.devices.cuda import view as cuda_view
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
-from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget, _shapes
 from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
@@ -166,6 +170,7 @@ def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
 
 
 def test_the_device_is_told_to_wait_for_exactly_the_epoch(rig: Rig) -> None:
+    rig.view._running = SimpleNamespace(is_replaying=True)  # type: ignore[assignment]
     assert rig.view.wait_group(3, 7) == 0.0
     assert not rig.stream.step(), "the word is not there"
     word = rig.view.slice_bytes(12, 4)
@@ -196,38 +201,67 @@ def test_settling_waits_for_every_stream_and_quiescing_for_one(rig: Rig) -> None
 def test_a_broken_context_is_told_from_a_models_own_error() -> None:
     rig = Rig()  # never closed: nothing can be, in a broken context
     assert not rig.view.is_lost(ValueError("the model's"))
-    rig.world.fail("cudaStreamSynchronize", "cudaErrorIllegalAddress")
+    rig.world.fail("cudaEventRecord", "cudaErrorIllegalAddress")
     assert rig.view.is_lost(RuntimeError("CUDA error: an illegal memory access"))
 
 
 def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> None:
     rig = Rig()  # never closed, as above
     assert rig.view.fault() is None
-    rig.world.fail("cudaStreamSynchronize", "cudaErrorAssert")
+    rig.world.fail("cudaEventRecord", "cudaErrorAssert")
     assert rig.view.is_lost(RuntimeError("CUDA error: device-side assert triggered"))
     fault = rig.view.fault()
     assert fault.data["type"] == "DeviceAssert"
     other = Rig()
-    other.world.fail("cudaStreamSynchronize", "cudaErrorIllegalAddress")
+    other.world.fail("cudaEventRecord", "cudaErrorIllegalAddress")
     assert other.view.is_lost(RuntimeError("CUDA error"))
     assert other.view.fault() is None, "it is tried again on another worker"
 
 
-def test_a_models_own_thread_waits_for_a_group_too(rig: Rig) -> None:
-    """The driver interface makes no context in a thread by itself, unlike the runtime."""
-    failed: list[BaseException] = []
+def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Rig) -> None:
+    """A kernel that is not loaded yet, or an allocation, would block in the driver behind one."""
+    rig.view._running = None
+    waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
+    waited.start()
+    os.pwrite(rig.words, (7).to_bytes(4, "little"), 4 * 3)
+    os.eventfd_write(rig.bell, 1)
+    waited.join(30)
+    assert not waited.is_alive()
+    assert rig.stream.enqueued == 0
 
-    def enter_the_next_layer() -> None:
-        try:
-            rig.view.wait_group(3, 7)
-        except BaseException as error:
-            failed.append(error)
 
-    thread = threading.Thread(target=enter_the_next_layer)
-    thread.start()
-    thread.join()
-    assert not failed
-    assert rig.stream.enqueued == 1
+def test_only_a_replay_lets_the_device_wait(rig: Rig) -> None:
+    bound, _ = program()
+    os.pwrite(rig.words, b"".join((5).to_bytes(4, "little") for _ in range(3)), 0)
+    device = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
+    x = torch.randn(2, 4)
+    for epoch in (5, 6):  # the second's words have not risen on the host
+        with rig.view.computing(device):
+            device.run([x], lambda group, epoch=epoch: rig.view.wait_group(group, epoch))  # type: ignore[misc]
+            device.improve()
+        assert rig.stream.enqueued == (0 if epoch == 5 else 3)
+    rig.stream.queue.clear()
+
+
+def test_a_queue_that_waits_for_ever_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_view, "ENDING_S", 0.02)
+    monkeypatch.setattr(fake_cuda, "WAIT_DEADLINE_S", 1.0)
+    rig = Rig()
+    rig.view._running = SimpleNamespace(is_replaying=True)  # type: ignore[assignment]
+    rig.view.wait_group(3, 7)
+    assert rig.view.is_lost(ValueError("the model's"))
+    assert rig.view.fault() is None
+
+
+def test_a_slice_that_is_too_small_is_left_for_good() -> None:
+    rig = Rig()
+    bound, _ = program()
+    device = DeviceProgram(bound, "cpu", None, GraphBudget(0))
+    rig.view.take_slice(MIB)
+    for expected_slice in (True, False):
+        with rig.view.computing(device):
+            assert rig.side.in_slice[-1] is expected_slice
+        assert rig.view.leave_slice(device) is expected_slice, "without one it is the task's own"
 
 
 def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
@@ -256,11 +290,45 @@ def test_a_pool_that_cannot_be_pinned_still_serves(rig: Rig) -> None:
     assert rig.world.registered == {rig.block: 4096}
 
 
+def test_an_answer_is_in_its_slab_when_the_stream_has_come_to_it_and_not_before(rig: Rig) -> None:
+    slab = torch.zeros(1024)
+    rig.view.pin(slab.data_ptr(), slab.nbytes)
+    with rig.view.computing(None):
+        slab.copy_(torch.ones(1024), non_blocking=True)
+        assert slab.isnan().all(), "who reads now reads nonsense"
+        rig.view.quiesce()
+    assert torch.equal(slab, torch.ones(1024))
+
+
+def test_a_capture_computes_nothing_and_refuses_what_the_host_must_see(rig: Rig) -> None:
+    x, results = torch.ones(4), list[torch.Tensor]()
+    recorder = rig.side.recorder()
+    graph = recorder.record(lambda: results.append(x * 2))
+    assert results[0].isnan().all()
+    graph.replay()
+    assert torch.equal(results[0], x * 2)
+    for run in (lambda: x.sum().item(), lambda: x.nonzero()):
+        with pytest.raises(RuntimeError, match="when stream is capturing"):
+            recorder.record(run)  # type: ignore[arg-type]
+    rig.side.check_failed_capture(recorder)
+
+
+def test_a_mapping_is_not_closed_under_a_fill_that_is_queued(rig: Rig) -> None:
+    cuda = Cuda(rig.world.runtime, rig.world.driver)
+    stream = cuda.stream()
+    cuda.fill(rig.view._base, 0, 64, stream)
+    with pytest.raises(AssertionError, match="still uses that memory"):
+        cuda.close_handle(rig.view._base)
+    cuda.synchronize(stream)
+    rig.world.opened[rig.view._base].open_count = 1
+
+
 def test_a_slice_lies_behind_the_arena(rig: Rig) -> None:
     rig.view.take_slice(MIB)
     ((pointer, size),) = rig.side.slices
     assert rig.view._base + 3 * MIB == pointer
     assert size == MIB
+    assert not rig.view.can_step_aside, "another task would overwrite what this one has computed"
 
 
 # ---- segments ---------------------------------------------------------------------------------
@@ -332,14 +400,18 @@ def made(bound: BoundGraph, limit: int = 1 << 30) -> tuple[DeviceProgram, TapeRe
     return DeviceProgram(bound, "cpu", recorder, GraphBudget(limit)), recorder
 
 
+def is_captured(device: DeviceProgram, inputs: list[torch.Tensor]) -> bool:
+    return _shapes(inputs) in device._captured
+
+
 def test_a_replay_reads_new_inputs_and_new_weights_at_the_same_addresses() -> None:
     bound, weights = program()
     device, _ = made(bound)
     x = torch.randn(2, 4)
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
-    assert not device.is_captured([x])
+    assert not is_captured(device, [x])
     device.improve()
-    assert device.is_captured([x])
+    assert is_captured(device, [x])
     for _ in range(3):
         x = torch.randn(2, 4)
         for weight in weights:
@@ -373,8 +445,8 @@ def test_other_shapes_run_eagerly_until_they_are_captured_themselves() -> None:
         x = torch.randn(batch, 4)
         assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
         device.improve()
-    assert device.is_captured([torch.zeros(1, 4)])
-    assert device.is_captured([torch.zeros(5, 4)])
+    assert is_captured(device, [torch.zeros(1, 4)])
+    assert is_captured(device, [torch.zeros(5, 4)])
 
 
 def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> None:
@@ -411,7 +483,7 @@ def test_what_breaks_a_contract_is_not_captured_and_does_not_pass_as_a_replay(
         assert torch.equal(device.run([good], lambda _: None)[0], expected(good, weights))
         assert not device.is_capture_wanted
         device.improve()
-        assert not device.is_captured([bad])
+        assert not is_captured(device, [bad])
 
 
 def test_shapes_that_were_forgotten_are_not_captured_and_may_be_later() -> None:
@@ -421,10 +493,10 @@ def test_shapes_that_were_forgotten_are_not_captured_and_may_be_later() -> None:
     device.run([x], lambda _: None)
     bound._program._tried.clear()
     device.improve()
-    assert not device.is_captured([x])
+    assert not is_captured(device, [x])
     device.run([x], lambda _: None)
     device.improve()
-    assert device.is_captured([x])
+    assert is_captured(device, [x])
 
 
 def test_a_capture_that_broke_the_process_is_not_taken_for_a_refusal() -> None:
@@ -450,7 +522,7 @@ def test_graphs_stay_within_their_budget_the_least_recently_used_go() -> None:
     device.run([torch.zeros(1, 4)], lambda _: None)  # used again: 2 is the older one now
     device.run([torch.zeros(3, 4)], lambda _: None)
     device.improve()
-    held = [batch for batch in (1, 2, 3) if device.is_captured([torch.zeros(batch, 4)])]
+    held = [batch for batch in (1, 2, 3) if is_captured(device, [torch.zeros(batch, 4)])]
     assert held == [1, 3]
     x = torch.randn(2, 4)
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
@@ -463,8 +535,28 @@ def test_a_graph_larger_than_the_budget_is_refused_for_good() -> None:
     device.run([x], lambda _: None)
     device.improve()
     device.run([x], lambda _: None)
-    assert not device.is_captured([x])
+    assert not is_captured(device, [x])
     assert not device.is_capture_wanted
+
+
+def test_memory_that_another_process_took_meanwhile_does_not_refuse_a_graph() -> None:
+    bound, _ = program()
+    device, recorder = made(bound, limit=2 * MIB)
+    recorder.cost_bytes = 3 * MIB  # of the whole device: ours is 1 MiB
+    plain = recorder.session
+
+    @contextlib.contextmanager
+    def session() -> Iterator[None]:
+        with plain():
+            yield
+        recorder.cost_bytes = MIB
+
+    recorder.session = session  # type: ignore[method-assign]
+    x = torch.zeros(2, 4)
+    device.run([x], lambda _: None)
+    device.improve()
+    assert is_captured(device, [x])
+    assert device._budget.used_bytes == MIB
 
 
 def test_closing_gives_the_budget_back() -> None:
@@ -476,7 +568,7 @@ def test_closing_gives_the_budget_back() -> None:
     assert budget.used_bytes == MIB
     device.close()
     assert budget.used_bytes == 0
-    assert not device.is_captured([torch.zeros(2, 4)])
+    assert not is_captured(device, [torch.zeros(2, 4)])
 
 
 def test_only_graph_programs_compute_in_the_slice(rig: Rig) -> None:

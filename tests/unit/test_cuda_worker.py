@@ -1,13 +1,17 @@
-"""What a worker's termination thread does when it cannot go on."""
+"""What a worker does when it cannot go on, and when the slice is full."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from pipeswitch.ipc.messages import InferenceDone, InferenceFailed, RunInference
 from workers import main as worker_main
+from workers.inference.task import _Groups, infer
 
 
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(
@@ -31,3 +35,64 @@ def test_a_worker_whose_termination_thread_fails_leaves_at_once(
         worker._listen_or_leave()
     assert caught.value.args == (70,)
     assert "cudaErrorIllegalAddress" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_other_memory", [True, False])
+def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
+    has_other_memory: bool,
+) -> None:
+    manifest = SimpleNamespace(groups=(), total_bytes=0, mode="graph", outputs=())
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def computing(_: object) -> Any:
+        events.append("in")
+        yield
+        events.append("out")
+
+    def run(*_: object) -> list[torch.Tensor]:
+        if events.count("in") == 1:
+            raise torch.OutOfMemoryError("the slice is full")
+        return []
+
+    def leave_slice(_: object) -> bool:
+        events.append("left")
+        return has_other_memory
+
+    view: Any = SimpleNamespace(
+        computing=computing, leave_slice=leave_slice, board=SimpleNamespace(write_begun=print),
+        **dict.fromkeys(("enter", "take_back", "wait_turn", "quiesce"), lambda *_: None),
+        **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
+    )  # fmt: skip
+    programs: Any = SimpleNamespace(
+        made_up=None, bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
+    )
+    pool: Any = SimpleNamespace(write=lambda *_: ())
+    task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))
+    sent: list[type] = []
+    order = RunInference(epoch=1, request_id="r", model="m", digest="d", directory="",
+                         arena_offset_bytes=4096, first_word=2, residency_epoch=7, inputs=(),
+                         reply_offset_bytes=0, reply_bytes=0)  # type: ignore[arg-type] # fmt: skip
+    infer(order, programs, pool, view, task, 0)
+    assert sent == [InferenceDone if has_other_memory else InferenceFailed]
+    assert events == ["in", "left", *(["in", "out"] if has_other_memory else [])]
+
+
+@pytest.mark.parametrize("can_step_aside", [True, False])
+def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activations(
+    can_step_aside: bool,
+) -> None:
+    board = SimpleNamespace(stop=lambda _: 5, write_stop=lambda *_: None, write_turn=print)
+    view: Any = SimpleNamespace(
+        can_step_aside=can_step_aside, board=board,
+        **dict.fromkeys(("wait_group", "wait_turn"), lambda *_: 0.0),
+        **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
+    )  # fmt: skip
+    message: Any = SimpleNamespace(
+        epoch=5, first_word=0, residency_epoch=1, landings=(0,), trial_batch=0
+    )
+    manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
+    sent: list[object] = []
+    task: Any = SimpleNamespace(send=sent.append)
+    _Groups(view, message, manifest, task, 0)(0)
+    assert bool(sent) == can_step_aside

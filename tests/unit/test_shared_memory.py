@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 
@@ -45,4 +46,15 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
     assert threading.main_thread() not in closed.values()
     assert share.arena == []
     share.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("reserves_pool", [False, True])
+def test_the_pages_of_a_pool_that_workers_pin_are_taken_once_and_before(
+    reserves_pool: bool,
+) -> None:
+    (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
+    sizes = dataclasses.replace(sizes, pool_bytes=1 << 20)
+    memory = Memory(sizes, reserves_pool=reserves_pool)
+    assert os.fstat(memory.pool).st_blocks * 512 == (1 << 20 if reserves_pool else 0)
     memory.close()

@@ -183,7 +183,8 @@ class _Groups:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
             self.ends_ms.append(now_ms())
-        if self._landings and self._view.board.stop(self._slot) == self._turn:
+        must = self._landings and self._view.board.stop(self._slot) == self._turn
+        if must and self._view.can_step_aside:
             self._step_aside()
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
         group = self._groups[index]
@@ -231,16 +232,22 @@ def infer(
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
-        groups = _Groups(view, message, manifest, task, slot)
         slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
-        with view.computing(bound):
-            if message.trial_batch:
-                run_trial(bound, message, programs.made_up, groups, view, slot)
-            else:
-                outputs = bound.run(inputs, groups)
-                reach("worker.infer.outputs")
-                slabs = _write(bound, outputs, message, rows, pool)
-            view.quiesce()
+        while True:
+            groups = _Groups(view, message, manifest, task, slot)
+            try:
+                with view.computing(bound):
+                    if message.trial_batch:
+                        run_trial(bound, message, programs.made_up, groups, view, slot)
+                    else:
+                        outputs = bound.run(inputs, groups)
+                        reach("worker.infer.outputs")
+                        slabs = _write(bound, outputs, message, rows, pool)
+                    view.quiesce()
+                break
+            except torch.OutOfMemoryError:
+                if not view.leave_slice(bound) or message.landings:
+                    raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit

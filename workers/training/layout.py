@@ -14,8 +14,7 @@ from torch import nn
 from pipeswitch.errors import OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
-TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
-AREA_BYTES: Final = 512
+TENSOR_BYTES: Final = 512  # as torch's own on cuda: cuBLASLt chooses by an operand's alignment
 HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
 FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
 
@@ -52,7 +51,7 @@ class Area:
     def __init__(self, name: str, offset_bytes: int, capacity_bytes: int) -> None:
         self.name = name
         self.offset_bytes = offset_bytes
-        self.capacity_bytes = aligned(capacity_bytes, AREA_BYTES)
+        self.capacity_bytes = aligned(capacity_bytes, TENSOR_BYTES)
         self.used_bytes = 0
 
     @property

@@ -31,7 +31,6 @@ WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the epoch, as on 
 
 NOT_READY: Final = "cudaErrorNotReady"
 DEVICE_ASSERT: Final = "cudaErrorAssert"
-NO_CONTEXT: Final = "CUDA_ERROR_INVALID_CONTEXT"  # the driver interface makes none by itself
 NO_GPU_ERRORS: Final = frozenset(
     {
         "cudaErrorInsufficientDriver",  # also: no driver library at all
@@ -328,6 +327,8 @@ class Cuda:
             error, *values = call(*arguments)
         except RuntimeError as problem:  # DynamicLibNotFoundError is one
             raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
+        except ValueError as problem:  # a code of a newer driver, which the bindings cannot name
+            raise CudaError(name, "unnamed", str(problem)) from None
         if int(error) != 0:
             raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
         return values

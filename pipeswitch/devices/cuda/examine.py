@@ -8,64 +8,66 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
-import selectors
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ...errors import ConfigError
 from .bindings import PACKAGE, no_driver
 
-SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the program itself
+PROGRAM: Final = "pipeswitch.devices.cuda.selftest"
+SELFTEST_S: Final = 220.0  # in all; each check has a limit of its own, which the program keeps
 
 
-def examine(package: str, index: int, *, with_tests: bool) -> dict[str, dict[str, Any]]:
-    """Run the self-test program; its findings by name. What is missing did not run.
-
-    ``complaints`` holds the last of what it and its peer wrote to stderr.
+def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """As ``look``.
 
     Raises:
         ConfigError: there is no such device; carries the program's own words.
     """
-    if package == PACKAGE and not has_driver_library():
-        raise no_driver()
-    order = {"package": package, "index": index, "tests": with_tests}
-    program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda.selftest")
-    command = [sys.executable, *program, json.dumps(order)]
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaints,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            for line in _lines(process, SELFTEST_S):
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's own words
-                    finding = json.loads(line)
-                    found[finding["test"]] = finding
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)  # a peer that hangs in the driver
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        complaints.seek(0)
-        last_words = complaints.read().decode(errors="replace").strip()[-3000:]
-    device = found.get("device")
-    if device is None:
-        raise ConfigError(
-            f"the GPU self-test ended with status {process.returncode} and said nothing"
-            f"{': ' + last_words[-500:] if last_words else ''}",
-            hint="pipeswitch doctor; or serve --device cpu",
-        )
+    found = look(package, index, tests)
+    device = found["device"]
     if not device["is_ok"]:
         raise ConfigError(device["text"], hint=device.get("hint", ""), kind=device.get("kind", ""))
-    if last_words:
-        found["complaints"] = {"test": "complaints", "is_ok": True, "text": last_words}
+    return found
+
+
+def look(
+    package: str, index: int, tests: Sequence[str], *, program: str = PROGRAM
+) -> dict[str, dict[str, Any]]:
+    """Run the self-test program; its findings by name, the device's first.
+
+    ``complaints`` holds the last of what it and its children wrote to stderr.
+
+    Raises:
+        NoCudaDevice: there is no driver to ask.
+    """
+    if package == PACKAGE and not has_driver_library():
+        raise no_driver()
+    order = {"package": package, "index": index, "tests": list(tests)}
+    output, last_words, status = b"", b"", "no answer in time"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-X", "faulthandler", "-m", program, json.dumps(order)],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=SELFTEST_S, check=False,
+        )  # fmt: skip
+        output, last_words, status = done.stdout, done.stderr, f"status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, last_words = error.stdout or b"", error.stderr or b""
+    text = last_words.decode(errors="replace").strip()[-3000:]
+    found: dict[str, dict[str, Any]] = {}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's own words
+            finding = json.loads(line)
+            found[finding["test"]] = finding
+    silent = f"the GPU self-test ended with {status} and said nothing: {text[-500:]}"
+    hint = "pipeswitch doctor; or serve --device cpu"
+    found.setdefault("device", {"is_ok": False, "text": silent, "hint": hint})
+    for name in tests:
+        found.setdefault(name, {"is_ok": False, "text": "it did not run"})
+    if text:
+        found["complaints"] = {"test": "complaints", "is_ok": True, "text": text}
     return found
 
 
@@ -76,20 +78,3 @@ def has_driver_library() -> bool:
     except OSError:
         return False
     return True
-
-
-def _lines(process: subprocess.Popen[bytes], timeout_s: float) -> Iterator[bytes]:
-    """Whole lines until the end of output, or until the time is over."""
-    assert process.stdout is not None
-    ends_at = time.monotonic() + timeout_s
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while (left_s := ends_at - time.monotonic()) > 0:
-            if not selector.select(left_s):
-                return
-            piece = os.read(process.stdout.fileno(), 65536)
-            if not piece:
-                return
-            *lines, rest = (rest + piece).split(b"\n")
-            yield from lines

@@ -91,11 +91,11 @@ class DeviceProgram:
         self._captured: dict[Shapes, _Captured] = {}
         self._wanted: Shapes | None = None  # ran eagerly, not captured yet
         self._refused: set[Shapes] = set()
-
-    @property
-    def may_use_slice(self) -> bool:
-        """A graph program keeps nothing between two runs; a module may cache tensors."""
-        return isinstance(self._bound, BoundGraph)
+        # A graph program keeps nothing between two runs; a module may cache tensors.
+        self.may_use_slice = isinstance(bound, BoundGraph)
+        self.is_replaying = (
+            False  # no kernel is loaded then, nothing allocated: the device may wait
+        )
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
         """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
@@ -108,6 +108,7 @@ class DeviceProgram:
         check_indices(self._limits, self.manifest.inputs, inputs)
         shapes = _shapes(inputs)
         captured = self._captured.get(shapes)
+        self.is_replaying = captured is not None
         if captured is None:
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
             outputs = self._bound.run(moved, before_group)
@@ -122,10 +123,6 @@ class DeviceProgram:
             before_group(index)
             group.replay()
         return captured.outputs
-
-    def is_captured(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a run with these would be a replay."""
-        return _shapes(inputs) in self._captured
 
     @property
     def is_capture_wanted(self) -> bool:
@@ -144,17 +141,18 @@ class DeviceProgram:
         assert isinstance(self._bound, BoundGraph)
         if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
             return  # forgotten meanwhile; a capture asks no contract
-        before = self._recorder.free_bytes()
         try:
-            with self._recorder.session(), torch.inference_mode():
-                captured = self._capture(self._bound, shapes, self._recorder)
+            captured, cost = self._capture(self._bound, shapes, self._recorder)
+            if cost > self._budget.limit_bytes:  # perhaps another process took memory meanwhile
+                del captured
+                captured, again = self._capture(self._bound, shapes, self._recorder)
+                cost = min(cost, again)
         except CudaError:  # sticky: this process is replaced
             raise
         except Exception as error:  # the lower rung serves: eager
             log.warning("graphs=refused shapes=%s cause=%s", shapes, error)
             self._refused.add(shapes)
             return
-        cost = max(0, before - self._recorder.free_bytes())
         if cost > self._budget.limit_bytes:
             log.warning("graphs=too-large bytes=%d budget=%d", cost, self._budget.limit_bytes)
             self._refused.add(shapes)
@@ -172,17 +170,23 @@ class DeviceProgram:
     def _drop(self, shapes: Shapes) -> None:
         self._captured.pop(shapes, None)
 
-    def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder) -> _Captured:
-        inputs = [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-            for dtype, shape in shapes
-        ]
-        environment = bound.start(inputs)
-        groups = [
-            recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
-            for index in range(len(self.manifest.groups))
-        ]
-        return _Captured(inputs, groups, bound.finish(environment))
+    def _capture(
+        self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
+    ) -> tuple[_Captured, int]:
+        """With what it cost: what the whole device has less, whoever took it."""
+        before = recorder.free_bytes()
+        with recorder.session(), torch.inference_mode():
+            inputs = [
+                torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+                for dtype, shape in shapes
+            ]
+            environment = bound.start(inputs)
+            groups = [
+                recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
+                for index in range(len(self.manifest.groups))
+            ]
+            captured = _Captured(inputs, groups, bound.finish(environment))
+        return captured, max(0, before - recorder.free_bytes())
 
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:

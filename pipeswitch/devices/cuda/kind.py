@@ -41,7 +41,7 @@ class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     package: str
     visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
     waits: Waits = "cpu"
-    words: Words = "copy"
+    words: Words = "write"
     slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
     use_graphs: bool = False
     graph_bytes: int = 0  # driver memory that one worker's graphs may take
@@ -70,16 +70,11 @@ class CudaKind:
         """As ``DeviceKind``; takes seconds."""
         wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
         index = index_of(name)
-        found = examine(config.bindings, index, with_tests=wishes.needs_test)
+        tests = TESTS if wishes.needs_test else ()
+        found = examine(config.bindings, index, tests=tests)
         device = found["device"]
-        results: dict[str, Outcome] | None = None
-        if wishes.needs_test:
-            results = {
-                name: Outcome(found[name]["is_ok"], found[name]["text"])
-                for name in TESTS
-                if name in found
-            }
-        ladder = choose(wishes, results)
+        results = {name: Outcome(found[name]["is_ok"], found[name]["text"]) for name in tests}
+        ladder = choose(wishes, results or None)
         slice_bytes = slice_size(config, ladder, device["free_bytes"])
         free_bytes = max(0, device["free_bytes"] - CONTEXT_BYTES * (workers + 1) - slice_bytes)
         arena_bytes = arena_size(config.arena, free_bytes)

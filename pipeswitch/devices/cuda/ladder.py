@@ -20,11 +20,11 @@ Activations = Literal["private", "slice"]
 Graphs = Literal["off", "on"]
 
 AUTO: Final = "auto"
-REQUIRED: Final = ("memory", "ipc")
-"""Without these there is no cuda device at all: the arena, and sharing it with workers."""
+REQUIRED: Final = ("memory", "ipc", "torch", "tensor")
+"""Without these there is no cuda device at all: the arena, and computing on it in workers."""
 
-TESTS: Final = (*REQUIRED, "wait-copy", "wait-write", "slice", "graph")
-"""In the order in which the self-test runs them; a hang loses those behind it."""
+TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
+"""In the order in which the self-test runs them."""
 
 
 class Outcome(NamedTuple):
@@ -54,7 +54,7 @@ class Ladder:
     """The rungs that serve, and for each why it is not the one above."""
 
     waits: Waits = "cpu"
-    words: Words = "copy"
+    words: Words = "write"
     activations: Activations = "private"
     graphs: Graphs = "off"
     reasons: tuple[str, ...] = ()
@@ -101,11 +101,12 @@ def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
 def _waits(
     wishes: Wishes, results: Mapping[str, Outcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
-    """1. The device waits, words by copies. 2. The same, words by stream writes. 3. CPU flags."""
-    asked: Words = "write" if wishes.words == "write" else "copy"
+    """1. The device waits, words by stream writes: documented to come after the data. 2. Words by
+    copies: in the stream's order, which promises another process nothing. 3. CPU flags."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
-        return "cpu", asked
+        return "cpu", "write" if wishes.words == "write" else "copy"
+    asked: Words = "copy" if wishes.words == "copy" else "write"
     if results is None:
         return "gpu", asked
     order: tuple[Words, ...] = ("copy", "write") if asked == "copy" else ("write", "copy")

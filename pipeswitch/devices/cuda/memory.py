@@ -1,9 +1,9 @@
 """The cuda device, the memory daemon's side: one ``cudaMalloc``, a pinned store, copy streams.
 
 The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's bytes, on the same
-stream, goes its arrival word: a 4-byte copy from a pinned ring (it stays on the copy engine beside
-a worker that keeps the multiprocessors busy), or a stream write where the config says so. When the
-copy thread sees that a group's event has run, it writes the same word into a host page and rings
+stream, goes its arrival word: a stream write, which CUDA documents as a fence for the whole system,
+or a 4-byte copy from a pinned ring where the self-test or the config says so. When the copy thread
+sees that a group's event has run, it writes the same word into a host page and rings
 the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
 
 Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from ..memory import DeviceMemory, Transmission
 from ..orders import WORD_BYTES, WORD_MASK, check_range
 from ..view import now_ms
 from .bindings import Cuda, CudaError
+from .ladder import Words
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
 RING_WORDS: Final = 4096  # sources of word copies; one is not reused before its copy has run
 BOUNCE_BYTES: Final = 8 << 20
 BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
-
-WordWriter = Literal["copy", "write"]
 
 
 class _Mark(NamedTuple):
@@ -72,7 +71,7 @@ class CudaDeviceMemory(DeviceMemory):
         board: int = -1,
         bell: int = -1,
         extra_bytes: int = 0,
-        word_writer: WordWriter = "copy",
+        word_writer: Words = "write",
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Make the context and take the memory.
@@ -129,15 +128,6 @@ class CudaDeviceMemory(DeviceMemory):
         """
         self._cuda.set_device(self._index)
         return self._cuda.export_handle(self._base)
-
-    def use_word_writer(self, writer: WordWriter) -> None:
-        """How arrival words are written from the next group on; for the self-test."""
-        self._word_writer = writer
-
-    @property
-    def base(self) -> int:
-        """The arena's address in this process; for tests and the self-test."""
-        return self._base
 
     # -- host store ----------------------------------------------------------------------------
 

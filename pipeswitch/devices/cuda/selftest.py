@@ -1,412 +1,394 @@
-"""What works on this machine's GPU: a program of its own, run before a server takes the device.
+"""What works on this machine's GPU: raw checks, one mechanism each, without the server.
 
-``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": true}'`` prints
-one JSON line per finding: first the device (or that there is none), then each test of
-``ladder.TESTS``. It uses the very classes that will serve, ``CudaDeviceMemory`` in one process
-and ``CudaPoolView`` in another, on a few MiB. A process of its own, since a context cannot be given
-back and a hang must cost only the tests behind it.
+``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": ["memory", …]}'``
+prints one JSON line per check: first the device (or why there is none), then what is wanted. Each
+is a process of its own, forked from this one, which makes no context: a hang or a crash costs that
+check, and those that need it. A server's start and ``pipeswitch doctor`` ask for those of
+``ladder.TESTS``; ``make gpu`` has more of them (``benchmarks/gpu_mechanisms.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
-import subprocess
+import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from ...errors import PipeSwitchError
-from ...ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from ...ipc.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from ...programs.layout import TensorSpec
+from ..cpu.arenas import Bytes
 from .bindings import Cuda
-from .memory import CudaDeviceMemory, WordWriter
+from .ladder import Words
+from .memory import CHUNK_BYTES
+from .pinned import PinnedBuffer
 
 if TYPE_CHECKING:
-    from .capture import Replayable
+    import torch
+
     from .torch import CudaTorch
-    from .view import CudaPoolView
 
 MIB: Final = 1 << 20
-ARENA_BYTES: Final = 32 * MIB
+HEAD_BYTES: Final = 2 * MIB  # the word lies here, in front of the group
+GROUP_BYTES: Final = 3 * CHUNK_BYTES  # more than one copy: a word may overtake the last alone
+LAST_BYTES: Final = HEAD_BYTES + GROUP_BYTES - MIB  # where the group's last MiB begins
 SLICE_BYTES: Final = 512 * MIB
-STORE_BYTES: Final = 16 * MIB
-WORDS: Final = 64
-REGION_BYTES: Final = 2 * MIB  # where the test's weights lie
-WIDTH: Final = 256  # of the weights, a float32 square
-WEIGHTS_BYTES: Final = WIDTH * WIDTH * 4
-ROUNDS: Final = 30  # of each wait test: a wrong value in one means no
-ANSWER_S: Final = 5.0
+ROUNDS: Final = 10  # of each wait test: a wrong value in one means no
 SILENCE_S: Final = 0.005  # long enough for the peer to enqueue, and to be wrong
-OPEN_S: Final = 60.0  # importing torch and making a context, on a cold disk
+LIMIT_S: Final = 15.0
+LAST_WORDS_S: Final = 1.0
+IMPORT_S: Final = 100.0  # importing torch and making a context, on a cold disk
 
 
-def main(order: dict[str, Any]) -> None:
-    """Say what is found, line by line."""
-    try:
-        cuda = Cuda.load(order["package"])
-        count = cuda.device_count()
-        index = int(order["index"])
-        if index >= count:
-            numbers = ", ".join(f"cuda:{number}" for number in range(count))
-            raise PipeSwitchError(f"there is no cuda:{index}, only {numbers}")
-        name, uuid = cuda.name_and_uuid(index)
-        cuda.set_device(index)
-        free_bytes, total_bytes = cuda.memory_info()
-        driver, runtime = cuda.versions()
-    except PipeSwitchError as error:
-        _say(test="device", is_ok=False, text=error.message, hint=error.hint, **error.data)
-        return
-    _say(
-        test="device", is_ok=True, text=name, name=name, uuid=uuid, free_bytes=free_bytes,
-        device_bytes=total_bytes, count=count, driver=driver, runtime=runtime,
-    )  # fmt: skip
-    if order["tests"]:
-        _tests(cuda, order)
+@dataclass(frozen=True)
+class Rig:
+    """The device that is looked at."""
 
+    package: str
+    index: int
 
-def _say(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values, default=str) + "\n")
-    sys.stdout.flush()
+    def cuda(self) -> Cuda:
+        """In this process, with a context."""
+        cuda = Cuda.load(self.package)
+        cuda.set_device(self.index)
+        return cuda
 
-
-def _attempt(test: str, run: Callable[[], str | None]) -> bool:
-    """Run one test; what it returns or raises is its text."""
-    began_s = time.monotonic()
-    try:
-        text, is_ok = run() or "", True
-    except Exception as error:  # a failed test is a finding
-        text, is_ok = f"{type(error).__name__}: {error}"[:500], False
-    _say(test=test, is_ok=is_ok, text=text, seconds=round(time.monotonic() - began_s, 2))
-    return is_ok
-
-
-def _tests(cuda: Cuda, order: dict[str, Any]) -> None:
-    with contextlib.ExitStack() as cleanup:
-        rig = _Rig(cuda, order)
-        if not _attempt("memory", lambda: rig.round_trip(cleanup)):
-            return
-        if not _attempt("ipc", rig.open_peer):
-            return
-        for writer in ("copy", "write"):
-            _attempt(f"wait-{writer}", lambda writer=writer: rig.wait_test(writer))  # type: ignore[misc]
-            rig.revive_peer()
-        _attempt("slice", lambda: rig.peer_test("slice"))
-        rig.revive_peer()
-        _attempt("graph", rig.graph_test)
-
-
-class _Rig:
-    """A small daemon's device, and a peer process with a worker's view of it."""
-
-    def __init__(self, cuda: Cuda, order: dict[str, Any]) -> None:
-        self._cuda = cuda
-        self._order = order
-        self._peer: _Peer | None = None
-        self._epoch = 0
-        self._ended: SimpleQueue[TransmitEnded] = SimpleQueue()
-
-    def round_trip(self, cleanup: contextlib.ExitStack) -> None:
-        """Store to arena and back, with pinned memory or without."""
-        self._store = sealed_memfd("selftest-store", STORE_BYTES)
-        self._board = sealed_memfd("selftest-board", BOARD_BYTES)
-        self._bells = [new_bell()]
-        self.memory = CudaDeviceMemory(
-            self._cuda,
-            index=int(self._order["index"]),
-            store=self._store,
-            bells=self._bells,
-            arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES,
-            words=WORDS,
-            extra_bytes=SLICE_BYTES,
-        )
-        cleanup.callback(self.memory.close)
-        cleanup.callback(self.close_peer)
-        data = os.urandom(9 * MIB + 123)
-        self.memory.store_view(0, len(data))[:] = data
-        self.send(len(data))
-        into = bytearray(len(data))
-        self.memory.read_slice(
-            REGION_BYTES, [ByteRange(offset_bytes=0, size_bytes=len(data))], memoryview(into)
-        )
-        if bytes(into) != data:
-            raise RuntimeError("what was copied to the device came back different")
-
-    def send(self, size_bytes: int) -> None:
-        """Transmit the store's first bytes under the next epoch, as three groups."""
-        self._epoch += 1
-        first = min(size_bytes, 4096)
-        sizes = (first, size_bytes - first, 0)
-        position = 0
-        groups = []
-        for word, size in enumerate(sizes):
-            groups.append(
-                GroupCopy(
-                    store_offset_bytes=position,
-                    arena_offset_bytes=REGION_BYTES + position,
-                    size_bytes=size,
-                    word=word,
-                )
-            )
-            position += size
-        order = TransmitModel(
-            model=ModelName("selftest"), epoch=Epoch(self._epoch), region_bytes=size_bytes,
-            arena_offset_bytes=REGION_BYTES, groups=tuple(groups),
-        )  # fmt: skip
-        self.memory.transmit(order, self._ended.put)
-        ended = self._ended.get(timeout=ANSWER_S)
-        if not ended.is_complete:
-            raise RuntimeError(f"only {ended.group_count} of {len(sizes)} groups were copied")
-
-    def fill(self, value: float) -> None:
-        """The weights in the store: all the same number."""
-        import numpy as np
-
-        view = self.memory.store_view(0, WEIGHTS_BYTES)
-        np.frombuffer(view, dtype=np.float32)[:] = value
-
-    def open_peer(self) -> None:
-        """Another process maps the arena and reads what lies there."""
-        (words,) = self.memory.export_descriptors()
-        self._peer = _Peer(
-            {
-                **self._order,
-                "handle": self.memory.export_handle().hex(),
-                "words": words,
-                "board": self._board,
-                "bell": self._bells[0],
-            },
-            (words, self._board, self._bells[0]),
-        )
-        self._peer.ask({"do": "open"}, OPEN_S)
-        self.fill(3.0)
-        self.send(WEIGHTS_BYTES)
-        self._expect(self.peer.ask({"do": "read"})["sum"], 3.0)
-
-    def close_peer(self) -> None:
-        """It is ended, whatever it does."""
-        if self._peer is not None:
-            self._peer.close()
-
-    @property
-    def peer(self) -> _Peer:
-        """The one that ``open_peer`` started last."""
-        assert self._peer is not None
-        return self._peer
-
-    def revive_peer(self) -> None:
-        """What hung or broke its context is replaced: it says nothing about the tests behind it."""
-        if self.peer.is_fit:
-            return
-        self.peer.close()
-        try:
-            self.open_peer()
-        except Exception as error:  # the next test says so, too
-            sys.stderr.write(f"no second peer: {type(error).__name__}: {error}\n")
-
-    @staticmethod
-    def _expect(found: float, value: float) -> None:
-        if found != value * WIDTH * WIDTH:
-            raise RuntimeError(f"the peer read {found}, not {value * WIDTH * WIDTH}")
-
-    def wait_test(self, writer: WordWriter) -> str:
-        """The peer enqueues wait and read *before* the data is sent: it reads the new value."""
-        self.memory.use_word_writer(writer)
-        for turn in range(1, ROUNDS + 1):
-            self.fill(float(turn))
-            self.peer.ask({"do": "wait", "epoch": self._epoch + 1})
-            if self.peer.has_answered(SILENCE_S):
-                found = self.peer.answer("wait")
-                raise RuntimeError(f"round {turn}: it did not wait for the word, and read {found}")
-            self.send(WEIGHTS_BYTES)
-            self._expect(self.peer.answer("wait")["sum"], float(turn))
-        return f"{ROUNDS} rounds"
-
-    def peer_test(self, name: str) -> str:
-        """A test that the peer does alone."""
-        return str(self.peer.ask({"do": name}, OPEN_S)["text"])
-
-    def graph_test(self) -> str:
-        """A captured product is replayed behind a wait, over weights that came since; and what
-        cannot be captured leaves a process that can still compute."""
-        text = self.peer_test("capture")
-        for turn in (2, 5):
-            self.fill(float(turn))
-            self.send(WEIGHTS_BYTES)
-            answer = self.peer.ask({"do": "replay", "epoch": self._epoch})
-            if answer["found"] != turn * WIDTH:
-                raise RuntimeError(f"a replay gave {answer['found']}, not {turn * WIDTH}")
-        return f"{text}, {self.peer_test('spoil')}"
-
-
-class _Peer:
-    """The other process, at the end of two pipes; one that hangs is killed."""
-
-    def __init__(self, order: dict[str, Any], descriptors: tuple[int, ...]) -> None:
-        self.is_fit = True  # until a question failed
-        self._process = subprocess.Popen(
-            [
-                sys.executable, "-P", "-X", "faulthandler", "-m", __spec__.name,
-                json.dumps({**order, "peer": True}),
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            pass_fds=descriptors,
-        )  # fmt: skip
-
-    def ask(self, question: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """One question, one answer; ``wait`` answers at once and then once more."""
-        process = self._process
-        assert process.stdin is not None
-        if process.poll() is not None:
-            self.is_fit = False
-            raise RuntimeError(f"the other process ended with status {process.returncode}")
-        process.stdin.write(json.dumps(question).encode() + b"\n")
-        return self.answer(question["do"], timeout_s)
-
-    def has_answered(self, timeout_s: float) -> bool:
-        """Whether something can be read within that time."""
-        assert self._process.stdout is not None
-        return bool(select.select([self._process.stdout.fileno()], [], [], timeout_s)[0])
-
-    def answer(self, what: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """The next answer.
-
-        Raises:
-            TimeoutError: none came; the process was killed.
-            RuntimeError: it says that it failed, or it ended.
-        """
-        if not self.has_answered(timeout_s):
-            self.is_fit = False
-            self._process.kill()
-            raise TimeoutError(f"no answer to {what!r} within {timeout_s:g} s")
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.is_fit = False
-            raise RuntimeError(f"the other process ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            self.is_fit = False
-            raise RuntimeError(answer["error"])
-        return answer
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-
-def peer(order: dict[str, Any]) -> None:
-    """Answer questions until the end of input; the first opens the view."""
-    answers: _Answers | None = None
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            if answers is None:
-                answers = _Answers(order)
-            answer = answers.to(question)
-        except Exception as error:  # the other side reports it
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        _say(**answer)
-
-
-class _Answers:
-    """The peer's state: a worker's view, weights over it, what was computed and captured."""
-
-    def __init__(self, order: dict[str, Any]) -> None:
-        import torch
-
+    def side(self) -> CudaTorch:
+        """Torch's, in this process."""
         from .torch import torch_side
-        from .view import CudaPoolView
 
-        self._side: CudaTorch = torch_side(order["package"], int(order["index"]))
-        self._view: CudaPoolView = CudaPoolView(
-            Cuda.load(order["package"]),
-            self._side,
-            index=int(order["index"]),
-            handle=bytes.fromhex(order["handle"]),
-            words_descriptor=order["words"],
-            board=order["board"],
-            bell=order["bell"],
-            bells=[order["bell"]],
-            arena_bytes=ARENA_BYTES,
-            words=WORDS,
-            waits="gpu",
-        )
-        self._side.warm_up()
-        spec = TensorSpec(
-            name="weights", dtype="float32", shape=(WIDTH, WIDTH), offset_bytes=0,
-            size_bytes=WEIGHTS_BYTES, file_offset_bytes=0,
-        )  # fmt: skip
-        self._weights = self._view.tensor(spec, REGION_BYTES)
-        self._x = torch.ones(WIDTH, device=self._side.device)
-        float(self._weights.double().sum())  # loads the kernels, before any wait
-        self._product = self._x @ self._weights
-        self._graph: Replayable | None = None
+        return torch_side(self.package, self.index)
 
-    def to(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One answer."""
-        import torch
 
-        answers = {
-            "open": lambda _: {"text": self._side.device},
-            "read": self._read,
-            "wait": self._wait,
-            "slice": self._slice,
-            "capture": self._capture,
-            "replay": self._replay,
-            "spoil": self._spoil,
-        }
-        with torch.inference_mode(), self._side.computing(in_slice=False):
-            return answers[question["do"]](question)
+class Pipe:
+    """One end of a line between two processes: JSON, a line each."""
 
-    def _read(self, question: dict[str, Any]) -> dict[str, Any]:
-        return {"sum": float(self._weights.double().sum())}
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._file = end, end.makefile("rw")
 
-    def _wait(self, question: dict[str, Any]) -> dict[str, Any]:
-        _say()  # heard: what follows must not end before the data comes
-        for word in (0, 1):
-            self._view.wait_group(word, question["epoch"])
-        total = self._weights.double().sum()
-        self._view.quiesce()
-        return {"sum": float(total)}
+    def tell(self, **values: Any) -> None:
+        """To the other end."""
+        self._file.write(json.dumps(values, default=str) + "\n")
+        self._file.flush()
 
-    def _slice(self, question: dict[str, Any]) -> dict[str, Any]:
-        self._view.take_slice(SLICE_BYTES)
-        return {"text": self._side.check_slice()}
+    def hear(self) -> dict[str, Any]:
+        """What the other end says next; ``EOFError`` where it ended instead."""
+        line = self._file.readline()
+        if not line:
+            raise EOFError("the other process ended")
+        found: dict[str, Any] = json.loads(line)
+        return found
 
-    def _capture(self, question: dict[str, Any]) -> dict[str, Any]:
-        recorder = self._side.recorder()
+    def ask(self, key: str) -> Any:
+        """One value of what a peer says next; ``RuntimeError`` where it failed, with its words."""
+        found = self.hear()
+        if "error" in found:
+            raise RuntimeError(f"the other process: {found['error']}")
+        return found[key]
+
+    def is_silent(self, for_s: float) -> bool:
+        """Whether the other end says nothing for so long."""
+        return not select.select([self._end], [], [], for_s)[0]
+
+
+def fork(run: Callable[[Pipe], None]) -> tuple[int, Pipe]:
+    """Another process that runs this and leaves; made before this one has a context."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, Pipe(ours)
+    ours.close()
+    pipe = Pipe(theirs)
+    try:
+        run(pipe)
+    except PipeSwitchError as error:
+        pipe.tell(**error.data, hint=error.hint, error=error.message)
+    except BaseException as error:  # the other side reports it
+        pipe.tell(error=f"{type(error).__name__}: {error}"[:500])
+    finally:
+        os._exit(0)
+
+
+def _device(rig: Rig) -> dict[str, Any]:
+    cuda = Cuda.load(rig.package)
+    count = cuda.device_count()
+    if rig.index >= count:
+        numbers = ", ".join(f"cuda:{number}" for number in range(count))
+        raise PipeSwitchError(f"there is no cuda:{rig.index}, only {numbers}")
+    name, uuid = cuda.name_and_uuid(rig.index)
+    cuda.set_device(rig.index)
+    free_bytes, total_bytes = cuda.memory_info()
+    driver, runtime = cuda.versions()
+    return {
+        "text": name, "name": name, "uuid": uuid, "free_bytes": free_bytes,
+        "device_bytes": total_bytes, "count": count, "driver": driver, "runtime": runtime,
+    }  # fmt: skip
+
+
+def _memory(rig: Rig) -> str:
+    """Pinned memory to the device and back; scrubbed it is zeros."""
+    cuda = rig.cuda()
+    source = PinnedBuffer(cuda, MIB)
+    block = round_trip(cuda, source.address, source.array)
+    fill(cuda, block, 0, MIB)
+    expect("a scrubbed MiB", total(cuda, block), 0)
+    return "copied and scrubbed"
+
+
+def _shared(run: Callable[[Rig, Pipe], None], rig: Rig) -> str:
+    """Another process opens the handle, reads and writes; its death is nothing to the owner."""
+    pid, peer = fork(partial(run, rig))
+    cuda = rig.cuda()
+    block = share(cuda, peer, MIB, 7)
+    expect("the other process", peer.ask("found"), 7 * MIB)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    expect("the owner", total(cuda, block), 9 * MIB)
+    return "1 MiB read and written by another process"
+
+
+def _by_copies(rig: Rig, pipe: Pipe) -> None:
+    cuda = rig.cuda()
+    base = opened(cuda, pipe)
+    found = total(cuda, base)
+    fill(cuda, base, 9, MIB)
+    pipe.tell(found=found)
+    pipe.hear()  # until it is killed
+
+
+def _by_kernels(rig: Rig, pipe: Pipe) -> None:
+    side, cuda = rig.side(), rig.cuda()
+    values = tensor_of(side, opened(cuda, pipe))
+    found = int(values.sum())
+    values.fill_(9)
+    pipe.tell(found=found, left=int(values.sum()))  # the second waits for the fill
+    pipe.hear()
+
+
+class Sender:
+    """Sends as the daemon does: a group in chunks, its word behind it; link and device are busy."""
+
+    def __init__(self, cuda: Cuda, base: int) -> None:
+        self._cuda, self._base = cuda, base
+        self._source = PinnedBuffer(cuda, GROUP_BYTES + MIB)  # the word's own behind the group's
+        self._stream, self._noise_stream = cuda.stream(), cuda.stream()
+        self._noise = cuda.malloc(GROUP_BYTES)
+
+    def send(self, turn: int, words: Words) -> None:
+        cuda, source, stream = self._cuda, self._source, self._stream
+        source.array[GROUP_BYTES - MIB : GROUP_BYTES] = turn
+        for _ in range(2):
+            cuda.fill(self._noise, turn, GROUP_BYTES, self._noise_stream)
+            cuda.copy_to_device(self._noise, source.address, GROUP_BYTES, self._noise_stream)
+        for done in range(0, GROUP_BYTES, CHUNK_BYTES):
+            target = self._base + HEAD_BYTES + done
+            cuda.copy_to_device(target, source.address + done, CHUNK_BYTES, stream)
+        if words == "write":
+            cuda.write_value(stream, self._base, turn)
+        else:
+            source.array[GROUP_BYTES:].view(np.uint32)[0] = turn
+            cuda.copy_to_device(self._base, source.address + GROUP_BYTES, 4, stream)
+        cuda.synchronize(stream)
+
+
+def _torch(rig: Rig) -> str:
+    """It can be imported and computes."""
+    side = rig.side()
+    import torch
+
+    square = torch.ones(64, 64, device=side.device)
+    expect("a product", float((square @ square).sum()), 64**3)
+    return f"torch {torch.__version__}"
+
+
+def _slice(rig: Rig) -> str:
+    side, cuda = rig.side(), rig.cuda()
+    side.take_slice(cuda.malloc(SLICE_BYTES), SLICE_BYTES)
+    return side.check_slice()
+
+
+def _graph(rig: Rig) -> str:
+    """A captured product follows its weights, at an address that is not torch's; what cannot be
+    captured leaves a process that can still compute."""
+    side, cuda = rig.side(), rig.cuda()
+    import torch
+
+    weights = tensor_of(side, cuda.malloc(MIB)).view(torch.float32).view(512, 512)
+    x = torch.ones(512, device=side.device)
+    products = []
+    with torch.inference_mode(), side.computing(in_slice=False):
+        weights.fill_(1)
+        x @ weights  # loads the kernels, takes the workspaces
+        recorder = side.recorder()
         before = recorder.free_bytes()
-
-        def run() -> None:
-            self._product = self._x @ self._weights
-
         with recorder.session():
-            self._graph = recorder.record(run)
-        return {"text": f"{max(0, before - recorder.free_bytes()) >> 10} KiB"}
+            graph = recorder.record(lambda: products.append(x @ weights))
+        cost = max(0, before - recorder.free_bytes())
+        for turn in (2, 5):
+            weights.fill_(turn)
+            graph.replay()
+            cuda.synchronize(side.stream)
+            expect("a replay", float(products[0][-1]), 512 * turn)
+        side.check_failed_capture(side.recorder())
+    return f"{cost >> 10} KiB, a failed capture is mended"
 
-    def _spoil(self, question: dict[str, Any]) -> dict[str, Any]:
-        self._side.check_failed_capture(self._side.recorder())
-        return {"text": "a failed capture is mended"}
 
-    def _replay(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._graph is not None
-        self._view.wait_group(1, question["epoch"])
-        self._graph.replay()
-        self._view.quiesce()
-        return {"found": float(self._product[-1])}
+def _waits(words: Words, rig: Rig) -> str:
+    """Another process enqueues wait and kernel *before* the data is sent: it reads what came."""
+    _, peer = fork(partial(_read_behind_waits, rig))
+    cuda = rig.cuda()
+    sender = Sender(cuda, share(cuda, peer, HEAD_BYTES + GROUP_BYTES, 0))
+    for turn in range(1, ROUNDS + 1):
+        peer.ask("is_enqueuing")
+        if not peer.is_silent(SILENCE_S):
+            found = peer.ask("found")
+            raise RuntimeError(f"round {turn}: it did not wait for the word, and read {found}")
+        sender.send(turn, words)
+        expect(f"round {turn}: the other process", peer.ask("found"), turn * MIB)
+        peer.tell()
+    return f"{ROUNDS} rounds"
+
+
+def _read_behind_waits(rig: Rig, pipe: Pipe) -> None:
+    side, cuda = rig.side(), rig.cuda()
+    base = opened(cuda, pipe)
+    last = tensor_of(side, base, LAST_BYTES)
+    with side.computing(in_slice=False):
+        int(last.sum())  # loads the kernels, before any wait
+        for turn in range(1, ROUNDS + 1):
+            pipe.tell(is_enqueuing=True)  # what follows must not end before the data comes
+            cuda.wait_value(side.stream, base, turn)
+            pipe.tell(found=int(last.sum()))
+            pipe.hear()
+
+
+def expect(what: str, found: float, wanted: float) -> None:
+    if found != wanted:
+        raise RuntimeError(f"{what}: {found}, not {wanted}")
+
+
+def fill(cuda: Cuda, address: int, value: int, size_bytes: int) -> None:
+    stream = cuda.stream()
+    cuda.fill(address, value, size_bytes, stream)
+    cuda.synchronize(stream)
+
+
+def total(cuda: Cuda, address: int) -> int:
+    """Of the bytes of a MiB of the device."""
+    buffer, stream = PinnedBuffer(cuda, MIB), cuda.stream()
+    cuda.copy_to_host(buffer.address, address, MIB, stream)
+    cuda.synchronize(stream)
+    return int(buffer.array.sum(dtype=np.int64))
+
+
+def round_trip(cuda: Cuda, address: int, source: Bytes) -> int:
+    """Random bytes through a MiB of the device, which is returned."""
+    block, stream, back = cuda.malloc(MIB), cuda.stream(), PinnedBuffer(cuda, MIB)
+    source[:] = np.frombuffer(os.urandom(MIB), np.uint8)
+    cuda.copy_to_device(block, address, MIB, stream)
+    cuda.copy_to_host(back.address, block, MIB, stream)
+    cuda.synchronize(stream)
+    if not np.array_equal(source, back.array):
+        raise RuntimeError("what was copied to the device came back different")
+    return block
+
+
+def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
+    block = cuda.malloc(size_bytes)
+    fill(cuda, block, value, size_bytes)
+    pipe.tell(handle=cuda.export_handle(block).hex())
+    return block
+
+
+def opened(cuda: Cuda, pipe: Pipe) -> int:
+    return cuda.open_handle(bytes.fromhex(pipe.hear()["handle"]))
+
+
+def tensor_of(
+    side: CudaTorch, base: int, offset_bytes: int = 0, size_bytes: int = MIB
+) -> torch.Tensor:
+    """Bytes at an address of the device."""
+    spec = TensorSpec(
+        name="bytes", dtype="uint8", shape=(size_bytes,), offset_bytes=0, size_bytes=size_bytes,
+        file_offset_bytes=0,
+    )  # fmt: skip
+    return side.tensor(side.storage(base, offset_bytes + size_bytes), spec, offset_bytes)
+
+
+class Check(NamedTuple):
+    """What is looked at, and which others must have passed for it to mean something."""
+
+    run: Callable[[Rig], dict[str, Any] | str]
+    needs: tuple[str, ...] = ()
+    limit_s: float = LIMIT_S
+
+
+CHECKS: Final[dict[str, Check]] = {
+    "device": Check(_device),
+    "memory": Check(_memory),
+    "ipc": Check(partial(_shared, _by_copies), ("memory",)),
+    "torch": Check(_torch, limit_s=IMPORT_S),
+    "tensor": Check(partial(_shared, _by_kernels), ("ipc", "torch")),
+    "wait-write": Check(partial(_waits, "write"), ("tensor",)),
+    "wait-copy": Check(partial(_waits, "copy"), ("tensor",)),
+    "slice": Check(_slice, ("memory", "torch")),
+    "graph": Check(_graph, ("memory", "torch")),
+}
+
+
+def main(order: dict[str, Any], checks: Mapping[str, Check] = CHECKS) -> None:
+    """Say what is found, line by line."""
+    rig, passed = Rig(order["package"], int(order["index"])), set()
+    for name in ("device", *order["tests"]):
+        check = checks[name]
+        lacks = [need for need in check.needs if need not in passed]
+        found: dict[str, Any] = {"is_ok": False, "text": f"not run: needs {', '.join(lacks)}"}
+        found = found | {"lacks": lacks} if lacks else _outcome(check, rig)
+        sys.stdout.write(json.dumps({"test": name, **found}, default=str) + "\n")
+        sys.stdout.flush()
+        if found["is_ok"]:
+            passed.add(name)
+            if name == "torch":
+                from . import torch  # noqa: F401 - once, for all that are forked from here on
+        elif found.get("kind") in ("no driver", "no device"):
+            return
+
+
+def _outcome(check: Check, rig: Rig) -> dict[str, Any]:
+    """Run a check in a process group of its own, which is gone when this returns."""
+    began_s = time.monotonic()
+
+    def work(pipe: Pipe) -> None:
+        found = check.run(rig)
+        pipe.tell(**(found if isinstance(found, dict) else {"text": found}))
+
+    pid, pipe = fork(work)
+    os.setpgid(pid, pid)
+    found: dict[str, Any] = {"error": f"no answer within {check.limit_s:g} s"}
+    if pipe.is_silent(check.limit_s):
+        os.killpg(pid, signal.SIGABRT)  # each of its processes shows where it hangs
+        pipe.is_silent(LAST_WORDS_S)
+    else:
+        try:
+            found = pipe.hear()
+        except EOFError:  # it crashed: the signal is in its status
+            found = {"error": ""}
+    os.killpg(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    error = found.pop("error", None)
+    if error is not None:
+        found["text"] = error or f"its process ended with status {status}"
+    return {**found, "is_ok": error is None, "seconds": round(time.monotonic() - began_s, 2)}
 
 
 if __name__ == "__main__":
-    _order = json.loads(sys.argv[1])
-    (peer if _order.get("peer") else main)(_order)
+    main(json.loads(sys.argv[1]))

@@ -15,7 +15,7 @@ import torch
 
 from ...programs.layout import TensorSpec
 from ...programs.views import place_in, tensor_over
-from .capture import CaptureBroke, CudaRecorder, no_collector
+from .capture import CudaRecorder, no_collector
 from .slice import Segments, make_pool, reserve
 
 
@@ -66,7 +66,8 @@ class CudaTorch:
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
         """All of a mapping as one storage; nothing is copied, nothing owned."""
-        return storage_at(pointer, size_bytes, self.device)
+        mapped = _Mapped(pointer, size_bytes)
+        return torch.as_tensor(mapped, device=self.device).untyped_storage()
 
     def tensor(
         self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
@@ -128,9 +129,7 @@ class CudaTorch:
         try:
             with recorder.session():
                 recorder.record(lambda: ones.sum().item())  # type: ignore[arg-type]
-        except CaptureBroke as error:
-            raise RuntimeError(error.message) from None
-        except RuntimeError:
+        except RuntimeError:  # and ``CaptureBroke``, which is none, rises
             pass
         else:
             raise RuntimeError("a copy to the host was captured")
@@ -170,11 +169,6 @@ class CudaTorch:
     def recorder(self) -> CudaRecorder:
         """What captures this worker's graphs."""
         return CudaRecorder(self._stream, self._index, self._pool)
-
-
-def storage_at(pointer: int, size_bytes: int, device: str) -> torch.UntypedStorage:
-    """A storage over device memory that is not torch's."""
-    return torch.as_tensor(_Mapped(pointer, size_bytes), device=device).untyped_storage()
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -13,7 +14,7 @@ from ...ipc.messages import Epoch
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..view import PoolView
-from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
+from .bindings import DEVICE_ASSERT, Cuda, CudaError
 from .ladder import Waits
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 DEFAULT_GRAPH_BYTES: Final = 1 << 30
 LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
 GROUPS_AHEAD: Final = 2
+ENDING_S: Final = 5.0  # for a queue to run dry; a wait for what will not come never does
+LOOK_S: Final = 0.001
 
 
 class CudaPoolView(PoolView):
@@ -71,6 +74,7 @@ class CudaPoolView(PoolView):
         cuda.set_device(index)
         self._base = cuda.open_handle(handle)
         self._pinned_pools: list[int] = []
+        self._running: BoundProgram | None = None
         self._use_graphs = use_graphs
         self._graph_bytes = graph_bytes
 
@@ -89,6 +93,7 @@ class CudaPoolView(PoolView):
     def take_slice(self, size_bytes: int) -> None:
         """From now on programs allocate behind the arena; call once, before any other thread."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
+        self.can_step_aside = False  # who comes meanwhile computes there, too
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -125,8 +130,20 @@ class CudaPoolView(PoolView):
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Around everything that a task enqueues, its copies in and out included."""
+        self._running = program
         in_slice = bool(getattr(program, "may_use_slice", False))
         return self._side.computing(in_slice=in_slice)
+
+    def leave_slice(self, program: BoundProgram) -> bool:
+        """The slice was too small for it: it computes in ordinary memory from now on."""
+        from .graphs import DeviceProgram
+
+        if not isinstance(program, DeviceProgram) or not program.may_use_slice:
+            return False
+        self.quiesce()
+        program.may_use_slice = False
+        log.warning("slice=left cause=out of memory: the program uses private memory")
+        return True
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """Pin the request pool for this process, so that copies from and to slabs are async."""
@@ -142,18 +159,16 @@ class CudaPoolView(PoolView):
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_group(self, word: int, epoch: Epoch) -> float:
-        """0 where the device waits."""
+        """0 where the device waits: between replays only.
+
+        Behind a wait, a kernel that is not loaded yet and an allocation may block this thread in
+        the driver until the group comes, and for ever if it does not.
+        """
         wanted = epoch & WORD_MASK
-        if self._waits == "cpu" or self._words[word] == wanted:  # the host's copy rises last
-            return super().wait_group(word, epoch)
-        address = self._base + word * WORD_BYTES
-        try:
-            self._cuda.wait_value(self._side.stream, address, wanted)
-        except CudaError as error:
-            if error.data["code"] != NO_CONTEXT:
-                raise
-            self._cuda.set_device(self._index)  # a model's own thread entered its next layer
-            self._cuda.wait_value(self._side.stream, address, wanted)
+        is_replay = getattr(self._running, "is_replaying", False)
+        if self._waits == "cpu" or not is_replay or self._words[word] == wanted:
+            return super().wait_group(word, epoch)  # the host's copy rises last
+        self._cuda.wait_value(self._side.stream, self._base + word * WORD_BYTES, wanted)
         return 0.0
 
     def quiesce(self) -> None:
@@ -187,10 +202,25 @@ class CudaPoolView(PoolView):
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:
-            self.quiesce()
+            return not self._has_ended()
         except CudaError as problem:
             return problem.is_sticky
-        return False
+
+    def _has_ended(self) -> bool:
+        """Whether what was enqueued has run, or does soon: a queue that waits is not waited for.
+
+        Raises:
+            CudaError: something that was enqueued failed.
+        """
+        ends_at_s = time.monotonic() + ENDING_S
+        event = self._cuda.event()
+        self._cuda.record(event, self._side.stream)
+        while not self._cuda.is_done(event):
+            if time.monotonic() > ends_at_s:
+                return False
+            time.sleep(LOOK_S)
+        self._cuda.destroy_event(event)
+        return True
 
     def fault(self) -> TaskFailed | None:
         """A kernel's assertion is the model's word on its input: it says the same everywhere.
@@ -198,7 +228,7 @@ class CudaPoolView(PoolView):
         Anything else that breaks a context may be the device's doing, and is tried again.
         """
         try:
-            self.quiesce()
+            self._has_ended()
         except CudaError as problem:
             if problem.data["code"] == DEVICE_ASSERT:
                 text = "an assertion failed on the device: mostly an index out of its range"

@@ -22,11 +22,13 @@ import enum
 import itertools
 import mmap
 import os
+import signal
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -195,7 +197,10 @@ class World:
         self.has_driver = has_driver
         self.devices = devices
         self.first = first
-        self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
+        self.blocking_waits = blocking_waits  # torch's stream waits at once: it computes at once
+        self.torch_streams: set[int] = set()
+        self.ledger: Path | None = None  # a folder: what each process of the machine has allocated
+        self.broken: dict[str, str] = {}  # calls, and what torch does, that fail each time
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
         self.opened: dict[int, Block] = {}  # of other worlds, by address here
@@ -223,6 +228,8 @@ class World:
     def failure(self, call: str) -> str | None:
         """What this call must answer, if not success; a sticky code stays for good."""
         self.calls.append((call, ()))
+        if call in self.broken:
+            return self.must_hang_or(self.broken[call])
         if self._broken is not None:
             return self._broken
         waiting = self._failures.get(call, [])
@@ -235,6 +242,20 @@ class World:
             waiting[index] = (after - 1, code)
             break
         return None
+
+    @staticmethod
+    def must_hang_or(code: str) -> str:
+        """The code, but for ``hang``, which never returns, and ``crash``."""
+        if code == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        while code == "hang":
+            threading.Event().wait()
+        return code
+
+    def reach(self, name: str) -> None:
+        """Torch does this now; raises where it is broken."""
+        if name in self.broken:
+            raise RuntimeError(f"CUDA error: {self.must_hang_or(self.broken[name])}")
 
     def break_down(self, code: str) -> None:
         """A kernel failed: the context is gone for good."""
@@ -266,6 +287,20 @@ class World:
     @property
     def used_bytes(self) -> int:
         return sum(block.size_bytes for block in self.blocks.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the device: what other processes have allocated is not free, until they are gone."""
+        taken = self.used_bytes
+        for entry in self.ledger.iterdir() if self.ledger else ():
+            if entry.name != str(os.getpid()) and Path("/proc", entry.name).exists():
+                taken += int(entry.read_text() or 0)
+        return self.device_bytes - taken
+
+    def note_use(self) -> None:
+        """For the other processes of this machine."""
+        if self.ledger:
+            (self.ledger / str(os.getpid())).write_text(str(self.used_bytes))
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
         """Device bytes as they are now, whatever is still queued."""
@@ -364,7 +399,7 @@ class Runtime:
         return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
 
     def cudaMemGetInfo(self) -> Any:
-        return (self._world.device_bytes - self._world.used_bytes, self._world.device_bytes)
+        return (self._world.free_bytes, self._world.device_bytes)
 
     def cudaDeviceSynchronize(self) -> Any:
         for stream in [self._world.default_stream, *self._world.streams.values()]:
@@ -374,10 +409,11 @@ class Runtime:
     # -- memory
 
     def cudaMalloc(self, size: int) -> Any:
-        if self._world.used_bytes + size > self._world.device_bytes:
+        if size > self._world.free_bytes:
             return cudaError_t.cudaErrorMemoryAllocation
         block = Block(size)
         self._world.blocks[block.address] = block
+        self._world.note_use()
         return (block.address,)
 
     def cudaFree(self, pointer: int) -> Any:
@@ -388,6 +424,7 @@ class Runtime:
         if block is None:
             return cudaError_t.cudaErrorInvalidValue
         block.close()
+        self._world.note_use()
         return ()
 
     def cudaMemsetAsync(self, pointer: int, value: int, size: int, stream: int) -> Any:
@@ -402,6 +439,7 @@ class Runtime:
             ctypes.memset(pointer, value, size)
             return True
 
+        run.touched = [(pointer, size)]  # type: ignore[attr-defined]
         queue.put(run)
         return ()
 
@@ -599,7 +637,7 @@ class Driver:
             return word.value == value
 
         queue.put(run)
-        if self._world.blocking_waits:
+        if self._world.blocking_waits and stream in self._world.torch_streams:
             self._world.drain(queue)
         return (CUresult.CUDA_SUCCESS,)
 
@@ -614,6 +652,7 @@ class Driver:
             ctypes.c_uint32.from_address(pointer).value = value
             return True
 
+        run.touched = [(pointer, 4)]  # type: ignore[attr-defined]
         queue = self._world.stream_of(stream)
         if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
@@ -628,13 +667,19 @@ def _world_of_environment() -> World:
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one, by its UUID
         first = int(visible[-2:], 16)
         devices = int(visible == f"GPU-{UUID(bytes=_uuid(first))}" and first < devices)
-    return World(
+    world = World(
         device_bytes=int(os.environ.get("CUDA_FAKE_BYTES", str(2 << 30))),
         has_driver=wish != "no-driver",
         devices=0 if wish == "no-device" else devices,
         first=first,
         blocking_waits=True,
     )
+    if ledger := os.environ.get("CUDA_FAKE_LEDGER"):
+        world.ledger = Path(ledger)
+        world.ledger.mkdir(exist_ok=True)
+    if wish := os.environ.get("CUDA_FAKE_BREAK"):  # "cudaMalloc=cudaErrorUnknown,slice=hang"
+        world.broken = dict(part.split("=") for part in wish.split(","))
+    return world
 
 
 WORLD = _world_of_environment()

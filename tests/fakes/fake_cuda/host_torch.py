@@ -19,9 +19,41 @@ from pipeswitch.programs.views import tensor_over
 
 from . import Stream, World
 
+SYNCHRONISE = frozenset(
+    f"aten.{name}.default" for name in ("item", "_local_scalar_dense", "nonzero", "masked_select")
+)
+"""Operators whose result the host must see: none can be captured."""
+
+
+class LateCopies(TorchDispatchMode):
+    """A copy to pinned memory is done when the stream comes to it: until then the host reads
+    nonsense, as it may from a real device."""
+
+    def __init__(self, world: World, stream: int) -> None:
+        super().__init__()
+        self._world, self._queue = world, world.streams[stream]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) != "aten.copy_.default":
+            return func(*args, **(kwargs or {}))
+        into, source = args[:2]
+        place = (into.data_ptr(), into.nbytes)
+        if not into.nbytes or not self._world.is_pinned(*place):
+            return func(*args, **(kwargs or {}))
+        computed = torch.empty(into.shape, dtype=into.dtype).copy_(source)
+
+        def run() -> bool:
+            ctypes.memmove(place[0], computed.data_ptr(), place[1])
+            return True
+
+        run.touched = [place]  # type: ignore[attr-defined]
+        self._queue.put(run)
+        ctypes.memset(into.data_ptr(), 0xFF, into.nbytes)
+        return into
+
 
 class HostTorch(CudaTorch):
-    """Computes at once; a real device would compute when its stream comes to it."""
+    """Computes at once, what leaves it comes later; a real device computes later, too."""
 
     device = "cpu"
 
@@ -30,6 +62,8 @@ class HostTorch(CudaTorch):
         world.enter()  # torch makes the context in the thread that computes
         self.stream = world.new()
         world.streams[self.stream] = Stream()
+        world.torch_streams.add(self.stream)
+        world.reach("torch")
         self.slices: list[tuple[int, int]] = []
         self.in_slice: list[bool] = []
 
@@ -37,6 +71,8 @@ class HostTorch(CudaTorch):
         return None if threading.get_ident() in self._world.capturing else self.stream
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
+        if pointer in self._world.opened:
+            self._world.reach("ipc-tensor")
         raw = (ctypes.c_uint8 * size_bytes).from_address(pointer)
         return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
 
@@ -50,28 +86,32 @@ class HostTorch(CudaTorch):
         """An index out of range is an assertion in a kernel: the context is gone."""
         self.in_slice.append(in_slice)
         try:
-            yield
+            with LateCopies(self._world, self.stream):
+                yield
         except IndexError as error:
             self._world.break_down("cudaErrorAssert")
             raise RuntimeError("CUDA error: device-side assert triggered") from error
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
+        self._world.reach("slice")
         self.slices.append((pointer, size_bytes))
 
     def check_slice(self) -> str:
         return "not a real slice"
 
-    def check_failed_capture(self, recorder: CudaRecorder) -> None:
-        pass
-
     def cap_private(self, size_bytes: int) -> None:
         pass
 
     def warm_up(self) -> None:
-        pass
+        self._world.reach("warm")
 
     def recorder(self) -> TapeRecorder:
+        self._world.reach("capture")
         return TapeRecorder(self._world)
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class Tape(TorchDispatchMode):
@@ -82,9 +122,21 @@ class Tape(TorchDispatchMode):
         self._entries: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in SYNCHRONISE:
+            raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
         self._entries.append((func, args, kwargs or {}, result))
         return result
+
+    def poison(self) -> None:
+        """A capture computes nothing: what it returned holds nonsense until a replay."""
+        for _, args, kwargs, results in self._entries:
+            taken = {
+                v.untyped_storage().data_ptr() for v in tree_leaves((args, kwargs)) if is_tensor(v)
+            }
+            for value in filter(is_tensor, tree_leaves(results)):
+                if value.untyped_storage().data_ptr() not in taken and value.is_floating_point():
+                    value.fill_(torch.nan)
 
     def replay(self) -> None:
         """The same operators on the same addresses, results into the same places."""
@@ -92,13 +144,12 @@ class Tape(TorchDispatchMode):
             for func, args, kwargs, results in self._entries:
                 again = func(*args, **kwargs)
                 for place, value in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                    is_tensor = isinstance(place, torch.Tensor)
-                    if is_tensor and place.data_ptr() != value.data_ptr():
+                    if is_tensor(place) and place.data_ptr() != value.data_ptr():
                         place.copy_(value)
 
 
 class TapeRecorder(CudaRecorder):
-    """``CudaRecorder``: what is captured has run once already, which no result may depend on."""
+    """``CudaRecorder``; what is captured has run once, on nonsense for all that anybody can see."""
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
@@ -121,6 +172,7 @@ class TapeRecorder(CudaRecorder):
                 run()
         finally:
             self._world.capturing.clear()
+        tape.poison()
         return tape
 
     def free_bytes(self) -> int:

@@ -1,0 +1,161 @@
+"""Stage: each mechanism by itself, without the server, on bindings, on torch, then on both.
+
+The self-test's checks (``pipeswitch/devices/cuda/selftest.py``) and some that no server waits for
+when it starts. Each is a process of its own with 15 s, and says one JSON line; one that is not run
+says what it lacks. The first that is broken is the one to mend: it may break those behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.devices.cuda.examine import look
+from pipeswitch.devices.cuda.ladder import Outcome, Wishes, Words, choose
+from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
+from pipeswitch.devices.cuda.selftest import (
+    CHECKS,
+    GROUP_BYTES,
+    HEAD_BYTES,
+    LAST_BYTES,
+    MIB,
+    ROUNDS,
+    Check,
+    Pipe,
+    Rig,
+    Sender,
+    expect,
+    fill,
+    fork,
+    main,
+    opened,
+    round_trip,
+    share,
+    tensor_of,
+    total,
+)
+from pipeswitch.errors import ConfigError
+from pipeswitch.ipc.board import sealed_memfd
+
+from .gpu_common import end_without, package, put
+
+SUSPEND_BYTES = 16 * MIB
+STEPS = 200
+
+
+def _pinned(rig: Rig) -> str:
+    """A memfd, mapped and registered. Where it is refused copies are staged: slower, as correct."""
+    store = PinnedMapping(rig.cuda(), sealed_memfd("store", PIN_BYTES), PIN_BYTES)
+    store.pin(0, PIN_BYTES)
+    round_trip(rig.cuda(), store.address, store.array[:MIB])
+    if store.refusal:
+        raise RuntimeError(f"copies are staged: {store.refusal}")
+    return f"{PIN_BYTES // MIB} MiB of a memfd registered"
+
+
+def _wait(rig: Rig) -> str:
+    """A copy behind a wait reads what another stream of this process sends; no torch, no IPC."""
+    cuda = rig.cuda()
+    base = cuda.malloc(HEAD_BYTES + GROUP_BYTES)
+    fill(cuda, base, 0, HEAD_BYTES + GROUP_BYTES)
+    sender, buffer, stream = Sender(cuda, base), PinnedBuffer(cuda, MIB), cuda.stream()
+    kinds: tuple[Words, ...] = ("write", "copy")
+    for turn in range(1, ROUNDS + 1):
+        words = kinds[turn % 2]
+        cuda.wait_value(stream, base, turn)
+        cuda.copy_to_host(buffer.address, base + LAST_BYTES, MIB, stream)
+        sender.send(turn, words)
+        cuda.synchronize(stream)
+        expect(f"round {turn}, {words}", int(buffer.array.sum(dtype=np.int64)), turn * MIB)
+    return f"{ROUNDS} rounds"
+
+
+def _warm(rig: Rig) -> str:
+    rig.side().warm_up()
+    return "cuBLAS, cuBLASLt and cuDNN compute"
+
+
+def _suspend(rig: Rig) -> str:
+    """A job drains its queue and parks; another process reads its memory back and scrubs it."""
+    _, peer = fork(partial(_be_suspended, rig))
+    cuda = rig.cuda()
+    block = share(cuda, peer, SUSPEND_BYTES, 0)
+    peer.ask("is_parked")
+    for start in range(0, SUSPEND_BYTES, MIB):
+        expect("what a parked job left", total(cuda, block + start), STEPS * MIB)
+    fill(cuda, block, 0, SUSPEND_BYTES)
+    peer.tell()
+    expect("what the job sees of scrubbed memory", peer.ask("found"), 0)
+    return f"{SUSPEND_BYTES // MIB} MiB behind {STEPS} kernels"
+
+
+def _be_suspended(rig: Rig, pipe: Pipe) -> None:
+    side, cuda = rig.side(), rig.cuda()
+    values = tensor_of(side, opened(cuda, pipe), 0, SUSPEND_BYTES)
+    for _ in range(STEPS):
+        values.add_(1)
+    cuda.synchronize_device()
+    pipe.tell(is_parked=True)
+    pipe.hear()
+    pipe.tell(found=int(values.sum()))
+
+
+MECHANISMS: Final[dict[str, Check]] = {
+    "device": CHECKS["device"],
+    "memory": CHECKS["memory"],
+    "pinned": Check(_pinned, ("memory",)),
+    "wait": Check(_wait, ("memory",)),
+    "ipc": CHECKS["ipc"],
+    "torch": CHECKS["torch"],
+    "warm": Check(_warm, ("torch",)),
+    "tensor": CHECKS["tensor"],
+    "wait-write": CHECKS["wait-write"],
+    "wait-copy": CHECKS["wait-copy"],
+    "suspend": Check(_suspend, ("tensor",)),
+    "slice": CHECKS["slice"],
+    "graph": CHECKS["graph"],
+}
+"""In the order in which they run."""
+
+
+def stage() -> int:
+    """Run them all; tell the first broken one, and the rungs that a server would choose."""
+    _, *names = MECHANISMS
+    try:
+        found = look(package(), 0, names, program="benchmarks.gpu_mechanisms")
+    except ConfigError as error:  # there is not even a driver's library
+        found = {"device": {"is_ok": False, "text": error.message, **error.data}}
+    for name in MECHANISMS:
+        if name in found:
+            _put_mechanism(name, found[name])
+    if "complaints" in found:
+        put(stderr=found["complaints"]["text"])
+    device = found["device"]
+    if not device["is_ok"]:
+        return end_without(device["text"], device.get("kind", ""))
+    put(device=device)
+    outcomes = {name: Outcome(found[name]["is_ok"], found[name]["text"]) for name in MECHANISMS}
+    try:
+        ladder = choose(Wishes(), outcomes)
+    except ConfigError as error:
+        put(ladder_refused=error.message)
+        return 1
+    rungs = {key: getattr(ladder, key) for key in ("waits", "words", "activations", "graphs")}
+    put(rungs=rungs, reasons=ladder.reasons)
+    return 0 if all(outcome.is_ok for outcome in outcomes.values()) else 1
+
+
+def _put_mechanism(name: str, found: dict[str, Any]) -> None:
+    outcome = "ok" if found["is_ok"] else "not run" if "lacks" in found else "FAILED"
+    put(mechanism=name, outcome=outcome, text=found["text"], s=found.get("seconds", 0.0))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(json.loads(sys.argv[1]), MECHANISMS)
+    else:
+        sys.exit(stage())
