@@ -233,7 +233,8 @@ class SimulatedWorker(Process):
     def _steps_aside(self, task: SimulatedInference) -> None:
         device, epoch = self.scene.device, task.order.epoch
         require(device.turn == epoch, "it gives away what it has not")
-        device.stop_words[self.slot], device.turn, task.has_begun = NO_EPOCH, Turn(0), False
+        device.turn, task.has_begun = Turn(0), False
+        device.stop_words = {**device.stop_words, self.slot: NO_EPOCH}
         self.say("task", SteppedAside(epoch=epoch))
 
     def _computes_group(self) -> None:

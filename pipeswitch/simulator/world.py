@@ -184,7 +184,8 @@ class World:
             case ev.RaiseTurn(turn=turn, device=index):
                 self.scenes[index].device.turn = turn
             case ev.Interrupt(slot=slot, epoch=epoch, device=index):
-                self.scenes[index].device.stop_words[slot] = epoch
+                device = self.scenes[index].device
+                device.stop_words = {**device.stop_words, slot: epoch}
             case ev.SpawnDaemon(generation=generation, device=index):
                 require(self.daemons.get(index) is None, "there are two memory daemons")
                 require(not self.workers_of(index), "workers outlive their memory daemon")

@@ -40,13 +40,13 @@ REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "charge")  # these are the accounts'
+SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
-    "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
+    "aside", "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served", "spent_us",  # are only shown
@@ -202,6 +202,7 @@ class Brain:
             tuple([workers.freeze(worker, e) for worker in state.workers.values()]),
             None if state.current is None else tasks.freeze(state.current, e),
             None if state.upcoming is None else tasks.freeze(state.upcoming, e),
+            None if state.aside is None else tasks.freeze(state.aside, e),
             state.training,
             state.is_daemon_ready,
             state.is_given_up,
@@ -211,7 +212,7 @@ class Brain:
             fleet._daemon_respawn_at_ms,
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
-            state.accounts.freeze(state.current, state.upcoming),
+            state.accounts.freeze(state.current, state.upcoming, state.aside),
         )
 
     def thaw(
@@ -237,9 +238,10 @@ class Brain:
         self, device: Device, frozen: Any, n: Next, generations: Sequence[int]
     ) -> None:
         core, state, fleet = self.scheduler.core, device.state, device.fleet
-        (requests, queue, jobs, workers, current, upcoming, state.training, state.is_daemon_ready,
-         state.is_given_up, arena, fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms, early, replicas, accounts) = frozen  # fmt: skip
+        (requests, queue, jobs, workers, current, upcoming, aside, state.training,
+         state.is_daemon_ready, state.is_given_up, arena, fleet.is_daemon_alive,
+         fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
+         accounts) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.accounts = Equal(state.accounts.is_shared)
         state.queue, state.early = Queue(core.judge, state.accounts), Queue()
@@ -254,7 +256,8 @@ class Brain:
         state.daemon_generation = generations[0]
         state.current = None if current is None else self._tasks.thaw(current, n)
         state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
-        state.accounts.thaw(accounts, state.current, state.upcoming)
+        state.aside = None if aside is None else self._tasks.thaw(aside, n)
+        state.accounts.thaw(accounts, state.current, state.upcoming, state.aside)
         state.cold_switches = []
         state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)

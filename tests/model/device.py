@@ -17,7 +17,11 @@ def freeze_device(device: Device, e: Add) -> Any:
         e(epoch)
     held = device.contents.values()
     e(device.computed[0])
+    stops = sorted(device.stop_words.items())
+    for _, epoch in stops:
+        e(epoch)
     return (
+        tuple([slot for slot, _ in stops]),
         device.computed[1],
         tuple([word for word, _ in words]), freeze_items([one.order for one in held], e),
         tuple([(one.done, one.order.model in device.intact, one.order.epoch in device.cancelled)
@@ -28,12 +32,13 @@ def freeze_device(device: Device, e: Add) -> Any:
 
 
 def thaw_device(frozen: Any, n: Next) -> Device:
-    computed, words, orders, details, slices, dirty, memories = frozen
+    stops, computed, words, orders, details, slices, dirty, memories = frozen
     device = Device()
     device.memories = memories
     device.turn = n()
     device.words = {word: n() for word in words}  # type: ignore[misc]
     device.computed = (n(), computed)
+    device.stop_words = {slot: n() for slot in stops}  # type: ignore[misc]
     for order, (done, is_intact, is_cancelled) in zip(thaw_items(orders, n), details, strict=True):
         device.contents[order.model] = Held(order, done)
         if is_intact:

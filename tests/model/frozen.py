@@ -22,6 +22,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from pipeswitch.planning.streaming import Landings
 from pipeswitch.scheduler.states import StateMachine
 
 Add = Callable[[int], None]
@@ -71,6 +72,8 @@ class Codec:
             "kind": kind,
             "new": kind.__new__,
             "StateMachine": StateMachine,
+            "lands": lands,
+            "landings": lambda t: t and Landings(*t[:2], frozenset(t[2]), *t[3:]),
         }
         for name, annotation in kind.__annotations__.items():
             if name not in drop:
@@ -94,6 +97,8 @@ class Codec:
             self._value(name, f"tuple(sorted(o.{name}))", "set({})")
         elif annotation.startswith("dict[ModelName, "):
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
+        elif annotation == "Landings | None":
+            self._value(name, f"lands(o.{name})", "landings({})")
         elif annotation.startswith("StateMachine["):
             self._machine(name, annotation)
         else:
@@ -137,6 +142,11 @@ class Codec:
         )
         exec(compile(source, f"<codec of {self.kind.__name__}>", "exec"), self._names)
         return self._names["freeze"], self._names["thaw"]
+
+
+def lands(of: Landings | None) -> Any:
+    """The landings of a model that streams as plain values."""
+    return of and (of.offsets, of.waits, tuple(sorted(of.kept)), of.kept_bytes, of.size_bytes)
 
 
 class Still:

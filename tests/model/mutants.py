@@ -48,6 +48,7 @@ _find_place = Arena.find_place
 _done = Endings.done
 _request_died = Endings.worker_died
 _give = Turns.give
+_stepped_aside = Turns.stepped_aside
 _ended = Training.ended
 _evict = Training.evict
 _job_died = Training.worker_died
@@ -74,6 +75,8 @@ AHEAD = Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, are
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 LOST = Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
              daemon_restarts=0, is_coarse=True)  # fmt: skip
+ASIDE = Scope(name="aside", has_job=False, requests=3, asks="BAB", models=2, groups=4,
+              model_mib=12, small_mib=2, arena_mib=12, is_coarse=True)  # fmt: skip
 MOVED = Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1,
               is_coarse=True)  # fmt: skip
 PLACED = Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A",
@@ -95,6 +98,26 @@ def _all_suspended(self: Training) -> list[Any]:
         if job.state.state is TaskState.SUSPENDED
         or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
     ]
+
+
+def _give_upcoming(self: Turns) -> None:
+    if self._device.upcoming is not None:
+        _give(self)
+
+
+def _let_in_at_once(self: Turns) -> None:
+    device = self._device
+    if device.current is not None and device.upcoming is not None:
+        device.current, device.aside = None, device.current
+        device.aside.lets_in = True
+        _give(self)
+
+
+def _stepped_aside_unused(self: Turns, worker: Any, epoch: Any) -> None:
+    _stepped_aside(self, worker, epoch)
+    device = self._device
+    if device.aside is not None:
+        device.replicas[device.aside.model].users -= 1
 
 
 def _evict_whatever(self: Training, name: Any, cause: str) -> None:
@@ -403,4 +426,9 @@ MUTANTS = (
     Mutant("a job begins on another device beside its old process",
            replace(LOST, has_job=True, steps=1, requests=0, models=1),
            ((Jobs, "has_process_of", lambda self, name: False),)),
+    Mutant("a pass that stepped aside does not go on", ASIDE, ((Turns, "give", _give_upcoming),)),
+    Mutant("who was let in begins before the pass has stepped aside", ASIDE,
+           ((Turns, "let_in", _let_in_at_once),)),
+    Mutant("what a pass that stepped aside reads is given away", ASIDE,
+           ((Turns, "stepped_aside", _stepped_aside_unused),)),
 )  # fmt: skip

@@ -57,6 +57,7 @@ class Scope:
     groups: int = 1
     arena_mib: int = 8  # arrival words take 2, the slice 2
     model_mib: int = 4
+    small_mib: int = 0  # of all models but the first, which have one group; 0: they are alike
     standby: int = 1
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # at other boundaries nothing is committed
     is_coarse: bool = False
@@ -69,9 +70,11 @@ class Scope:
     words = 64
     grace_ms = GRACE_MS
 
-    @property
-    def model_bytes(self) -> int:
-        return self.model_mib * MIB
+    def size_of(self, model: str) -> tuple[int, int]:
+        """Its bytes and groups."""
+        if self.small_mib and model != "A":
+            return self.small_mib * MIB, 1
+        return self.model_mib * MIB, self.groups
 
     @property
     def arena_bytes(self) -> int:

@@ -22,6 +22,8 @@ QUICK: Final = (
     Scope(name="join", steps=0, requests=3, models=1, batch=3, is_coarse=True),
     Scope(name="stream", has_job=False, requests=2, models=1, groups=6, model_mib=12, arena_mib=12,
           kills=1, is_coarse=True),
+    Scope(name="aside", has_job=False, requests=4, asks="BABB", models=2, groups=4, model_mib=12,
+          small_mib=2, arena_mib=12, is_coarse=True),
     Scope(name="turns", has_job=False, requests=7, asks="AAAABAB", callers="ggggmkm",
           models=2, arena_mib=14, is_coarse=True),
     Scope(name="fine", steps=1, requests=1, models=1, groups=2),
@@ -58,6 +60,8 @@ FULL: Final = (
           is_coarse=True),
     Scope(name="stream-kill", has_job=False, requests=2, models=1, groups=6, model_mib=12,
           arena_mib=12, kills=1, daemon_kills=1, is_coarse=True),
+    Scope(name="aside-kill", has_job=False, requests=3, asks="BAB", models=2, groups=4,
+          model_mib=12, small_mib=2, arena_mib=12, kills=1, is_coarse=True),
     Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
           is_coarse=True),
 )  # fmt: skip

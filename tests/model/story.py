@@ -128,6 +128,8 @@ def order_of(world: World, command: Any) -> str | None:
             return f"to worker {slot}{where}: {_message(message)}{_place(message)}"
         case ev.RaiseTurn(turn=turn):
             return f"the board{where}: its turn is {turn}"
+        case ev.Interrupt(slot=slot):
+            return f"the board{where}: worker {slot} shall step aside"
         case ev.KillWorker(slot=slot, reason=reason):
             return f"kill worker {slot}{where}: {reason}"
         case ev.SpawnWorker(slot=slot):

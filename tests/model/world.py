@@ -103,8 +103,9 @@ class World(simulator.World):
         batching = Batching(limit=self.scope.batch, delay_ms=DEADLINE_MS, is_exact=True)
         for index in range(self.scope.models):
             name = self.model_name(index)
+            size_bytes, groups = self.scope.size_of(name)
             program = program_of(
-                f"d{name}", self.scope.model_bytes, groups=self.scope.groups,
+                f"d{name}", size_bytes, groups=groups,
                 batching=batching if self.scope.batch else None,
             )  # fmt: skip
             self.clients.register(name, program, devices=self._allowed(name))
