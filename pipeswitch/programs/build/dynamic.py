@@ -162,12 +162,12 @@ def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> 
     extents = {shape[0] if shape else 0 for shape in shapes}
     if not shapes:
         return {}, "there are no inputs"
-    if len(extents) != 1 or 0 in extents:
-        return {}, "the inputs do not share dimension 0"
     given = [dim for (_, axis), dim in asked.items() if axis == 0]
+    if given and given[0].name != BATCH:
+        return {}, f"dimension 0 is {given[0].name}"
+    if len(extents) != 1 or 0 in extents:
+        return {}, "the inputs do not share dimension 0 (dynamic opens it for one of them)"
     dim = given[0] if given else Dim(BATCH, 1, max(max_batch, *extents))
-    if dim.name != BATCH:
-        return {}, f"dimension 0 is {dim.name}"
     if dim.high < 2:
         return {}, "max_batch is 1"
     return {(number, 0): dim for number in range(len(shapes))}, ""
