@@ -31,6 +31,7 @@ from pipeswitch.programs.graph import last_readers
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.profiling import plans
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.simulator.costs import Costs, Link, Training
@@ -252,6 +253,15 @@ def test_registering_says_what_it_will_cost(rig: Rig) -> None:
     assert streams["sent_bytes"] < 186 * MIB - 30 * MIB
     assert body["notes"] == [streams["text"]]
     assert streams["text"].startswith("streams: ")
+
+
+def test_before_its_first_pass_only_the_copy_is_predicted_and_is_called_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_link_bytes_per_ms", lambda _: float(MIB))
+    streams = rig.answers[registered(rig)].body["streams"]
+    copy_ms = streams["sent_bytes"] / MIB
+    assert streams["text"].endswith(f"of which the copy alone takes {copy_ms:.0f} ms")
 
 
 def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig: Rig) -> None:

@@ -93,9 +93,8 @@ class DeviceProgram:
         self._refused: set[Shapes] = set()
         # A graph program keeps nothing between two runs; a module may cache tensors.
         self.may_use_slice = isinstance(bound, BoundGraph)
-        self.is_replaying = (
-            False  # no kernel is loaded then, nothing allocated: the device may wait
-        )
+        # While it replays no kernel is loaded and nothing allocated: the device may wait.
+        self.is_replaying = False
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
         """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.

@@ -201,15 +201,16 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
     if replica.landings is None:
         return None
     known = state.predictions.predict(replica.name, max(1, replica.model.last_batch))
+    says = "about {:.0f} ms a pass"
     if replica.profile is not None:
         costs, plan = costs_of(replica.profile), plan_in_force(replica.built)
         took_ms = pass_ms(plan, costs, replica.landings) + replica.profile.overheads.wake_ms
     elif known.load_ms:
         took_ms = max(known.load_ms, known.compute_ms)
     else:
-        bytes_per_ms = _link_bytes_per_ms(state)
+        bytes_per_ms, says = _link_bytes_per_ms(state), "of which the copy alone takes {:.0f} ms"
         took_ms = replica.sent_bytes / bytes_per_ms if bytes_per_ms else 0.0
-    time = f", about {took_ms:.0f} ms a pass" if took_ms else ""
+    time = f", {says.format(took_ms)}" if took_ms else ""
     return {
         "window_bytes": replica.region_bytes,
         "sent_bytes": replica.sent_bytes,
