@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+import msgspec
 from google.protobuf.message import DecodeError
 
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
@@ -68,6 +69,8 @@ SMALL_BYTES: Final = 64 << 10  # of a message without tensors
 
 CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
 """Metadata of the call that this task serves."""
+LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
+"""What the call's own deadline leaves it; not of a stream, which has many requests."""
 Verb = Callable[[Standing, Any], Awaitable[Any]]
 Answered = Callable[[Standing, str, bytes], Awaitable[Any]]
 """The answer to a message of a caller, at an address."""
@@ -157,6 +160,7 @@ class Calls:
                 with self._place(context) as address:
                     caller = Callers.PROBE if is_probe else self._caller(context)
                     data = await _only(requests)
+                    LEFT_S.set(context.time_remaining())
                     async with self._answered(verb, caller, address, data) as answer:
                         yield answer
                 return
@@ -309,6 +313,10 @@ class Calls:
             request, asked = read_infer(rest, raw)
         else:
             request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
+        left_s = LEFT_S.get()
+        if left_s is not None and asked.deadline_ms is None:
+            left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
+            asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
         outputs, bill = await self._service.infer(
             caller, model, request.model_version, asked, CARRIER.get()

@@ -36,6 +36,21 @@ class Doubled(torch.nn.Module):
         return x + x
 
 
+class Long(torch.nn.Module):
+    """Ten times what a caller waits for it, or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.pad(x, (0, 1008)).repeat(400, 1)
+        for _ in range(16):
+            for layer in self.layers:
+                y = torch.tanh(layer(y))
+        return y.view(400, -1, 1024)[0, :, :16]
+
+
 @pytest.fixture(scope="module")
 def net() -> torch.nn.Module:
     module: torch.nn.Module = mlp(16, 2, seed=0)
@@ -566,7 +581,7 @@ KSERVE = """
             halves.append(values(await client.infer(request("half", half, "FP16", binary=True))))
             for asked in (client.is_model_ready("mpl"),
                           client.infer(request("mlp", half, "FP16", binary=True)),
-                          client.infer(request("mlp", x, binary=True), timeout=1e-9)):
+                          client.infer(request("long", x, binary=True), timeout=0.1)):
                 try:
                     await asked
                 except grpc.RpcError as error:
@@ -586,8 +601,10 @@ def test_kserves_clients_ask_over_rest_and_grpc(
     if not python:
         pytest.skip("PIPESWITCH_KSERVE_PYTHON names no Python that has kserve")
     checked.client.register("plain", Doubled(), example_inputs=(torch.zeros(2, 4),))
+    checked.client.register("long", Long(), example_inputs=(torch.zeros(2, 16),))
     found = run(KSERVE, http, checked.running.grpc_address, python=python)
     checked.client.unregister("plain")
+    checked.client.unregister("long")
     assert found["states"] == [True, True, True, False, True, True, True]
     x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
     plain = eager(net, torch.from_numpy(x)).numpy()

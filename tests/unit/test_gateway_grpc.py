@@ -245,8 +245,12 @@ class _Details:
 class Context:
     """A call's, as gRPC's library makes it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, left_s: float | None = None) -> None:
         self.address, self.aborted = address, list[str]()
+        self.left_s = left_s
+
+    def time_remaining(self) -> float | None:
+        return self.left_s
 
     def peer(self) -> str:
         return f"ipv4:{self.address}:4711"
@@ -292,6 +296,42 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
         asyncio.run(call())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "timeout_us", "deadline_ms"),
+    [(None, 0, None), (2.5, 0, 2500.0), (2.5, 4000, 4.0), (-0.1, 0, 0.001)],
+)
+def test_a_calls_deadline_is_its_requests_where_that_names_none(
+    left_s: float | None, timeout_us: int, deadline_ms: float | None
+) -> None:
+    asked = list[InferRequest]()
+
+    class Service:
+        def standing(self, token: str) -> None: ...
+
+        async def infer(self, *given: Any) -> Any:
+            asked.append(given[3])
+            return [], {}
+
+    async def call(verb: str) -> None:
+        service: Any = Service()
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20))
+        context: Any = Context("10.0.0.1", left_s)
+        made = request("FP32", [1], raw_input_contents=[b"1234"])
+        made.parameters["timeout"].int64_param = timeout_us
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield made.SerializeToString()
+
+        unary = calls._unary("ModelInfer", calls._infer).stream_stream
+        behavior = {"unary": unary, "stream": calls._stream}[verb]
+        assert len([found async for found in behavior(requests(), context)]) == 1
+
+    asyncio.run(call("unary"))
+    asyncio.run(call("stream"))
+    assert asked[0].deadline_ms == deadline_ms
+    assert asked[1].deadline_ms == (timeout_us / 1000.0 or None)  # a stream has many requests
 
 
 def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
