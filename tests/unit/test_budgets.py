@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -190,7 +190,7 @@ def test_a_log_of_requests_that_is_off_costs_them_no_call_and_no_file(tmp_path: 
         files.append(Path(frame.f_code.co_filename).name)
 
     client = Client(peer=SimpleNamespace(), standing=OWNER)
-    requests = Requests(SimpleNamespace(memory_of=lambda _: memoryview(b"")), log)
+    requests = Requests(SimpleNamespace(memory_of=lambda _: memoryview(b"")), log, cast(Any, None))
     before = sys.getprofile()
     sys.setprofile(note)
     try:
