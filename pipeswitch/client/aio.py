@@ -60,7 +60,7 @@ class AsyncClient(AwaitedVerbs[Client]):
         return await self.submit(model, inputs, **options)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
-        """Requests that go on from what the one before left; ``async with``, and await ``infer``."""
+        """As ``Client.sequence``; ``async with``, and await ``infer``."""
         return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
 
     def prefetch(self, model: str) -> None:
