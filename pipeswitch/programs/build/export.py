@@ -232,6 +232,7 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
             for name, weight in zip(program.graph.weights, program.weights, strict=True)
         ],
         (tensor_bytes(weight) for weight in program.weights),
+        program.generation,
     )
 
 

@@ -181,6 +181,7 @@ def _export(
     made: list[Manifest] = []
 
     def verify(program: Program) -> None:
+        program.generation = loaded.generation
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
