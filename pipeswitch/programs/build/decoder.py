@@ -76,10 +76,11 @@ class Decoder(nn.Module):
 
     def _past(self, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values, [batch, heads, past, size]: views."""
-        parts = iter(cache.split(self._sizes, -1))
+        parts = iter(torch.split(cache, self._sizes, -1))
+        batch, past = cache.shape[:2]
         for heads, key_size, value_size in self.shapes:
-            keys = next(parts).unflatten(-1, (heads, key_size)).transpose(1, 2)
-            yield keys, next(parts).unflatten(-1, (heads, value_size)).transpose(1, 2)
+            keys = next(parts).view(batch, past, heads, key_size).transpose(1, 2)
+            yield keys, next(parts).view(batch, past, heads, value_size).transpose(1, 2)
 
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """What each new token sees: the rows in use, itself and those before it.
@@ -207,7 +208,7 @@ def _cache_layers(model: Any, config: Any, keyword: str) -> list[tuple[torch.Ten
         )
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{keyword: cache})
-    layers: Any = [(layer.keys, layer.values) for layer in cache.layers]
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
     if not layers or any(keys is None or keys.shape[2] != 2 for keys, _ in layers):
         _refuse("it does not keep keys and values of each layer and token")
     if len({keys.shape[1] for keys, _ in layers}) > 1:

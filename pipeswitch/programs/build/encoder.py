@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...errors import RegistrationRefused
 from ..bundle import VERSION, Graph, Node, check_graph
 from ..dims import Extent
-from ..graph import mutations
 from ..generation import Generation
+from ..graph import mutations
 from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
 from ..values import dtype_name
