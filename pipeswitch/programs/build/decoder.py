@@ -40,14 +40,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         config = _text_config(model)
-        self.context = _context(config)
         self._cache_keyword = "cache" if "cache" in parameters_of(model) else "past_key_values"
         layers = _cache_layers(model, config, self._cache_keyword)
+        self.context = _context(config)
         self.shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in layers]
         self.dtype = layers[0][0].dtype
         self._sizes = [heads * size for heads, *both in self.shapes for size in both]
         self.width = sum(self._sizes)  # of a token's row
-        self._groups = config.num_attention_heads // self.shapes[0][0]
         from transformers import AttentionInterface
         from transformers.cache_utils import Cache
 
@@ -85,14 +84,14 @@ class Decoder(nn.Module):
     def _mask(self, step: torch.Tensor, used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """What each new token sees: the rows in use, itself and those before it.
 
-        Added to the scores. A group's heads stand one after the other, as ``_attention`` has them.
+        It is added to the scores: [batch, 1, length, past + length].
         """
         batch, past = cache.shape[:2]
         length = step.shape[0]
         rows = torch.arange(past, device=cache.device)
         is_used = (rows < used[:, None])[:, None].expand(batch, length, past)
         is_before = (step <= step[:, None])[None].expand(batch, length, length)
-        sees = torch.cat([is_used, is_before], -1).repeat(1, self._groups, 1)
+        sees = torch.cat([is_used, is_before], -1)
         bias = torch.zeros((), dtype=cache.dtype, device=cache.device)
         return bias.masked_fill(~sees, float("-inf"))[:, None]
 
@@ -195,8 +194,7 @@ def _cache_layers(model: Any, config: Any, keyword: str) -> list[tuple[torch.Ten
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    if model.config.is_encoder_decoder:
-        _refuse("an encoder answers before its decoder, and its output is state of another kind")
+    refuse_encoder(model.config)
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         _refuse(f"{type(model).__name__} has no logits of a next token", "hf:NAME#…ForCausalLM")
     cache = DynamicCache(config=config)
@@ -211,8 +209,6 @@ def _cache_layers(model: Any, config: Any, keyword: str) -> list[tuple[torch.Ten
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if not layers or any(keys is None or keys.shape[2] != 2 for keys, _ in layers):
         _refuse("it does not keep keys and values of each layer and token")
-    if len({keys.shape[1] for keys, _ in layers}) > 1:
-        _refuse("its layers have unequal numbers of heads")
     return layers
 
 
@@ -263,11 +259,30 @@ def _attention(
         if more.get(name) is not None:
             _refuse(f"its attention has {name}")
     batch, heads, length, _ = query.shape
+    groups = heads // key.shape[1]
     packed = query.reshape(batch, key.shape[1], -1, query.shape[-1])
     found = functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=mask, scale=scaling
+        packed, key, value, attn_mask=_packed(mask, groups), scale=scaling
     )
     return found.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2), None
+
+
+def _packed(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """The mask of packed heads, made once for all layers: kept on the mask, which is one call's."""
+    if groups == 1:
+        return mask
+    made: dict[int, torch.Tensor] = vars(mask).setdefault("of_groups", {})
+    if groups not in made:
+        made[groups] = mask.repeat(1, 1, groups, 1)
+    return made[groups]
+
+
+def refuse_encoder(config: Any) -> None:
+    """Raises:
+    RegistrationRefused: it is of an encoder and a decoder.
+    """
+    if config.is_encoder_decoder:
+        _refuse("an encoder answers before its decoder, and its output is state of another kind")
 
 
 def decoder(model: Any) -> Decoder:

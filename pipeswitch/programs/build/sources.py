@@ -28,7 +28,7 @@ from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
-from .decoder import decoder
+from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -258,6 +258,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
     if spec.generate:
+        refuse_encoder(config)
         bare = transformers.AutoModelForCausalLM
     own = None if spec.generate and not wished else _class(transformers, wished, config)
     cls = own or bare
