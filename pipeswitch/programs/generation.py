@@ -10,7 +10,7 @@ the cache are) and ``cache`` [batch, past, width], one row for each token so far
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
@@ -49,6 +49,17 @@ class Generation(
     bos_id: int | None = None
     chat_template: str = ""  # Jinja, of the model's author: to be rendered in a sandbox alone
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
+
+    def summary(self) -> dict[str, Any]:
+        """What a manifest says of it: all but the long texts, which are in the bundle."""
+        return {
+            "vocabulary": self.vocabulary,
+            "context": self.context,
+            "eos_ids": list(self.eos_ids),
+            "bos_id": self.bos_id,
+            "has_tokenizer": bool(self.tokenizer),
+            "has_chat": bool(self.chat_template),
+        }
 
 
 def decode_generation(text: str, graph: Graph) -> Generation:

@@ -20,6 +20,7 @@ import torch
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs import generation as generation_module
 from pipeswitch.programs.answer import Answer, Ending
+from pipeswitch.programs.build import decoder as decoder_module
 from pipeswitch.programs.build.decoder import Decoder
 from pipeswitch.programs.build.export import export_decoder_to_bundle
 from pipeswitch.programs.build.program import build
@@ -27,6 +28,7 @@ from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.bundle import Bundle, read_bundle
 from pipeswitch.programs.executor import GraphProgram
 from pipeswitch.programs.generation import packed_tokenizer, tokenizer_json
+from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.sampling import Sampling, next_token
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
 from pipeswitch.programs.views import tensor_over
@@ -54,6 +56,7 @@ class Made:
 
     model: Any
     tokenizer: Any
+    manifest: Manifest
     bundle: Bundle
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ids, count, used, cache
     width: int
@@ -110,7 +113,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     width = manifest.inputs[3].shape[2]
     assert isinstance(width, int)
-    return Made(model, tokenizer, bundle, run, width)
+    return Made(model, tokenizer, manifest, bundle, run, width)
 
 
 def own(model: Any, ids: Sequence[int], new: int) -> list[int]:
@@ -169,6 +172,10 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     said = made.bundle.generation
     assert said is not None
     assert (said.vocabulary, said.context, said.eos_ids, said.bos_id) == (700, 256, (0,), 0)
+    assert made.manifest.extra["generation"] == {
+        "vocabulary": 700, "context": 256, "eos_ids": [0], "bos_id": 0,
+        "has_tokenizer": True, "has_chat": True,
+    }  # fmt: skip
     assert said.chat_template == "{{ messages }}"
     from tokenizers import Tokenizer
 
@@ -180,11 +187,15 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     assert text.strip("\ufffd") in made.tokenizer.decode(tokens)
 
 
-def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(tmp_path: Path) -> None:
+def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = plain_model("qwen2")
     before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
+    monkeypatch.setattr(decoder_module, "LARGEST_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
     told = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
-    assert told["dims"] == {"batch": [1, 4], "length": [1, 256], "past": [1, 256]}
+    assert told["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
+    assert "context is 100 tokens, not 256" in told["notes"][0]
     assert model.config._attn_implementation == attention
     assert own(model, [5, 6, 7], 5) == before
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -17,11 +17,13 @@ from torch import nn
 from torch.nn import functional
 
 from ...errors import RegistrationRefused
+from ...units import format_bytes
 from ..factories import parameters_of
 from ..generation import CACHE, CACHE_NEW, LOGITS, VERSION, Generation, packed_tokenizer
 from .dynamic import Dynamic
 
 MAX_BATCH: Final = 8  # sequences of one step, unless more are asked for
+LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
 LONGEST_PIECE: Final = 512  # tokens of one step: a longer prompt is several
 _ATTENTION: Final = "pipeswitch"  # our name among those of transformers
 _CLOSE: Final = 0.02  # of the largest logit: bfloat16 differs by 0.01, a wrong mask by 0.3
@@ -42,11 +44,16 @@ class Decoder(nn.Module):
         config = _text_config(model)
         self._cache_keyword = "cache" if "cache" in parameters_of(model) else "past_key_values"
         layers = _cache_layers(model, config, self._cache_keyword)
-        self.context = _context(config)
         self.shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in layers]
         self.dtype = layers[0][0].dtype
         self._sizes = [heads * size for heads, *both in self.shapes for size in both]
         self.width = sum(self._sizes)  # of a token's row
+        said = _context(config)
+        self.context = min(said, LARGEST_CACHE_BYTES // (self.width * self.dtype.itemsize))
+        self.notes = [] if self.context == said else [
+            f"context is {self.context} tokens, not {said}: a sequence's cache has at most "
+            f"{format_bytes(LARGEST_CACHE_BYTES)}"
+        ]  # fmt: skip
         from transformers import AttentionInterface
         from transformers.cache_utils import Cache
 

@@ -368,6 +368,7 @@ def export_decoder_to_bundle(
             module = decoder(model)
             program = _checked_program(module, module.example(), None, max_batch, module.dynamic())
         program.generation = module.generation(tokenizer)
+        program.notes[:0] = module.notes
         return program
 
     return _written(path, made)

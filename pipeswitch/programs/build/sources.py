@@ -77,6 +77,7 @@ class Loaded:
     examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
     generation: Generation | None = None  # of a language model that is built to answer in tokens
+    notes: list[str] = field(default_factory=list)  # what was decided on the way
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
@@ -124,9 +125,14 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
     made = decoder(module.model)
     example = made.example()
     inputs = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in example.items()}
-    generation = made.generation(_tokenizer(spec))
     return Loaded(
-        made, inputs, construct, made.dynamic(), examples=[*example.values()], generation=generation
+        made,
+        inputs,
+        construct,
+        made.dynamic(),
+        examples=[*example.values()],
+        generation=made.generation(_tokenizer(spec)),
+        notes=made.notes,
     )
 
 
