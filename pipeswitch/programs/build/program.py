@@ -23,6 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
+from ..generation import Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -183,6 +184,7 @@ def _export(
     made: list[Manifest] = []
 
     def verify(program: Program) -> None:
+        program.generation = loaded.generation
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
@@ -208,7 +210,9 @@ def _export(
         verify=verify,
     )
     [manifest] = made
-    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": program.notes})
+    return msgspec.structs.replace(
+        manifest, extra={**manifest.extra, "notes": [*loaded.notes, *program.notes]}
+    )
 
 
 def _finish_graph(
@@ -239,9 +243,10 @@ def _finish_graph(
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
+    generation = bundle.generation
     return msgspec.structs.replace(
         manifest,
-        digest=_digest(manifest, graph, digest_before),
+        digest=_digest(manifest, graph, digest_before, generation),
         weights_sha256=digest_before,
         extra={
             **manifest.extra,
@@ -250,6 +255,7 @@ def _finish_graph(
             "is_whole": checked.is_whole,
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
+            **({"generation": generation.summary()} if generation else {}),
         },
     )
 
@@ -332,10 +338,14 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
     return [at_batch(graph.dims, batch) for batch in batches if low <= batch <= high]
 
 
-def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
+def _digest(
+    manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
+) -> str:
     """Who checked it belongs to it: a program of older contracts is another one."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
     digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
+    if generation is not None:  # the same weights with another tokenizer say other things
+        digest.update(msgspec.json.encode(generation))
     return digest.hexdigest()
