@@ -21,8 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
+from ..programs.answer import Ending
+from ..programs.generating import Facts, Generating, Tokenizer, tokenizer_of
 from ..programs.nesting import Tree, flatten
+from ..programs.sampling import Sampling
 from ..tracing import Traced, open_tracer
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
@@ -30,6 +35,7 @@ from ..wire.keys import keys_from
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
+from .generation import Generated, check_prompt
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
@@ -87,6 +93,7 @@ class Client(Verbs):
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
         self._tracer = open_tracer()
+        self._tokenizers: dict[str, Tokenizer] = {}  # by program
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -224,6 +231,60 @@ class Client(Verbs):
         result: Result = future.result()
         return result
 
+    def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        priority: str = "",
+        version: int = 0,
+    ) -> Generated:
+        """Text from a language model: ``for token in client.generate("chat", "Once"): …``.
+
+        Args:
+            model: registered with ``generate``.
+            prompt: a text, for the model's own tokenizer (``pip install 'pipeswitch[text]'``), or
+                token ids: then its tokens have no text.
+            max_new_tokens: at most so many; fewer where the model's context ends.
+            temperature: 0 takes the likeliest token.
+            top_p: of the likeliest tokens that have so much together; 1: of all.
+            seed: the same one gives the same tokens, whatever else the server does.
+            stop: texts that end the answer; they are not shown.
+            priority, version: as of ``infer``.
+
+        Returns:
+            An iterator over tokens, each with ``id`` and ``text``; its ``text`` is all of it.
+        """
+        facts = self._facts(model, version)
+        encode = decode = None
+        if isinstance(prompt, str):
+            encode, decode = self._tokenizer(model, facts)
+        generating = Generating(
+            facts,
+            check_prompt(prompt, encode),
+            Sampling(temperature=temperature, top_p=top_p, seed=seed),
+            Ending(max_new_tokens=max_new_tokens, stop=tuple(stop)),
+            decode,
+        )
+        return Generated(generating, partial(self.sequence, model, version=facts.version), priority)
+
+    def _facts(self, model: str, version: int, *, tokenizer: bool = False) -> Facts:
+        body = {"version": version, "tokenizer": tokenizer}
+        return msgspec.convert(self._ask("generation", model=model, body=body), Facts)
+
+    def _tokenizer(self, model: str, facts: Facts) -> Tokenizer:
+        """Of a program: asked for once."""
+        known = self._tokenizers.get(facts.digest)
+        if known is None:
+            known = tokenizer_of(self._facts(model, facts.version, tokenizer=True))
+            self._tokenizers[facts.digest] = known
+        return known
+
     def sequences(self) -> list[dict[str, Any]]:
         """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
@@ -263,6 +324,8 @@ class Client(Verbs):
         postprocess: str = "",
         returns: Inputs | None = None,
         state: Mapping[str, str | tuple[str, int]] | None = None,
+        generate: bool = False,
+        tokenizer: Any = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -309,6 +372,8 @@ class Client(Verbs):
             state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
                 the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
                 appended along a dimension, ``{"cache": ("rows", 1)}``.
+            generate: a language model, for ``generate``: ``hf:NAME``, or a causal language model
+                of transformers (a module), whose ``tokenizer`` comes along.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -330,6 +395,13 @@ class Client(Verbs):
                 )
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
             notes: list[str] = []
+            if generate and not isinstance(source, str | os.PathLike):
+                bundle = _folder(stack) / "program.bundle"
+                _report(progress, "export", 0.0)
+                limit = {"max_batch": max_batch} if max_batch else {}
+                notes += _export_decoder(source, bundle, tokenizer, **limit)["notes"]
+                source = self.upload(bundle, "bundle", progress)
+                generate = False  # the bundle says it
             source = self._as_source(
                 source, signature, example_inputs, options, progress, stack, notes
             )
@@ -364,6 +436,7 @@ class Client(Verbs):
                     else {}
                 ),
                 **({"state": _states(state)} if state else {}),
+                **({"generate": True} if generate else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -703,6 +776,12 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _export_decoder(model: Any, path: Path, tokenizer: Any, **options: Any) -> dict[str, Any]:
+    from ..programs.build.export import export_decoder_to_bundle
+
+    return export_decoder_to_bundle(model, path, tokenizer, **options)
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -120,17 +120,17 @@ def packed_tokenizer(text: str) -> bytes:
     return zlib.compress(data, 9)
 
 
-def tokenizer_json(generation: Generation) -> str:
-    """The text of ``tokenizer.json``; empty where it has none.
+def tokenizer_json(packed: bytes) -> str:
+    """The text of ``tokenizer.json``; empty where there is none.
 
     Raises:
         RegistrationRefused: it is damaged, or unfolds to more than is accepted.
     """
-    if not generation.tokenizer:
+    if not packed:
         return ""
     unpacker = zlib.decompressobj()
     try:
-        data = unpacker.decompress(generation.tokenizer, MAX_TOKENIZER_BYTES)
+        data = unpacker.decompress(packed, MAX_TOKENIZER_BYTES)
         if not unpacker.eof or unpacker.unused_data:
             _refuse(f"its tokenizer is cut off, or larger than {MAX_TOKENIZER_BYTES} bytes")
         return data.decode()

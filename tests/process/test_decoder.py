@@ -179,7 +179,7 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     assert said.chat_template == "{{ messages }}"
     from tokenizers import Tokenizer
 
-    decode = Tokenizer.from_str(tokenizer_json(said)).decode
+    decode = Tokenizer.from_str(tokenizer_json(said.tokenizer)).decode
     ids = made.tokenizer("A set of data")["input_ids"]
     answer = Answer(Ending(max_new_tokens=20, eos_ids=said.eos_ids), decode, ids)
     tokens = made.greedy(ids, 20)
@@ -233,7 +233,7 @@ def test_a_tokenizer_that_unfolds_without_end_is_refused(
     assert made.bundle.generation is not None
     bad = msgspec.structs.replace(made.bundle.generation, tokenizer=packed[: len(packed) - cut])
     with pytest.raises(RegistrationRefused, match="cut off, or larger"):
-        tokenizer_json(bad)
+        tokenizer_json(bad.tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..generation import Generation
+from ..generation import CACHE, CACHE_NEW, Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -74,8 +74,11 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.batch:
             manifest = with_batching(manifest, spec, out_dir)
-        if spec.state:
-            manifest = with_state(manifest, spec.state)
+        state = spec.state
+        if "generation" in manifest.extra:
+            state = {**state, CACHE: (CACHE_NEW, 1)}
+        if state:
+            manifest = with_state(manifest, state)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
