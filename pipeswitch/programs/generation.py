@@ -10,14 +10,13 @@ the cache are) and ``cache`` [batch, past, width], one row for each token so far
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import msgspec
 
 from ..errors import RegistrationRefused
-
-if TYPE_CHECKING:
-    from .bundle import Graph
+from .dims import Dim
+from .layout import ValueSpec
 
 VERSION: Final = 1
 METADATA_KEY: Final = "pipeswitch.generation"
@@ -62,7 +61,20 @@ class Generation(
         }
 
 
-def decode_generation(text: str, graph: Graph) -> Generation:
+class Signature(Protocol):
+    """A graph's."""
+
+    @property
+    def inputs(self) -> tuple[ValueSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[ValueSpec, ...]: ...
+
+    @property
+    def dims(self) -> tuple[Dim, ...]: ...
+
+
+def decode_generation(text: str, graph: Signature) -> Generation:
     """From a bundle's metadata, checked against its graph.
 
     Raises:
@@ -76,7 +88,7 @@ def decode_generation(text: str, graph: Graph) -> Generation:
     return generation
 
 
-def check_generation(generation: Generation, graph: Graph) -> None:
+def check_generation(generation: Generation, graph: Signature) -> None:
     """Refuse what is not bounded, or says other things than the graph."""
     if generation.version != VERSION:
         _refuse(f"version {generation.version}, we read {VERSION}")
