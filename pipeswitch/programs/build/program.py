@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..generation import Generation
+from ..generation import STATE, Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -74,8 +74,8 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.batch:
             manifest = with_batching(manifest, spec, out_dir)
-        if spec.state:
-            manifest = with_state(manifest, spec.state)
+        if state := spec.state or (STATE if "generation" in manifest.extra else {}):
+            manifest = with_state(manifest, state)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
@@ -255,7 +255,7 @@ def _finish_graph(
             "is_whole": checked.is_whole,
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"generation": generation.summary()} if generation else {}),
+            **({"generation": generation.numbers()} if generation else {}),
         },
     )
 
