@@ -263,6 +263,8 @@ class Client(Verbs):
         postprocess: str = "",
         returns: Inputs | None = None,
         state: Mapping[str, str | tuple[str, int]] | None = None,
+        generate: bool = False,
+        tokenizer: Any = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -309,6 +311,10 @@ class Client(Verbs):
             state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
                 the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
                 appended along a dimension, ``{"cache": ("rows", 1)}``.
+            generate: a causal language model of transformers (``hf:NAME``, or the model itself), as
+                one program whose ``state`` is its cache. It says why one cannot be.
+            tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
+                brings its own; without one, prompts and answers are ids.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -318,6 +324,7 @@ class Client(Verbs):
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            notes: list[str] = []
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)
             answer_takes, returned = _signature(returns)
@@ -328,8 +335,9 @@ class Client(Verbs):
                     "dynamic is for a module; a file or a name says it in its inputs",
                     hint='inputs={"ids": ((1, (1, 512)), "int64")}',
                 )
+            if generate and not isinstance(source, str | os.PathLike):
+                source = _decoder(source, tokenizer, max_batch, _folder(stack), notes)
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
-            notes: list[str] = []
             source = self._as_source(
                 source, signature, example_inputs, options, progress, stack, notes
             )
@@ -364,6 +372,7 @@ class Client(Verbs):
                     else {}
                 ),
                 **({"state": _states(state)} if state else {}),
+                **({"generate": True} if generate else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -703,6 +712,15 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _decoder(model: Any, tokenizer: Any, max_batch: int, folder: Path, notes: list[str]) -> Path:
+    from ..programs.build.export import export_decoder_to_bundle
+
+    path = folder / "program.bundle"
+    options = {"max_batch": max_batch} if max_batch else {}
+    notes += export_decoder_to_bundle(model, path, tokenizer, **options)["notes"]
+    return path
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from process_tools import checked_server
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs import generation as generation_module
@@ -282,3 +284,25 @@ def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.Monk
         warnings.simplefilter("ignore")
         with pytest.raises(RegistrationRefused, match="answers other logits"):
             module.check()
+
+
+def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
+    """From a folder, and a client's own model; the cache stays on the server."""
+    transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
+    with checked_server(arena="16MiB", host_store="64MiB") as checked:
+        client, model = checked.client, plain_model("qwen2")
+        row = client.register("chat", model, generate=True)
+        assert row["notes"] == []
+        client.register("other", f"hf:{tmp_path / 'm'}", weights="random:1", generate=True)
+        with pytest.raises(RegistrationRefused, match="is no language model"):
+            client.register("not", torch.nn.Linear(2, 2), generate=True)
+        prompt, new = [5, 6, 7, 8, 9], 30
+        with client.sequence("chat") as sequence:
+            tokens, done = list(prompt), 0
+            while len(tokens) < len(prompt) + new:
+                ids = np.array([tokens[done:]])
+                given = {"count": np.array([ids.shape[1]]), "used": np.array([done])}
+                logits = sequence.infer(ids=ids, **given)["logits"]
+                done = len(tokens)
+                tokens.append(next_token(logits[0], Sampling(), done))
+        assert tokens[len(prompt) :] == own(model, prompt, new)

@@ -272,6 +272,8 @@ def decoder(model: Any) -> Decoder:
     Raises:
         RegistrationRefused: it cannot be one; says why.
     """
+    if not hasattr(model, "config"):
+        _refuse(f"a {type(model).__name__} is no language model of transformers")
     try:
         found = Decoder(model)
         found.check()

@@ -100,6 +100,11 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
+    if spec.generate and bundle.generation is None:
+        raise RegistrationRefused(
+            "generate", "the bundle is no language model's",
+            hint="give the model itself, with generate=True",
+        )  # fmt: skip
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
