@@ -19,15 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
-from ..programs.answer import Ending
-from ..programs.generating import Facts, Generating, Tokenizer, tokenizer_of
 from ..programs.nesting import Tree, flatten
-from ..programs.sampling import Sampling
 from ..tracing import Traced, open_tracer
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
@@ -35,10 +30,12 @@ from ..wire.keys import keys_from
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
-from .generation import Generated, check_prompt
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
+
+if TYPE_CHECKING:
+    from .generation import Generated
 
 CONNECT_TIMEOUT_S: Final = 2.5
 LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
@@ -93,7 +90,7 @@ class Client(Verbs):
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
         self._tracer = open_tracer()
-        self._tokenizers: dict[str, Tokenizer] = {}  # by program
+        self.tokenizers: dict[str, Any] = {}  # by program, of language models
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -260,30 +257,12 @@ class Client(Verbs):
         Returns:
             An iterator over tokens, each with ``id`` and ``text``; its ``text`` is all of it.
         """
-        facts = self._facts(model, version)
-        encode = decode = None
-        if isinstance(prompt, str):
-            encode, decode = self._tokenizer(model, facts)
-        generating = Generating(
-            facts,
-            check_prompt(prompt, encode),
-            Sampling(temperature=temperature, top_p=top_p, seed=seed),
-            Ending(max_new_tokens=max_new_tokens, stop=tuple(stop)),
-            decode,
-        )
-        return Generated(generating, partial(self.sequence, model, version=facts.version), priority)
+        from .generation import generated  # numpy, and the pure parts of text
 
-    def _facts(self, model: str, version: int, *, tokenizer: bool = False) -> Facts:
-        body = {"version": version, "tokenizer": tokenizer}
-        return msgspec.convert(self._ask("generation", model=model, body=body), Facts)
-
-    def _tokenizer(self, model: str, facts: Facts) -> Tokenizer:
-        """Of a program: asked for once."""
-        known = self._tokenizers.get(facts.digest)
-        if known is None:
-            known = tokenizer_of(self._facts(model, facts.version, tokenizer=True))
-            self._tokenizers[facts.digest] = known
-        return known
+        return generated(
+            self, model, prompt, version=version, priority=priority, stop=tuple(stop),
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        )  # fmt: skip
 
     def sequences(self) -> list[dict[str, Any]]:
         """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
@@ -372,8 +351,10 @@ class Client(Verbs):
             state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
                 the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
                 appended along a dimension, ``{"cache": ("rows", 1)}``.
-            generate: a language model, for ``generate``: ``hf:NAME``, or a causal language model
-                of transformers (a module), whose ``tokenizer`` comes along.
+            generate: a causal language model of transformers (``hf:NAME``, or the model itself), as
+                one program whose ``state`` is its cache. It says why one cannot be.
+            tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
+                brings its own; without one, prompts and answers are ids.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -383,6 +364,7 @@ class Client(Verbs):
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            notes: list[str] = []
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)
             answer_takes, returned = _signature(returns)
@@ -393,15 +375,9 @@ class Client(Verbs):
                     "dynamic is for a module; a file or a name says it in its inputs",
                     hint='inputs={"ids": ((1, (1, 512)), "int64")}',
                 )
-            options = {"max_batch": max_batch or None, "dynamic": dynamic}
-            notes: list[str] = []
             if generate and not isinstance(source, str | os.PathLike):
-                bundle = _folder(stack) / "program.bundle"
-                _report(progress, "export", 0.0)
-                limit = {"max_batch": max_batch} if max_batch else {}
-                notes += _export_decoder(source, bundle, tokenizer, **limit)["notes"]
-                source = self.upload(bundle, "bundle", progress)
-                generate = False  # the bundle says it
+                source = _decoder(source, tokenizer, max_batch, _folder(stack), notes)
+            options = {"max_batch": max_batch or None, "dynamic": dynamic}
             source = self._as_source(
                 source, signature, example_inputs, options, progress, stack, notes
             )
@@ -778,10 +754,13 @@ def job_name(entry: str) -> str:
     return "".join(letters).strip("._-")[:64] or "job"
 
 
-def _export_decoder(model: Any, path: Path, tokenizer: Any, **options: Any) -> dict[str, Any]:
+def _decoder(model: Any, tokenizer: Any, max_batch: int, folder: Path, notes: list[str]) -> Path:
     from ..programs.build.export import export_decoder_to_bundle
 
-    return export_decoder_to_bundle(model, path, tokenizer, **options)
+    path = folder / "program.bundle"
+    options = {"max_batch": max_batch} if max_batch else {}
+    notes += export_decoder_to_bundle(model, path, tokenizer, **options)["notes"]
+    return path
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import InvalidInput, SequenceNotFound
-from ..programs.generating import Generating, Token
+from ..programs.answer import Ending
+from ..programs.generating import Facts, Generating, Token, tokenizer_of
+from ..programs.sampling import Sampling
 from .sequence import Sequenced
 
 
@@ -80,6 +84,33 @@ class Generated(Iterator[Token]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def generated(
+    client: Any, model: str, prompt: Any, *, version: int, priority: str, stop: tuple[str, ...],
+    max_new_tokens: int, **sampling: Any,
+) -> Generated:  # fmt: skip
+    """As ``Client.generate``."""
+
+    def facts_with(*, tokenizer: bool, version: int = version) -> Facts:
+        body = {"version": version, "tokenizer": tokenizer}
+        return msgspec.convert(client._ask("generation", model=model, body=body), Facts)
+
+    facts = facts_with(tokenizer=False)
+    encode = decode = None
+    if isinstance(prompt, str):
+        if facts.digest not in client.tokenizers:
+            found = facts_with(tokenizer=True, version=facts.version)
+            client.tokenizers[facts.digest] = tokenizer_of(found)
+        encode, decode = client.tokenizers[facts.digest]
+    generating = Generating(
+        facts,
+        check_prompt(prompt, encode),
+        Sampling(**sampling),
+        Ending(max_new_tokens=max_new_tokens, stop=stop),
+        decode,
+    )
+    return Generated(generating, partial(client.sequence, model, version=facts.version), priority)
 
 
 def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list[int]:

@@ -139,7 +139,7 @@ def _register(q: Question) -> Event:
     spec, digest = permissions.encode_spec(
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
-        postprocess, returns, state, generate=body.flag("generate"),
+        postprocess, returns, state, body.flag("generate"),
     )  # fmt: skip
     return RegisterAsked(
         token=q.token,

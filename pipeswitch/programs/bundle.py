@@ -142,7 +142,9 @@ def read_bundle(path: str | os.PathLike[str] | int) -> Bundle:
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
     said = metadata.get(GENERATION_KEY)
-    generation = None if said is None else decode_generation(said, graph)
+    generation = None if said is None else decode_generation(said)
+    if generation is not None:
+        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
     return Bundle(graph=graph, tensors=tensors, generation=generation)
 
 
@@ -156,7 +158,7 @@ def write_bundle(
     """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes."""
     metadata = {METADATA_KEY: encode_graph(graph)}
     if generation is not None:
-        check_generation(generation, graph)
+        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
         metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
     write_safetensors(path, tensors, data, metadata)
 

@@ -10,26 +10,21 @@ the cache are) and ``cache`` [batch, past, width], one row for each token so far
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from ..errors import RegistrationRefused
-
-if TYPE_CHECKING:
-    from .bundle import Graph
+from .dims import Dim
+from .layout import ValueSpec
 
 VERSION: Final = 1
 METADATA_KEY: Final = "pipeswitch.generation"
 CACHE: Final = "cache"
-INPUTS: Final = {
-    "ids": ("batch", "length"),
-    "count": ("batch",),
-    "used": ("batch",),
-    CACHE: ("batch", "past"),  # and its width
-}
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
+STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 
 MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64
@@ -37,9 +32,7 @@ MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known has 9,000
 MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known, of 262,000 words, has 33 MB
 
 
-class Generation(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language model's own settings, as its author published them."""
 
     version: int
@@ -50,34 +43,31 @@ class Generation(
     chat_template: str = ""  # Jinja, of the model's author: to be rendered in a sandbox alone
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
 
-    def summary(self) -> dict[str, Any]:
-        """What a manifest says of it: all but the long texts, which are in the bundle."""
-        return {
-            "vocabulary": self.vocabulary,
-            "context": self.context,
-            "eos_ids": list(self.eos_ids),
-            "bos_id": self.bos_id,
-            "has_tokenizer": bool(self.tokenizer),
-            "has_chat": bool(self.chat_template),
-        }
+    def numbers(self) -> dict[str, Any]:
+        """What a manifest says of it; the long texts are in the bundle."""
+        kept = msgspec.to_builtins(self)
+        return {key: kept[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
 
 
-def decode_generation(text: str, graph: Graph) -> Generation:
-    """From a bundle's metadata, checked against its graph.
+def decode_generation(text: str) -> Generation:
+    """From a bundle's metadata; ``check_generation`` comes next.
 
     Raises:
-        RegistrationRefused: it is not bounded, or not of this graph.
+        RegistrationRefused: it is not one.
     """
     try:
-        generation = msgspec.json.decode(text, type=Generation)
+        return msgspec.json.decode(text, type=Generation)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         _refuse(str(error)[:200])
-    check_generation(generation, graph)
-    return generation
 
 
-def check_generation(generation: Generation, graph: Graph) -> None:
-    """Refuse what is not bounded, or says other things than the graph."""
+def check_generation(
+    generation: Generation, values: Iterable[ValueSpec], dims: Iterable[Dim]
+) -> None:
+    """Refuse what is not bounded, or says other things than its graph.
+
+    ``values`` are the graph's inputs and outputs.
+    """
     if generation.version != VERSION:
         _refuse(f"version {generation.version}, we read {VERSION}")
     vocabulary, ids = generation.vocabulary, [*generation.eos_ids, generation.bos_id or 0]
@@ -87,25 +77,20 @@ def check_generation(generation: Generation, graph: Graph) -> None:
         _refuse(f"a special token lies outside the vocabulary of {vocabulary}")
     if len(generation.chat_template) > MAX_TEMPLATE_CHARS:
         _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters")
-    inputs = {spec.name: spec for spec in graph.inputs}
-    outputs = {spec.name: spec for spec in graph.outputs}
-    highest = {dim.name: dim.high for dim in graph.dims}
-    if set(inputs) != set(INPUTS) or not {LOGITS, CACHE_NEW} <= set(outputs):
-        _refuse("the graph's inputs and outputs are not a decoder's")
-    width = inputs[CACHE].shape[2:]
-    found = {name: spec.shape[: len(INPUTS[name])] for name, spec in inputs.items()}
-    integers = {spec.dtype for name, spec in inputs.items() if name != CACHE}
-    is_decoder = found == INPUTS and integers == {"int64"} and len(width) == 1
-    is_appended = (
-        outputs[CACHE_NEW].shape == ("batch", "length", *width)
-        and outputs[CACHE_NEW].dtype == inputs[CACHE].dtype
-    )
-    if not (is_decoder and is_appended and isinstance(width[0], int)):
-        _refuse("its state is not [batch, past, width] to which [batch, length, width] is added")
-    if outputs[LOGITS].shape != ("batch", vocabulary):
-        _refuse(f"its logits are not [batch, {vocabulary}]")
-    if generation.context != highest["past"]:
-        _refuse(f"a context of {generation.context}, the graph takes {highest['past']}")
+    found = {one.name: (one.dtype, one.shape) for one in values}
+    dtype, (*_, width) = found.get(CACHE, ("", (0,)))
+    wanted = {
+        "ids": ("int64", ("batch", "length")),
+        "count": ("int64", ("batch",)),
+        "used": ("int64", ("batch",)),
+        CACHE: (dtype, ("batch", "past", width)),
+        LOGITS: (found.get(LOGITS, ("",))[0], ("batch", vocabulary)),
+        CACHE_NEW: (dtype, ("batch", "length", width)),
+    }
+    if found != wanted:
+        _refuse(f"the graph's inputs and outputs are not those of a decoder of {vocabulary} tokens")
+    if ("past", 1, generation.context) not in [(dim.name, dim.low, dim.high) for dim in dims]:
+        _refuse(f"the graph does not take a past of 1 to {generation.context} tokens")
 
 
 def packed_tokenizer(text: str) -> bytes:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from process_tools import checked_server
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs import generation as generation_module
@@ -27,7 +29,7 @@ from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
 from pipeswitch.programs.bundle import Bundle, read_bundle
 from pipeswitch.programs.executor import GraphProgram
-from pipeswitch.programs.generation import packed_tokenizer, tokenizer_json
+from pipeswitch.programs.generation import check_generation, packed_tokenizer, tokenizer_json
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.sampling import Sampling, next_token
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
@@ -58,6 +60,7 @@ class Made:
     tokenizer: Any
     manifest: Manifest
     bundle: Bundle
+    path: Path  # of the bundle
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ids, count, used, cache
     width: int
 
@@ -113,7 +116,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     width = manifest.inputs[3].shape[2]
     assert isinstance(width, int)
-    return Made(model, tokenizer, manifest, bundle, run, width)
+    return Made(model, tokenizer, manifest, bundle, folder / "out" / BUNDLE_FILE, run, width)
 
 
 def own(model: Any, ids: Sequence[int], new: int) -> list[int]:
@@ -173,9 +176,9 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     assert said is not None
     assert (said.vocabulary, said.context, said.eos_ids, said.bos_id) == (700, 256, (0,), 0)
     assert made.manifest.extra["generation"] == {
-        "vocabulary": 700, "context": 256, "eos_ids": [0], "bos_id": 0,
-        "has_tokenizer": True, "has_chat": True,
+        "vocabulary": 700, "context": 256, "eos_ids": (0,), "bos_id": 0,
     }  # fmt: skip
+    assert made.manifest.extra["state"] == {"cache": ("cache_new", 1)}
     assert said.chat_template == "{{ messages }}"
     from tokenizers import Tokenizer
 
@@ -209,8 +212,8 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "version 2, we read 1"), ({"vocabulary": 699}, "its logits are not"),
-        ({"eos_ids": (700,)}, "outside the vocabulary"), ({"context": 512}, "the graph takes 256"),
+        ({"version": 2}, "version 2, we read 1"), ({"vocabulary": 699}, "a decoder of 699 tokens"),
+        ({"eos_ids": (700,)}, "outside the vocabulary"), ({"context": 512}, "a past of 1 to 512"),
         ({"bos_id": -1}, "outside the vocabulary"), ({"chat_template": "x" * 70_000}, "template"),
     ],
 )  # fmt: skip
@@ -219,9 +222,21 @@ def test_what_a_bundle_may_not_say_of_its_tokens(
 ) -> None:
     assert made.bundle.generation is not None
     bad = msgspec.structs.replace(made.bundle.generation, **change)
-    text = msgspec.json.encode(bad).decode()
+    graph = made.bundle.graph
     with pytest.raises(RegistrationRefused, match=words):
-        generation_module.decode_generation(text, made.bundle.graph)
+        check_generation(bad, (*graph.inputs, *graph.outputs), graph.dims)
+
+
+def test_a_bundle_that_says_other_things_than_its_graph_is_not_read(
+    made: Made, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.bundle"
+    said = rb"\"vocabulary\":700"
+    written = made.path.read_bytes()
+    assert written.count(said) == 1
+    path.write_bytes(written.replace(said, rb"\"vocabulary\":699"))
+    with pytest.raises(RegistrationRefused, match="not those of a decoder of 699"):
+        read_bundle(path)
 
 
 @pytest.mark.parametrize("cut", [0, 20])
@@ -269,3 +284,25 @@ def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.Monk
         warnings.simplefilter("ignore")
         with pytest.raises(RegistrationRefused, match="answers other logits"):
             module.check()
+
+
+def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
+    """From a folder, and a client's own model; the cache stays on the server."""
+    transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
+    with checked_server(arena="16MiB", host_store="64MiB") as checked:
+        client, model = checked.client, plain_model("qwen2")
+        row = client.register("chat", model, generate=True)
+        assert row["notes"] == []
+        client.register("other", f"hf:{tmp_path / 'm'}", weights="random:1", generate=True)
+        with pytest.raises(RegistrationRefused, match="is no language model"):
+            client.register("not", torch.nn.Linear(2, 2), generate=True)
+        prompt, new = [5, 6, 7, 8, 9], 30
+        with client.sequence("chat") as sequence:
+            tokens, done = list(prompt), 0
+            while len(tokens) < len(prompt) + new:
+                ids = np.array([tokens[done:]])
+                given = {"count": np.array([ids.shape[1]]), "used": np.array([done])}
+                logits = sequence.infer(ids=ids, **given)["logits"]
+                done = len(tokens)
+                tokens.append(next_token(logits[0], Sampling(), done))
+        assert tokens[len(prompt) :] == own(model, prompt, new)

@@ -41,28 +41,29 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.model = model
-        config = _text_config(model)
         self._cache_keyword = "cache" if "cache" in parameters_of(model) else "past_key_values"
-        layers = _cache_layers(model, config, self._cache_keyword)
+        layers = _cache_layers(model, self._cache_keyword)
         self.shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in layers]
         self.dtype = layers[0][0].dtype
         self._sizes = [heads * size for heads, *both in self.shapes for size in both]
         self.width = sum(self._sizes)  # of a token's row
-        said = _context(config)
+        said = getattr(_text_config(model), "max_position_embeddings", None)
+        if not isinstance(said, int) or said <= max(_BATCH_LENGTH_PAST):
+            _refuse("its configuration does not say how long a sequence may be")
         self.context = min(said, LARGEST_CACHE_BYTES // (self.width * self.dtype.itemsize))
         self.notes = [] if self.context == said else [
             f"context is {self.context} tokens, not {said}: a sequence's cache has at most "
             f"{format_bytes(LARGEST_CACHE_BYTES)}"
         ]  # fmt: skip
         from transformers import AttentionInterface
-        from transformers.cache_utils import Cache
 
         AttentionInterface.register(_ATTENTION, _attention)
-        self._cache: Any = Cache
 
     def forward(
         self, ids: torch.Tensor, count: torch.Tensor, used: torch.Tensor, cache: torch.Tensor
     ) -> dict[str, torch.Tensor]:
+        from transformers.cache_utils import Cache
+
         batch, length = ids.shape
         step = torch.arange(length, device=ids.device)
         # Padding may run past the end of a table of positions; what it gives is not looked at.
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
                 attention_mask=self._mask(step, used, cache),
                 use_cache=True,
                 return_dict=True,
-                **{self._cache_keyword: self._cache(layers)},
+                **{self._cache_keyword: Cache(layers)},
             ).logits
         rows = [new.transpose(1, 2).reshape(batch, length, -1) for one in layers for new in one.new]
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
@@ -143,15 +144,16 @@ class Decoder(nn.Module):
     def generation(self, tokenizer: Any = None) -> Generation:
         """What goes into the bundle beside the graph; ``tokenizer`` is a fast one, or None."""
         settings = getattr(self.model, "generation_config", None) or self.model.config
-        eos = settings.eos_token_id if settings.eos_token_id is not None else []
+        eos, bos = settings.eos_token_id, settings.bos_token_id
+        known = range(self.vocabulary)  # some configurations name tokens that are none
         text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
         template = getattr(tokenizer, "chat_template", None)
         return Generation(
             version=VERSION,
             vocabulary=self.vocabulary,
             context=self.context,
-            eos_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-            bos_id=settings.bos_token_id,
+            eos_ids=tuple(one for one in (eos if isinstance(eos, list) else [eos]) if one in known),
+            bos_id=bos if bos in known else None,
             chat_template=template if isinstance(template, str) else "",
             tokenizer=packed_tokenizer(text) if text else b"",
         )
@@ -186,25 +188,14 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _context(config: Any) -> int:
-    context = getattr(config, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < max(_BATCH_LENGTH_PAST) + 1:
-        _refuse("its configuration does not say how long a sequence may be")
-    return context
-
-
-def _cache_layers(model: Any, config: Any, keyword: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's keys and values of two tokens.
-
-    Raises:
-        RegistrationRefused: it is no decoder alone, or a layer keeps something else.
-    """
+def _cache_layers(model: Any, keyword: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer's keys and values of two tokens; refused where a layer keeps something else."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     refuse_encoder(model.config)
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         _refuse(f"{type(model).__name__} has no logits of a next token", "hf:NAME#…ForCausalLM")
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=_text_config(model))
     others = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if others:
         _refuse(
@@ -221,32 +212,18 @@ def _cache_layers(model: Any, config: Any, keyword: str) -> list[tuple[torch.Ten
 
 @functools.cache
 def _past_layer() -> Any:
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers.cache_utils import DynamicLayer
 
-    class Past(CacheLayerMixin):  # type: ignore[misc]  # untyped upstream
+    class Past(DynamicLayer):  # type: ignore[misc]  # untyped upstream
         """A layer's keys and values; the new ones are kept apart."""
-
-        is_sliding = False
 
         def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
             super().__init__()
             self.keys, self.values, self.is_initialized = keys, values, True
-            self.new: tuple[torch.Tensor, ...] = ()
-
-        def lazy_initialization(self, *states: Any) -> None: ...
 
         def update(self, keys: Any, values: Any, *more: Any, **named: Any) -> Any:
             self.new = (keys, values)
             return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.get_seq_length() + query_length, 0
-
-        def get_seq_length(self) -> int:
-            return int(self.keys.shape[2])
-
-        def get_max_length(self) -> int:
-            return -1
 
     return Past
 
@@ -285,9 +262,6 @@ def _packed(mask: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def refuse_encoder(config: Any) -> None:
-    """Raises:
-    RegistrationRefused: it is of an encoder and a decoder.
-    """
     if config.is_encoder_decoder:
         _refuse("an encoder answers before its decoder, and its output is state of another kind")
 
@@ -298,6 +272,8 @@ def decoder(model: Any) -> Decoder:
     Raises:
         RegistrationRefused: it cannot be one; says why.
     """
+    if not hasattr(model, "config"):
+        _refuse(f"a {type(model).__name__} is no language model of transformers")
     try:
         found = Decoder(model)
         found.check()

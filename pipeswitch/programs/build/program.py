@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..generation import CACHE, CACHE_NEW, Generation
+from ..generation import STATE, Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -74,10 +74,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.batch:
             manifest = with_batching(manifest, spec, out_dir)
-        state = spec.state
-        if "generation" in manifest.extra:
-            state = {**state, CACHE: (CACHE_NEW, 1)}
-        if state:
+        if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
@@ -103,6 +100,11 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
+    if spec.generate and bundle.generation is None:
+        raise RegistrationRefused(
+            "generate", "the bundle is no language model's",
+            hint="give the model itself, with generate=True",
+        )  # fmt: skip
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
@@ -258,7 +260,7 @@ def _finish_graph(
             "is_whole": checked.is_whole,
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"generation": generation.summary()} if generation else {}),
+            **({"generation": generation.numbers()} if generation else {}),
         },
     )
 
