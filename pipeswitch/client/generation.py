@@ -103,13 +103,12 @@ def generated(
             found = facts_with(tokenizer=True, version=facts.version)
             client.tokenizers[facts.digest] = tokenizer_of(found)
         encode, decode = client.tokenizers[facts.digest]
-    generating = Generating(
-        facts,
-        check_prompt(prompt, encode),
-        Sampling(**sampling),
-        Ending(max_new_tokens=max_new_tokens, stop=stop),
-        decode,
-    )
+    try:
+        chosen = msgspec.convert(sampling, Sampling)
+        ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, Ending)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"generate: {error}") from None
+    generating = Generating(facts, check_prompt(prompt, encode), chosen, ending, decode)
     return Generated(generating, partial(client.sequence, model, version=facts.version), priority)
 
 

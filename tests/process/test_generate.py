@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from process_tools import Checked, checked_server, kill, start_endless_job, until
 
+from pipeswitch.cli.main import main
 from pipeswitch.errors import InvalidInput
 from tests.models.words import trained
 
@@ -119,11 +119,9 @@ def test_a_text_comes_back_as_text_and_a_seed_says_which(
     ]
     texts = [one.text for one in drawn]
     assert texts[0] == texts[1] != texts[2]
-    command = [
-        sys.executable, "-m", "pipeswitch", "--host", running.running.ipc_address,
-        "generate", "chat", prompt, "--max-new-tokens", "60", "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    words = ["generate", "chat", prompt, "--max-new-tokens", "60", "--json"]
+    environment = {"PIPESWITCH_HOST": running.running.ipc_address}
+    done = CliRunner().invoke(main, words, env=environment, catch_exceptions=False)
     assert json.loads(done.stdout)["text"] == whole
 
 
@@ -139,6 +137,8 @@ def test_what_cannot_be_generated_is_said(running: Checked) -> None:
     ):
         with pytest.raises(InvalidInput, match=words):
             client.generate(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="temperature"):
+        client.generate("chat", [1], temperature="hot")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="need a tokenizer"):
         client.generate("chat", [1, 2], stop=["x"])
     client.unregister("plain")
