@@ -130,7 +130,9 @@ def status(address: str, as_json: bool) -> None:
 
 @cluster.command()
 @address_option
-@click.option("--drain", default=30.0, show_default=True, help="Seconds to finish what was accepted.")
+@click.option(
+    "--drain", default=30.0, show_default=True, help="Seconds to finish what was accepted."
+)
 @json_option
 def down(address: str, drain: float, as_json: bool) -> None:
     """Stop all nodes: each finishes what it accepted; models and jobs stay in their folders."""

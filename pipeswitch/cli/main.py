@@ -16,7 +16,6 @@ from . import infer, jobs, machine, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, part
 from .keys import keys
 
-
 LATER = ("cluster", "simulate")
 """Groups and verbs that import more than all the others."""
 

@@ -185,12 +185,7 @@ class ClusterConnection:
             self._ask()
         with contextlib.suppress(KeyError):
             return str(self._table["models"][model])
-        from ..texts import nearest
-
-        raise ModelNotFound(
-            f'no model "{model}"{nearest(model, list(self._table["models"]))}',
-            hint="pipeswitch models",
-        )
+        raise ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
 
     def _to(self, node: str) -> Connection:
         facts = self._table["nodes"][node]
@@ -254,13 +249,18 @@ class ClusterConnection:
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """What each living node answers, by its name."""
+        """What each living node answers, by its name; of a new table if one of this does not."""
         options["is_safe"] = True
-        asked = {node: self._to(node).request(op, **options) for node in self._table["nodes"]}
-        found = {}
-        for node, future in asked.items():
-            with contextlib.suppress(ServerUnavailable):
-                found[node] = future.result().body
+        for is_last in (False, True):
+            table = self._table["nodes"]
+            asked = {node: self._to(node).request(op, **options) for node in table}
+            found = {}
+            for node, future in asked.items():
+                with contextlib.suppress(ServerUnavailable):
+                    found[node] = future.result().body
+            if (len(found) == len(table) and table) or is_last:
+                break
+            self._ask()
         if not found:
             raise no_server("any node of the cluster")
         return found

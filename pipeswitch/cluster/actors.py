@@ -34,7 +34,10 @@ MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with
 LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
 CHILD: Final = """\
 import os, signal, threading
-threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+def leave():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=leave, daemon=True).start()
 from pipeswitch.cli.main import main
 main()
 """
@@ -60,6 +63,9 @@ class Node:
         )  # fmt: skip
         self._address, self._owners = self._addresses()
         self._client = Client(self._owners)
+        server_key = self._state / "keys" / "server.key"
+        # Copies are of the same tenant as what the cluster's clients register.
+        self._tenant = Client(self._address, key=self._secret, server_key=server_key)
         self._lock = threading.Lock()  # of the bodies' file
         self._is_leaving = False
         threading.Thread(target=self._leave_with_it, daemon=True).start()
@@ -132,13 +138,13 @@ class Node:
             with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
                 file.write(bundle)
                 file.flush()
-                source = self._client.upload(file.name, "bundle")
+                source = self._tenant.upload(file.name, "bundle")
             body = {**body, "source": source, "weights": "", "inputs": {}}
             body.pop("takes", None)
             body.pop("example", None)
-        found = self._client._ask("register", model=model, body=body)["digest"]
+        found = self._tenant._ask("register", model=model, body=body)["digest"]
         if found != digest:  # code of another release there: its answers would differ
-            self._client.unregister(model)
+            self._tenant.unregister(model)
             raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
         self.remember(model, body)
         return str(found)
@@ -222,7 +228,9 @@ class Placement:
         with self._lock:
             ready = [one for one in self._facts.values() if one["name"] in self._nodes]
             if not ready:
-                raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
+                raise ServerUnavailable(
+                    "the cluster has no node left", hint="pipeswitch cluster up"
+                )
             found = min(ready, key=lambda one: (one["jobs"], one["waiting"], one["name"]))
             found["jobs"] += 1  # until the next look at it
             return str(found["name"])

@@ -30,6 +30,10 @@ class Node(NamedTuple):
     link_bytes_per_ms: float
 
 
+Entry = tuple[float, bool, int, int, int]
+"""When it is free, busy, how many wait, less its free bytes, its number: less is better."""
+
+
 class Decision(NamedTuple):
     node: str
     reason: str  # of ``Place``; or "kept": another is earlier, but not by enough
@@ -46,8 +50,8 @@ class Nodes:
         self.holders: defaultdict[str, set[str]] = defaultdict(set)  # by model
         # By link and bits of free memory: entries of nodes, first to be free first. An entry that
         # is no longer its node's own is dropped when it comes to the top.
-        self._orders: dict[float, dict[int, list[tuple[float, bool, int, int, int]]]] = {}
-        self._entries: dict[str, tuple[float, bool, int, int, int]] = {}
+        self._orders: dict[float, dict[int, list[Entry]]] = {}
+        self._entries: dict[str, Entry] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
@@ -106,7 +110,8 @@ class Nodes:
         has not. Such a place of a holder is never before its own as a holder."""
         found = []
         for link in list(self._orders):
-            with_room, short = [], []
+            with_room: list[Entry] = []
+            short: list[Entry] = []
             for bits, order in list(self._orders[link].items()):
                 entry = self._top(link, bits, order, without)
                 if entry is not None:
@@ -118,9 +123,9 @@ class Nodes:
         ]
 
     def _top(
-        self, link: float, bits: int, order: list[tuple[float, bool, int, int, int]],
+        self, link: float, bits: int, order: list[Entry],
         without: Collection[str],
-    ) -> tuple[float, bool, int, int, int] | None:  # fmt: skip
+    ) -> Entry | None:  # fmt: skip
         """The first of an order that is its node's own and not excluded."""
         excluded, found = [], None
         while order:
