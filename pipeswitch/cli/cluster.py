@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..client.cluster import connect_ray, placement_of, told
+from ..client.cluster import connect_ray, need_ray, placement_of, told
 from ..config import Config
 from ..errors import ConfigError, ModelNotFound
+from ..wire.private import check_secret
 from . import views
 from .common import json_option, print_done
 
@@ -30,19 +32,19 @@ def cluster() -> None:
     """
 
 
-@cluster.command(context_settings={"ignore_unknown_options": True})
+@cluster.command()
 @click.option("--local", type=click.IntRange(1, 64), metavar="N",
               help="Start Ray here, with N servers, until Ctrl-C or cluster down.")  # fmt: skip
 @address_option
 @click.option("--state-dir", type=click.Path(), help="Of all nodes: each has its folder there.")
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[SERVE-OPTION]...")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
 @json_option
 def up(
     local: int | None, address: str, state_dir: str | None, flags: tuple[str, ...], as_json: bool
 ) -> None:
-    """Start a server on each of Ray's machines that has none; what follows is told to each.
+    """Start a server on each of Ray's machines that has none; what follows -- is told to each.
 
-    pipeswitch cluster up --local 3 --device cpu --arena 256MiB
+    pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
     """
     folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
     if local:
@@ -70,12 +72,24 @@ def _check_alone() -> None:
 
 def _start_ray() -> Any:
     """One of this machine's own: no dashboard, no client's port; its token is its user's."""
-    connect = connect_ray  # its checks come first
+    need_ray()
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        _check_token(Path.home() / ".ray" / "auth_token")
     import ray
 
     ray.init(address="local", namespace="pipeswitch", include_dashboard=False, num_cpus=1,
              object_store_memory=256 << 20, log_to_driver=False, logging_level="ERROR")  # fmt: skip
-    return connect()
+    return ray
+
+
+def _check_token(path: Path) -> None:
+    """Ray makes one that every user of the machine can read, and it is a shell to who has it."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        check_secret(path)
 
 
 def _machines(ray: Any) -> tuple[dict[str, str], dict[str, str]]:

@@ -36,6 +36,16 @@ SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
 _RAY: Final = threading.RLock()  # a process has one
 
 
+def need_ray() -> None:
+    """Raises ConfigError: it is not installed, or lets anybody in."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        raise ConfigError(
+            "RAY_AUTH_MODE lets everybody who reaches Ray's ports run code", hint="unset it"
+        )
+
+
 def connect_ray(address: str = "auto") -> Any:
     """Ray, connected to; ``address``: as Ray's own, ``auto`` for the one of this machine.
 
@@ -43,12 +53,7 @@ def connect_ray(address: str = "auto") -> Any:
         ConfigError: it is not installed, or lets anybody in.
         ServerUnavailable: none runs there.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
-        raise ConfigError(
-            "RAY_AUTH_MODE lets everybody who reaches Ray's ports run code", hint="unset it"
-        )
+    need_ray()
     import ray
 
     if not ray.is_initialized():

@@ -42,9 +42,8 @@ torch.save(model.state_dict(), sys.argv[1])
 
 class Cluster:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.process = subprocess.Popen(
-            [*COMMAND, "cluster", "up", "--local", "3", "--state-dir", str(folder), *SMALL],
+            [*COMMAND, "cluster", "up", "--local", "3", "--state-dir", str(folder), "--", *SMALL],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None
@@ -81,6 +80,7 @@ def client(nodes: Cluster) -> Iterator[Client]:
         row = made.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
         assert row["notes"] == []  # its second copy is there
         yield made
+    os.environ.pop("RAY_AUTH_MODE", None)  # Ray's doing
 
 
 def test_each_node_listens_on_loopback_and_asks_for_its_key(nodes: Cluster, client: Client) -> None:

@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client
 from pipeswitch.cluster.actors import Node
@@ -104,7 +105,8 @@ class Door:
     """A node's connection: it answers its name, or with an error."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.error, self.asked = name, None, 0
+        self.name, self.asked = name, 0
+        self.error: PipeSwitchError | None = None
 
     def call(self, op: str, **options: Any) -> str:
         return str(self.request(op, **options).result())
@@ -216,11 +218,21 @@ def test_a_ray_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch
         Client("ray://head:10001")
 
 
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    _check_token(token)
+    assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
+    _check_token(token)
+    token.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod"):
+        _check_token(token)
+
+
 def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> None:
     """Node and client are the real ones' ways; the server is one that builds differently."""
 
     class Server:
-        served: set[str] = set()
+        served: ClassVar = {"another"}
 
         def _ask(self, op: str, *, model: str, body: dict[str, Any]) -> dict[str, Any]:
             self.served.add(model)
@@ -233,4 +245,4 @@ def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> Non
     node._name, node._state, node._tenant = "n", tmp_path, Server()  # type: ignore[assignment]
     with pytest.raises(PipeSwitchError, match="another program"):
         node.adopt("m", {"source": "torchvision:x"}, "digest", b"")
-    assert not Server.served
+    assert Server.served == {"another"}
