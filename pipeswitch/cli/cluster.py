@@ -163,7 +163,7 @@ def down(address: str, drain: float, as_json: bool) -> None:
 @address_option
 @json_option
 def drain(node: str, address: str, as_json: bool) -> None:
-    """Move a node's models elsewhere, let it finish, and stop it."""
+    """Move a node's models elsewhere, let it finish, and stop it; one that trains stays."""
     ray = connect_ray(address)
     missed = told(ray, placement_of(ray).drain.remote(node))
     if missed:

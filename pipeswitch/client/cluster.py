@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Final
@@ -33,6 +34,7 @@ NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
+FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
 
@@ -126,6 +128,7 @@ class ClusterConnection:
         self._home = ""  # where this client's files and new models go
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
         self._table: dict[str, Any] = {}
+        self._asked_at_s = 0.0
         self._ask()
 
     def close(self) -> None:
@@ -182,6 +185,7 @@ class ClusterConnection:
         with self._lock:
             if table["version"] >= self._table.get("version", 0):
                 self._table = table
+            self._asked_at_s = time.monotonic()
         return answer
 
     def _node_of(self, model: str) -> str:
@@ -256,6 +260,8 @@ class ClusterConnection:
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
         """What each living node answers, by its name; of a new table if one of this does not."""
         options["is_safe"] = True
+        if time.monotonic() > self._asked_at_s + FRESH_S:
+            self._ask()
         for is_last in (False, True):
             table = self._table["nodes"]
             asked = {node: self._to(node).request(op, **options) for node in table}

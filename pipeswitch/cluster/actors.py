@@ -9,6 +9,7 @@ stranger's.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -52,6 +53,7 @@ class Node:
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
         self._name, self._state = name, Path(folder) / name
         keys, self._secret = _keys(self._state)
+        _wait_for_the_one_before(self._state)
         command = [
             sys.executable, "-P", "-c", CHILD, "serve", "--listen", f"tcp://{host}:0",
             "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
@@ -160,6 +162,13 @@ class Node:
 OVER: Final = ("done", "failed", "cancelled", "expired")
 
 
+def _wait_for_the_one_before(state: Path) -> None:
+    """Its node was killed, and it is still leaving: it commits its jobs."""
+    with open(state / "lock", "a") as lock:
+        os.chmod(state / "lock", 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def _keys(state: Path) -> tuple[KeyFolder, Path]:
     """The server's pair, and the one that the cluster's clients bring; made once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -253,6 +262,8 @@ class Placement:
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
+            if self._facts[node]["jobs"]:
+                return ["jobs train there: wait for them, or cancel them"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)
@@ -299,6 +310,7 @@ class Placement:
                 with contextlib.suppress(Exception):  # it died, or its server did
                     found[name] = ray.get(answer)
         with self._lock:
+            self._leaving &= set(asked)  # one of its name may be started later
             for name in set(self._facts) - set(found):
                 self._forget(name)
             for name, facts in found.items():
