@@ -56,15 +56,17 @@ def connect_ray(address: str = "auto") -> Any:
         ServerUnavailable: none runs there.
     """
     need_ray()
+    if "ray" not in sys.modules:  # it reads this as it is loaded; without, it brings no token
+        os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
     if not ray.is_initialized():
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray's are of no one class
-            why = str(error).partition("\n")[0]
             raise ServerUnavailable(
-                f"no Ray answers at {address}: {why}", hint="pipeswitch cluster up --local 2"
+                f"no Ray answers at {address}: {why_of(error)}",
+                hint="pipeswitch cluster up --local 2",
             ) from None
     return ray
 
@@ -109,8 +111,12 @@ def told(ray: Any, answer: Any) -> Any:
     except PipeSwitchError as error:
         raise getattr(error, "cause", error) from None
     except Exception as error:
-        why = str(error).partition("\n")[0]
-        raise ServerUnavailable(f"placement does not answer: {why}") from None
+        raise ServerUnavailable(f"the cluster does not answer: {why_of(error)}") from None
+
+
+def why_of(error: Exception) -> str:
+    """Ray's texts are tracebacks: the last line says it."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 class ClusterConnection:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..client.client import Client
-from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray
-from ..errors import ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
+from ..errors import ConfigError, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..roles import Role
 from ..wire.keys import KeyFolder, keys_from, make_pair
 from . import placement
@@ -51,6 +51,11 @@ class Node:
     server's journal knows its models and jobs."""
 
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
+            raise ConfigError(
+                "this Ray lets everybody in who reaches its ports: it was started without a token",
+                hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
+            )
         self._name, self._state = name, Path(folder) / name
         keys, self._secret = _keys(self._state)
         _wait_for_the_one_before(self._state)
@@ -377,8 +382,7 @@ class Placement:
         try:
             ray.get(_node(ray, target).adopt.remote(model, body, digest, bundle))
         except Exception as error:
-            why = str(error).strip().splitlines()[-1]
-            return [f"{model} has no copy on {target}: {why}"]
+            return [f"{model} has no copy on {target}: {why_of(error)}"]
         self._look()
         return []
 
@@ -415,6 +419,6 @@ def start_nodes(
         ).remote(name, folder, hosts[name], flags)
         for name, where in names.items()
     ]  # fmt: skip
-    ray.get([handle.summary.remote() for handle in handles])
+    told(ray, [handle.summary.remote() for handle in handles])
     made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
-    ray.get(made.status.remote())
+    told(ray, made.status.remote())

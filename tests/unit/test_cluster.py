@@ -218,6 +218,15 @@ def test_a_ray_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch
         Client("ray://head:10001")
 
 
+def test_a_node_does_not_start_under_a_ray_without_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="started without a token"):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
     token = tmp_path / ".ray" / "auth_token"
     _check_token(token)
