@@ -72,7 +72,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
-    "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "
+    "benchmarks/": "cli client cluster devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
 }
 
