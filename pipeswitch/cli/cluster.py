@@ -13,7 +13,7 @@ import click
 
 from ..client.cluster import connect_ray, need_ray, placement_of, told
 from ..config import Config
-from ..errors import ConfigError, ModelNotFound
+from ..errors import ModelNotFound
 from ..wire.private import check_secret
 from . import views
 from .common import json_option, print_done
@@ -48,7 +48,6 @@ def up(
     """
     folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
     if local:
-        _check_alone()
         ray = _start_ray()
         where = ray.get_runtime_context().get_node_id()
         names = {f"node-{index}": where for index in range(local)}
@@ -63,11 +62,6 @@ def up(
     print_done(row, f"cluster of {len(names)} nodes is ready: PIPESWITCH_HOST=cluster", as_json)
     if local:
         _wait_for_its_end(ray)
-
-
-def _check_alone() -> None:
-    if os.environ.get("RAY_ADDRESS"):
-        raise ConfigError("RAY_ADDRESS names a Ray", hint="pipeswitch cluster up, without --local")
 
 
 def _start_ray() -> Any:

@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from ..client.client import Client
+from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
 from ..errors import ConfigError, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..roles import Role
-from ..wire.keys import KeyFolder, keys_from, make_pair
+from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
 from . import placement
 
 NODE: Final = "node:"  # before its name, an actor's
@@ -57,12 +57,12 @@ class Node:
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         self._name, self._state = name, Path(folder) / name
-        keys, self._secret = _keys(self._state)
+        folder_of_keys, secret, self._keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
         command = [
             sys.executable, "-P", "-c", CHILD, "serve", "--listen", f"tcp://{host}:0",
             "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
-            "--keys-dir", str(keys.path), "--no-http", "--allow-code", "*", *flags,
+            "--keys-dir", str(folder_of_keys.path), "--no-http", "--allow-code", "*", *flags,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -70,9 +70,9 @@ class Node:
         )  # fmt: skip
         self._address, self._owners = self._addresses()
         self._client = Client(self._owners)
-        server_key = self._state / "keys" / "server.key"
+        server_key = self._keys.server.decode()
         # Copies are of the same tenant as what the cluster's clients register.
-        self._tenant = Client(self._address, key=self._secret, server_key=server_key)
+        self._tenant = Client(self._address, key=secret, server_key=server_key)
         self._lock = threading.Lock()  # of the bodies' file
         self._is_leaving = False
         threading.Thread(target=self._leave_with_it, daemon=True).start()
@@ -107,12 +107,12 @@ class Node:
             "name": self._name,
             "address": self._address,
             "owners": self._owners,
-            "keys": keys_of(self._secret, self._state),
+            "keys": (self._keys.public, self._keys.secret, self._keys.server),
             "pid": self._process.pid,
             "free_bytes": stats["arena_free_bytes"],
             "queue_ms": requests * each_ms,
             "waiting": requests,
-            "jobs": sum(row["state"] not in OVER for row in self._client.jobs()),
+            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in self._client.jobs()),
             "models": {row["name"]: (row["digest"], row["bytes"])
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
@@ -164,9 +164,6 @@ class Node:
         self._process.wait(drain_s + 30.0)
 
 
-OVER: Final = ("done", "failed", "cancelled", "expired")
-
-
 def _wait_for_the_one_before(state: Path) -> None:
     """Its node was killed, and it is still leaving: it commits its jobs."""
     with open(state / "lock", "a") as lock:
@@ -174,30 +171,19 @@ def _wait_for_the_one_before(state: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _keys(state: Path) -> tuple[KeyFolder, Path]:
+def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys]:
     """The server's pair, and the one that the cluster's clients bring; made once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    keys = KeyFolder(state / "keys").open()
-    secret = keys.path / "cluster.key_secret"
-    if keys.server() is None:
-        keys.make_server()
+    folder = KeyFolder(state / "keys").open()
+    secret = folder.path / "cluster.key_secret"
+    if folder.server() is None:
+        folder.make_server()
     if not secret.exists():
-        make_pair("cluster", keys.path)
-    keys.admit("cluster", _public(secret), [role.value for role in Role])
-    return keys, secret
-
-
-def _public(secret: Path) -> bytes:
-    from ..wire.keys import read_public
-
-    return read_public(str(secret))
-
-
-def keys_of(secret: Path, state: Path) -> tuple[bytes, bytes, bytes]:
-    """What a client needs to come in: public, secret, the server's."""
-    keys = keys_from(secret, state / "keys" / "server.key", {})
+        make_pair("cluster", folder.path)
+    keys = client_keys(str(secret), str(folder.path / "server.key"))
     assert keys is not None
-    return keys.public, keys.secret, keys.server
+    folder.admit("cluster", keys.public, [role.value for role in Role])
+    return folder, secret, keys
 
 
 class Placement:
