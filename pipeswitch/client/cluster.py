@@ -153,6 +153,8 @@ class ClusterConnection:
         """As ``Connection.call``."""
         if op not in SAFE_AGAIN:
             return self._verb(op)(op, model=model, **options)
+        if not options.get("is_safe"):
+            raise _one_nodes("a step of a sequence")
         node = self._node_of(model)
         try:
             return self._to(node).call(op, model=model, **options)
@@ -163,6 +165,8 @@ class ClusterConnection:
         """As ``Connection.request``."""
         if op != "infer":
             return self._pool.submit(self.call, op, model=model, **options)
+        if not options.get("is_safe"):  # its state is on one node, and sent twice it is two steps
+            raise _one_nodes("a step of a sequence")
         node, outer = self._node_of(model), Future[Any]()
 
         def answered(inner: Future[Any]) -> None:
@@ -350,6 +354,6 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 def _one_nodes(op: str) -> InvalidInput:
     return InvalidInput(
-        f"{op} is a verb of one node, not of the cluster",
+        f"{op} is for one node, not for the cluster",
         hint="pipeswitch cluster status; on its machine: pipeswitch --host ipc://…",
     )

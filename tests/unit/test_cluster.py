@@ -147,7 +147,7 @@ class Rig(cluster.ClusterConnection):
 @pytest.fixture(params=["call", "request"])
 def asking(request: pytest.FixtureRequest) -> Callable[[Rig], str]:
     def ask(rig: Rig) -> str:
-        answer = getattr(rig, request.param)("infer", model="m")
+        answer = getattr(rig, request.param)("infer", model="m", is_safe=True)
         return str(answer if request.param == "call" else answer.result(10))
 
     return ask
@@ -198,8 +198,12 @@ def test_what_changes_something_is_sent_once() -> None:
     with pytest.raises(ServerUnavailable, match="carried out"):
         rig.request("register", model="m", body={}).result(10)
     assert [door.asked for door in rig.doors.values()] == [1, 0]
-    with pytest.raises(InvalidInput, match="a verb of one node"):
+    with pytest.raises(InvalidInput, match="publish is for one node"):
         rig.request("publish", model="m").result(10)
+    for send in (rig.call, rig.request):  # its state is on one node, and twice is two steps
+        with pytest.raises(InvalidInput, match="a step of a sequence is for one node"):
+            send("infer", model="m", is_safe=False)
+    assert [door.asked for door in rig.doors.values()] == [1, 0]
 
 
 # ---- who may come in -----------------------------------------------------------------------------
