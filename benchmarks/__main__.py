@@ -38,6 +38,7 @@ BENCHMARKS: Final = {
     "switchflow": "switchflow",
     "replay": "replay",
     "decisions": "decisions",
+    "placing": "placing",
     "batching": "batching",
 }
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
@@ -117,8 +118,8 @@ def main(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    crowd, training, devices, shared-input, decisions, replay, batching; switchflow (its figures:
-    some of these again, and one more)
+    crowd, training, devices, shared-input, decisions, placing, replay, batching; switchflow (its
+    figures: some of these again, and one more)
     """
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))

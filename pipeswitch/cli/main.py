@@ -13,22 +13,24 @@ import click
 from ..errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import infer, jobs, machine, models, server, views
-from .common import EXIT_INTERRUPTED, EXIT_OK
+from .common import EXIT_INTERRUPTED, EXIT_OK, part
 from .keys import keys
+
+LATER = ("cluster", "simulate")
+"""Groups and verbs that import more than all the others."""
 
 
 class Cli(click.Group):
     """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "simulate"])
+        return sorted([*super().list_commands(ctx), *LATER])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "simulate":
+        if cmd_name not in LATER:
             return super().get_command(ctx, cmd_name)
-        from .simulate import simulate  # the scheduler and its world: more than all the others
-
-        return simulate
+        command: click.Command = part(f"pipeswitch.cli.{cmd_name}", cmd_name)
+        return command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _open_standard_streams()

@@ -59,7 +59,8 @@ class Client(Verbs):
     """A connection to a server. Use it as a context manager, from any number of threads.
 
     Args:
-        address: ``host:port``, ``tcp://host:port`` or ``ipc://path``; default:
+        address: ``host:port``, ``tcp://host:port``, ``ipc://path``, or of many machines
+            ``cluster``, ``ray://host:port``; default:
             ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
             ``tcp://127.0.0.1:5555``.
         timeout_s: how long a server may take to answer the first hello.
@@ -86,9 +87,15 @@ class Client(Verbs):
     ) -> None:
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
-        if not self.address.startswith("ipc://"):  # the owner's listener asks for none
-            keys = keys_from(key, server_key, os.environ)
-        self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
+        if self.address.startswith("ray://"):
+            from .cluster import ClusterConnection
+
+            self._connection = ClusterConnection(self.address, timeout_s)
+        else:
+            if not self.address.startswith("ipc://"):  # the owner's listener asks for none
+                keys = keys_from(key, server_key, os.environ)
+            share = shared_memory
+            self._connection = Connection(self.address, timeout_s, keys, shared_memory=share)
         self._tracer = open_tracer()
         self.tokenizers: dict[str, Any] = {}  # by program, of language models
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()

@@ -8,12 +8,15 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from ..errors import ServerUnavailable
 from .calls import as_wait_s
 from .connection import Connection
 from .tensors import Signature
+
+if TYPE_CHECKING:
+    from .cluster import ClusterConnection
 
 PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
 
@@ -25,7 +28,7 @@ class Verbs:
     """Over a connection."""
 
     address: str
-    _connection: Connection
+    _connection: Connection | ClusterConnection
 
     def _ask(
         self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True

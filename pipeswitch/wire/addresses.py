@@ -15,9 +15,9 @@ from ..config import DEFAULT_LISTEN, default_runtime_dir
 from ..errors import ConfigError
 from .private import check_private
 
-_ADDRESS = re.compile(r"ipc://.+|tcp://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")
+_ADDRESS = re.compile(r"ipc://.+|ray://auto|(?:tcp|ray)://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")
 MAX_PORT = 65535
-HINT = "HOST, HOST:PORT, tcp://HOST:PORT or ipc://PATH"
+HINT = "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, cluster or ray://HOST:PORT"
 
 
 def default_address(environ: Mapping[str, str]) -> str:
@@ -54,6 +54,8 @@ def full_address(named: str) -> str:
     Raises:
         ConfigError: it is none.
     """
+    if named == "cluster":  # of the Ray of this machine
+        return "ray://auto"
     scheme, found, rest = named.partition("://")
     if not found:
         scheme, rest = "tcp", named
@@ -89,6 +91,8 @@ def is_refused(address: str) -> bool:
         ConfigError: no machine has its name.
     """
     scheme, _, rest = address.partition("://")
+    if scheme == "ray":
+        return False  # its client has asked placement
     if scheme == "ipc":
         return not is_live(Path(rest))
     host, _, port = rest.rpartition(":")

@@ -65,14 +65,15 @@ MAY_IMPORT: Mapping[str, str] = {
     # Its users.
     "client": "commits errors programs programs/build tracing wire texts",
     "__init__": "client errors job wire",
+    "cluster": "client errors roles scheduler/policies wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
-    "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
-    "sandbox scheduler simulator units watchdog wire texts",
+    "cli": "__init__ client cluster config devices errors ipc machine planning policies programs "
+    "roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
-    "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "
-    "scheduler simulator testing wire",
+    "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
+    "programs/build scheduler simulator testing wire",
 }
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,

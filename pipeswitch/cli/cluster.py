@@ -1,0 +1,177 @@
+"""``pipeswitch cluster``: many machines as one server, on Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..client.cluster import connect_ray, need_ray, placement_of, told
+from ..config import Config
+from ..errors import ModelNotFound
+from ..wire.private import check_secret
+from . import views
+from .common import json_option, print_done
+
+address_option = click.option(
+    "--address", default="auto", show_default=True,
+    help="Ray's, as it says it itself; auto: the one of this machine.",
+)  # fmt: skip
+
+
+@click.group()
+def cluster() -> None:
+    """Many machines as one server, on Ray: then PIPESWITCH_HOST=cluster.
+
+    Ray starts a server on each machine, watches and restarts it. No request goes through Ray.
+    """
+
+
+@cluster.command()
+@click.option("--local", type=click.IntRange(1, 64), metavar="N",
+              help="Start Ray here, with N servers, until Ctrl-C or cluster down.")  # fmt: skip
+@address_option
+@click.option("--state-dir", type=click.Path(), help="Of all nodes: each has its folder there.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
+@json_option
+def up(
+    local: int | None, address: str, state_dir: str | None, flags: tuple[str, ...], as_json: bool
+) -> None:
+    """Start a server on each of Ray's machines that has none; what follows -- is told to each.
+
+    pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
+    """
+    folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
+    if local:
+        ray = _start_ray()
+        where = ray.get_runtime_context().get_node_id()
+        names = {f"node-{index}": where for index in range(local)}
+        hosts = dict.fromkeys(names, "127.0.0.1")
+    else:
+        ray = connect_ray(address)
+        names, hosts = _machines(ray)
+    from ..cluster.actors import start_nodes
+
+    start_nodes(ray, names, folder, hosts, flags)
+    row = {"nodes": sorted(names), "address": ray.get_runtime_context().gcs_address}
+    print_done(row, f"cluster of {len(names)} nodes is ready: PIPESWITCH_HOST=cluster", as_json)
+    if local:
+        _wait_for_its_end(ray)
+
+
+def _start_ray() -> Any:
+    """One of this machine's own: no dashboard, no client's port; its token is its user's."""
+    need_ray()
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        _check_token(Path.home() / ".ray" / "auth_token")
+    import ray
+
+    ray.init(address="local", namespace="pipeswitch", include_dashboard=False, num_cpus=1,
+             object_store_memory=256 << 20, log_to_driver=False, logging_level="ERROR")  # fmt: skip
+    return ray
+
+
+def _check_token(path: Path) -> None:
+    """Ray makes one that every user of the machine can read, and it is a shell to who has it."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        check_secret(path)
+
+
+def _machines(ray: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Ray's living nodes by a name that stays, and where each one's server listens: on loopback if
+    they are all one machine."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    addresses = {node["NodeManagerAddress"] for node in alive}
+    names, hosts = {}, {}
+    for node in alive:
+        host = node["NodeManagerAddress"]
+        alone = len(addresses) == len(alive)
+        name = host.replace(":", "-") if alone else node["NodeID"][:8]
+        names[name] = node["NodeID"]
+        hosts[name] = host if len(addresses) > 1 else "127.0.0.1"
+    return names, hosts
+
+
+def _wait_for_its_end(ray: Any) -> None:
+    from ..cluster.actors import node_names
+
+    stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while not stopped and node_names(ray):
+        signal.sigtimedwait((), 0.5)  # a signal, or the next look
+    with contextlib.suppress(Exception):
+        _stop(ray, node_names(ray), 10.0)
+    ray.shutdown()
+
+
+@cluster.command()
+@address_option
+@json_option
+def status(address: str, as_json: bool) -> None:
+    """Nodes, and where each model is served."""
+    ray = connect_ray(address)
+    found = told(ray, placement_of(ray).status.remote())
+    if as_json:
+        views.print_json(found)
+        return
+    columns = ("name", "address", "owners", "waiting", "jobs")
+    views.console().print(views.table(found["nodes"], columns))
+    rows = [{"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
+            for name, one in found["models"].items()]  # fmt: skip
+    views.console().print(views.table(rows, ("model", "serving", "nodes")))
+
+
+@cluster.command()
+@address_option
+@click.option(
+    "--drain", default=30.0, show_default=True, help="Seconds to finish what was accepted."
+)
+@json_option
+def down(address: str, drain: float, as_json: bool) -> None:
+    """Stop all nodes: each finishes what it accepted; models and jobs stay in their folders."""
+    from ..cluster.actors import node_names
+
+    ray = connect_ray(address)
+    names = node_names(ray)
+    _stop(ray, names, drain)
+    print_done({"stopped": names}, f"{len(names)} nodes stopped", as_json)
+
+
+@cluster.command()
+@click.argument("node")
+@address_option
+@json_option
+def drain(node: str, address: str, as_json: bool) -> None:
+    """Move a node's models elsewhere, let it finish, and stop it; one that trains stays."""
+    ray = connect_ray(address)
+    missed = told(ray, placement_of(ray).drain.remote(node))
+    if missed:
+        raise ModelNotFound(f"{node} stays: {'; '.join(missed)}", hint="pipeswitch cluster status")
+    _stop(ray, [node], 30.0, placement=False)
+    print_done({"drained": node}, f"{node} is drained and stopped", as_json)
+
+
+def _stop(ray: Any, names: list[str], drain_s: float, *, placement: bool = True) -> None:
+    if placement:
+        with contextlib.suppress(Exception):
+            ray.kill(placement_of(ray))
+    handles = [ray.get_actor(f"node:{name}", namespace="pipeswitch") for name in names]
+    for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
+        with contextlib.suppress(Exception):  # its process ends with its server
+            ray.get(ended, timeout=drain_s + 30.0)
+        ray.kill(handle)

@@ -1,0 +1,359 @@
+"""A cluster as one server: a table that is kept, and a connection to each node.
+
+Placement is asked once, through Ray. A request goes to its node's own port, as a client of that
+server alone would send it. What a node does not answer, or does not know any more, has placement
+asked again, and is followed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any, Final
+
+from ..errors import (
+    ConfigError,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+    no_server,
+)
+from ..wire.keys import ClientKeys
+from .calls import Reply
+from .connection import Connection
+
+SCHEME: Final = "ray://"
+NAMESPACE: Final = "pipeswitch"
+PLACEMENT: Final = "placement"
+SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
+"""Verbs of one model that another node may be asked after the first one did not answer."""
+FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
+_RAY: Final = threading.RLock()  # a process has one
+
+
+def need_ray() -> None:
+    """Raises ConfigError: it is not installed, or lets anybody in."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        raise ConfigError(
+            "RAY_AUTH_MODE lets everybody who reaches Ray's ports run code", hint="unset it"
+        )
+
+
+def connect_ray(address: str = "auto") -> Any:
+    """Ray, connected to; ``address``: as Ray's own, ``auto`` for the one of this machine.
+
+    Raises:
+        ConfigError: it is not installed, or lets anybody in.
+        ServerUnavailable: none runs there.
+    """
+    need_ray()
+    if "ray" not in sys.modules:  # it reads this as it is loaded; without, it brings no token
+        os.environ["RAY_AUTH_MODE"] = "token"
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray's are of no one class
+            raise ServerUnavailable(
+                f"no Ray answers at {address}: {why_of(error)}",
+                hint="pipeswitch cluster up --local 2",
+            ) from None
+    return ray
+
+
+@contextlib.contextmanager
+def connected_ray(address: str) -> Iterator[Any]:
+    """Ray for as long as something is asked: it ends the process of a client that stays connected
+    when its head dies, and requests go on without it. A program that uses Ray itself keeps it."""
+    with _RAY:
+        loaded = sys.modules.get("ray")
+        was_there = loaded is not None and loaded.is_initialized()
+        ray = connect_ray(address)
+        try:
+            yield ray
+        finally:
+            if not was_there:
+                ray.shutdown()
+
+
+def placement_of(ray: Any) -> Any:
+    """Its handle.
+
+    Raises:
+        ServerUnavailable: this Ray has no cluster of ours.
+    """
+    try:
+        return ray.get_actor(PLACEMENT, namespace=NAMESPACE)
+    except ValueError:
+        raise ServerUnavailable(
+            "this Ray has no cluster of PipeSwitch", hint="pipeswitch cluster up"
+        ) from None
+
+
+def told(ray: Any, answer: Any) -> Any:
+    """What an actor answers; its own errors are those that it raised.
+
+    Raises:
+        PipeSwitchError: as the actor did, or it is gone.
+    """
+    try:
+        return ray.get(answer)
+    except PipeSwitchError as error:
+        raise getattr(error, "cause", error) from None
+    except Exception as error:
+        raise ServerUnavailable(f"the cluster does not answer: {why_of(error)}") from None
+
+
+def why_of(error: Exception) -> str:
+    """Ray's texts are tracebacks: the last line says it."""
+    return str(error).strip().rpartition("\n")[2]
+
+
+class ClusterConnection:
+    """In place of a ``Connection``; from any thread."""
+
+    keys = None
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address.removeprefix(SCHEME)
+        if self._address != "auto":
+            self._address = address
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()  # of the table and the connections
+        self._connections: dict[str, Connection] = {}  # by address
+        self._home = ""  # where this client's files and new models go
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
+        self._table: dict[str, Any] = {}
+        self._asked_at_s = 0.0
+        self._ask()
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def another(self) -> Connection:
+        raise _one_nodes("events")
+
+    def notify(self, op: str, *, model: str = "") -> None:
+        if model in self._table["models"]:
+            self._to(self._table["models"][model]).notify(op, model=model)
+
+    def call(self, op: str, *, model: str = "", **options: Any) -> Any:
+        """As ``Connection.call``."""
+        if op not in SAFE_AGAIN:
+            return self._verb(op)(op, model=model, **options)
+        if not options.get("is_safe"):
+            raise _one_nodes("a step of a sequence")
+        node = self._node_of(model)
+        try:
+            return self._to(node).call(op, model=model, **options)
+        except (ServerUnavailable, ModelNotFound) as error:
+            return self._again(error, node, model).call(op, model=model, **options)
+
+    def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
+        """As ``Connection.request``."""
+        if op != "infer":
+            return self._pool.submit(self.call, op, model=model, **options)
+        if not options.get("is_safe"):  # its state is on one node, and sent twice it is two steps
+            raise _one_nodes("a step of a sequence")
+        node, outer = self._node_of(model), Future[Any]()
+
+        def answered(inner: Future[Any]) -> None:
+            error = None if inner.cancelled() else inner.exception()
+            if isinstance(error, ServerUnavailable | ModelNotFound) and not outer.cancelled():
+                with contextlib.suppress(RuntimeError):  # this client is closed
+                    self._pool.submit(_settle, outer, lambda: self._again(error, node, model).call(
+                        op, model=model, **options))  # fmt: skip
+                    return
+            if not inner.cancelled():
+                _settle(outer, inner.result)
+
+        inner = self._to(node).request(op, model=model, **options)
+        outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
+        inner.add_done_callback(answered)
+        return outer
+
+    # ---- the table -----------------------------------------------------------------------------
+
+    def _ask(self, verb: str = "", *args: Any) -> Any:
+        """Placement's answer to a verb, if there is one, and then its table, which is kept."""
+        with connected_ray(self._address) as ray:
+            placement = placement_of(ray)
+            answer = told(ray, getattr(placement, verb).remote(*args)) if verb else None
+            table = told(ray, placement.table.remote())
+        with self._lock:
+            if table["version"] >= self._table.get("version", 0):
+                self._table = table
+            self._asked_at_s = time.monotonic()
+        return answer
+
+    def _node_of(self, model: str) -> str:
+        """Raises ModelNotFound: not in a new table either."""
+        if model not in self._table["models"]:
+            self._ask()
+        with contextlib.suppress(KeyError):
+            return str(self._table["models"][model])
+        raise ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
+
+    def _to(self, node: str) -> Connection:
+        facts = self._table["nodes"][node]
+        with self._lock:
+            found = self._connections.get(facts["address"])
+            if found is None:
+                keys = ClientKeys(*facts["keys"])
+                found = Connection(facts["address"], self._timeout_s, keys)
+                self._connections[facts["address"]] = found
+            return found
+
+    def _again(self, error: PipeSwitchError, node: str, model: str) -> Connection:
+        """The connection to another node that serves it: after a death one that the table knows,
+        else whoever placement names now.
+
+        Raises:
+            PipeSwitchError: ``error``: there is none.
+        """
+        with self._lock:
+            table = self._table
+            others = [name for name in table["holders"].get(model, ()) if name != node]
+            if others and isinstance(error, ServerUnavailable):
+                self._table = {**table, "models": {**table["models"], model: others[0]},
+                               "holders": {**table["holders"], model: others}}  # fmt: skip
+                return self._to(others[0])
+        address = table["nodes"].get(node, {}).get("address")
+        with contextlib.suppress(ServerUnavailable):  # placement is down too
+            self._ask(*(("accuse", node) if isinstance(error, ServerUnavailable) else ()))
+        now = self._table["models"].get(model)
+        if now is None or self._table["nodes"][now]["address"] == address:
+            raise error
+        return self._to(now)
+
+    # ---- verbs of more than one node -----------------------------------------------------------
+
+    def _verb(self, op: str) -> Callable[..., Any]:
+        found = getattr(self, f"_do_{op}", None)
+        if found is None:
+            raise _one_nodes(op)
+        verb: Callable[..., Any] = found
+        return verb
+
+    def _do_put(self, op: str, **options: Any) -> Any:
+        if not self._home:
+            self._home = self._ask("home", int(options["body"]["size_bytes"]))
+        return self._to(self._home).call(op, **options)
+
+    def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
+        home = self._home or self._table["models"].get(model) or self._ask("home", 0)
+        self._home = ""
+        reply = self._to(home).call(op, model=model, body=body, **options)
+        missed = self._ask("registered", model, home, body)
+        return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
+
+    def _do_unregister(self, op: str, *, model: str, **options: Any) -> Any:
+        self._ask()
+        self._node_of(model)
+        for node in self._table["holders"][model]:
+            reply = self._to(node).call(op, model=model, **options)
+        self._ask("forgotten", model)
+        return reply
+
+    def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
+        """What each living node answers, by its name; of a new table if one of this does not."""
+        options["is_safe"] = True
+        if time.monotonic() > self._asked_at_s + FRESH_S:
+            self._ask()
+        for is_last in (False, True):
+            table = self._table["nodes"]
+            asked = {node: self._to(node).request(op, **options) for node in table}
+            found = {}
+            for node, future in asked.items():
+                with contextlib.suppress(ServerUnavailable):
+                    found[node] = future.result().body
+            if (len(found) == len(table) and table) or is_last:
+                break
+            self._ask()
+        if not found:
+            raise no_server("any node of the cluster")
+        return found
+
+    def _do_ping(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        ready = [one for one in answers.values() if one.get("ready")]
+        return _reply({**(ready or list(answers.values()))[0], "nodes": sorted(answers)})
+
+    def _do_stats(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        keys = list(next(iter(answers.values())))
+        sums = {
+            key: sum(one.get(key, 0) for one in answers.values()) for key in keys
+            if all(isinstance(one.get(key), int | float) and not isinstance(one.get(key), bool)
+                   for one in answers.values())
+        }  # fmt: skip
+        return _reply({**sums, "nodes": answers})
+
+    def _do_models(self, op: str, **options: Any) -> Any:
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for node, answer in self._all(op, **options).items():
+            for row in answer["models"]:
+                kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
+                kept["nodes"].append(node)
+                if kept["nodes"] != [node]:
+                    kept["requests"] += row["requests"]
+        return _reply({"models": list(found.values())})
+
+    def _do_ps(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        rows = [{**row, "name": f"{node}/{row['name']}"}
+                for node, answer in answers.items() for row in answer["rows"]]  # fmt: skip
+        return _reply({"rows": rows})
+
+    def _do_jobs(self, op: str, **options: Any) -> Any:
+        answers = self._all(op, **options)
+        rows = [{**row, "node": node} for node, one in answers.items() for row in one["jobs"]]
+        return _reply({"jobs": rows})
+
+    def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        there = self._job_node(body["name"])
+        node = there or self._ask("idle")
+        return self._to(node).call(op, body=body, **options)
+
+    def _do_job(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        node = self._job_node(body["name"])
+        if not node:
+            raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
+        return self._to(node).call(op, body=body, **options)
+
+    def _job_node(self, name: str) -> str:
+        """Where a job is; empty: nowhere."""
+        rows = self._do_jobs("jobs").body["jobs"]
+        return next((row["node"] for row in rows if row["name"] == name), "")
+
+
+def _reply(body: dict[str, Any]) -> Reply:
+    return Reply(request_id="", body=body, outputs=(), frames=())
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Unless it was taken back."""
+    with contextlib.suppress(InvalidStateError):
+        try:
+            future.set_result(work())
+        except PipeSwitchError as error:
+            future.set_exception(error)
+
+
+def _one_nodes(op: str) -> InvalidInput:
+    return InvalidInput(
+        f"{op} is for one node, not for the cluster",
+        hint="pipeswitch cluster status; on its machine: pipeswitch --host ipc://…",
+    )

@@ -1,0 +1,410 @@
+"""What Ray runs: a ``Node`` for each machine with an ordinary server as its child, and one
+``Placement``, which knows nothing that it could not ask the nodes again.
+
+Ray pickles what these tell each other. What a client of a *server* sent reaches them as bytes
+only: a program travels as its bundle's file, and the server that gets it reads it like a
+stranger's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from ..client.client import FINAL_JOB_STATES, Client
+from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
+from ..errors import ConfigError, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..roles import Role
+from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
+from . import placement
+
+NODE: Final = "node:"  # before its name, an actor's
+COPIES: Final = 2  # of each model, on as many nodes
+ROUND_S: Final = 1.0  # between two looks at all nodes
+ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
+MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
+LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
+CHILD: Final = """\
+import os, signal, threading
+def leave():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=leave, daemon=True).start()
+from pipeswitch.cli.main import main
+main()
+"""
+"""The server leaves as if it was told to when the other end of its standard input is gone: also
+when its node's process was killed."""
+
+
+class Node:
+    """One machine's server. If that ends so does this process, and Ray starts both again: the
+    server's journal knows its models and jobs."""
+
+    def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
+            raise ConfigError(
+                "this Ray lets everybody in who reaches its ports: it was started without a token",
+                hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
+            )
+        self._name, self._state = name, Path(folder) / name
+        folder_of_keys, secret, self._keys = _keys(self._state)
+        _wait_for_the_one_before(self._state)
+        command = [
+            sys.executable, "-P", "-c", CHILD, "serve", "--listen", f"tcp://{host}:0",
+            "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
+            "--keys-dir", str(folder_of_keys.path), "--no-http", "--allow-code", "*", *flags,
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        self._address, self._owners = self._addresses()
+        self._client = Client(self._owners)
+        server_key = self._keys.server.decode()
+        # Copies are of the same tenant as what the cluster's clients register.
+        self._tenant = Client(self._address, key=secret, server_key=server_key)
+        self._lock = threading.Lock()  # of the bodies' file
+        self._is_leaving = False
+        threading.Thread(target=self._leave_with_it, daemon=True).start()
+
+    def _addresses(self) -> tuple[str, str]:
+        """Of TCP clients and of the owner, when it is ready."""
+        assert self._process.stdout is not None
+        heard = []
+        for line in self._process.stdout:
+            heard.append(line)
+            if "is ready" in line:
+                tcp, ipc = (
+                    next(word for word in line.split() if word.startswith(scheme))
+                    for scheme in ("tcp://", "ipc://")
+                )
+                return tcp, ipc
+        raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
+
+    def _leave_with_it(self) -> None:
+        assert self._process.stdout is not None
+        for _ in self._process.stdout:  # until it is gone
+            pass
+        if not self._is_leaving:
+            os._exit(1)
+
+    def summary(self) -> dict[str, Any]:
+        """All that placement knows of it."""
+        stats, served = self._client.stats(), self._client.models()
+        runs, requests = stats["inferences"], stats["inference"]["in_flight"]
+        each_ms = stats["device_s"]["infer"] * 1000.0 / runs if runs else 0.0
+        return {
+            "name": self._name,
+            "address": self._address,
+            "owners": self._owners,
+            "keys": (self._keys.public, self._keys.secret, self._keys.server),
+            "pid": self._process.pid,
+            "free_bytes": stats["arena_free_bytes"],
+            "queue_ms": requests * each_ms,
+            "waiting": requests,
+            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in self._client.jobs()),
+            "models": {row["name"]: (row["digest"], row["bytes"])
+                       for row in served if row["state"] == "ready"},
+            "bodies": self._bodies(),
+        }  # fmt: skip
+
+    def remember(self, model: str, body: dict[str, Any] | None) -> None:
+        """How it was registered, so that it can be elsewhere; None: it is gone."""
+        with self._lock:
+            bodies = {**self._bodies(), model: body}
+            text = json.dumps({name: one for name, one in bodies.items() if one is not None})
+            with tempfile.NamedTemporaryFile("w", dir=self._state, delete=False) as file:
+                file.write(text)
+            os.rename(file.name, self._state / "cluster.json")
+
+    def _bodies(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self._state / "cluster.json").read_text("utf-8")))
+        except FileNotFoundError:
+            return {}
+
+    def bundle(self, digest: str) -> bytes:
+        """A program's file; empty: it is of the server's own code, and made by name."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._state / "models" / digest / "program.bundle").read_bytes()
+        return b""
+
+    def adopt(self, model: str, body: dict[str, Any], digest: str, bundle: bytes) -> str:
+        """Serve another node's model too; its digest here, which is the same."""
+        if bundle:
+            with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
+                file.write(bundle)
+                file.flush()
+                source = self._tenant.upload(file.name, "bundle")
+            body = {**body, "source": source, "weights": "", "inputs": {}}
+            body.pop("takes", None)
+            body.pop("example", None)
+        found = self._tenant._ask("register", model=model, body=body)["digest"]
+        if found != digest:  # code of another release there: its answers would differ
+            self._tenant.unregister(model)
+            raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
+        self.remember(model, body)
+        return str(found)
+
+    def stop(self, drain_s: float) -> None:
+        """Finish what was accepted, commit its jobs, leave."""
+        self._is_leaving = True
+        with contextlib.suppress(PipeSwitchError):
+            self._client.stop_server(drain_s)
+        self._process.wait(drain_s + 30.0)
+
+
+def _wait_for_the_one_before(state: Path) -> None:
+    """Its node was killed, and it is still leaving: it commits its jobs."""
+    with open(state / "lock", "a") as lock:
+        os.chmod(state / "lock", 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys]:
+    """The server's pair, and the one that the cluster's clients bring; made once."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = KeyFolder(state / "keys").open()
+    secret = folder.path / "cluster.key_secret"
+    if folder.server() is None:
+        folder.make_server()
+    if not secret.exists():
+        make_pair("cluster", folder.path)
+    keys = client_keys(str(secret), str(folder.path / "server.key"))
+    assert keys is not None
+    folder.admit("cluster", keys.public, [role.value for role in Role])
+    return folder, secret, keys
+
+
+class Placement:
+    """The versioned table that clients keep. Started again it asks the nodes, and knows as much."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._nodes = placement.Nodes()
+        self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
+        self._serving: dict[str, str] = {}  # by model: the node that requests go to
+        self._short_since: dict[str, float] = {}  # models with too few copies
+        self._leaving: set[str] = set()
+        self._version = int(time.time() * 1000)  # above those of the one before
+        self._shown: Any = None
+        self._look()
+        threading.Thread(target=self._rounds, daemon=True).start()
+
+    def table(self) -> dict[str, Any]:
+        """Where each model is served."""
+        with self._lock:
+            return {
+                "version": self._version,
+                "nodes": {name: {"address": facts["address"], "keys": facts["keys"]}
+                          for name, facts in self._facts.items()},
+                "models": dict(self._serving),
+                "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
+            }  # fmt: skip
+
+    def accuse(self, node: str) -> None:
+        """It did not answer a client: it is left out until the next look at it."""
+        with self._lock:
+            self._forget(node)
+            self._place()
+
+    def home(self, size_bytes: int) -> str:
+        """Where a model that is new is to be registered."""
+        with self._lock:
+            return self._nodes.choose("", size_bytes).node
+
+    def idle(self) -> str:
+        """Where a job goes: the fewest jobs, then the fewest requests."""
+        with self._lock:
+            ready = [one for one in self._facts.values() if one["name"] in self._nodes]
+            if not ready:
+                raise ServerUnavailable(
+                    "the cluster has no node left", hint="pipeswitch cluster up"
+                )
+            found = min(ready, key=lambda one: (one["jobs"], one["waiting"], one["name"]))
+            found["jobs"] += 1  # until the next look at it
+            return str(found["name"])
+
+    def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
+        """A node has it; its second copy is there when this returns. What could not be done."""
+        ray = connect_ray()
+        ray.get(_node(ray, node).remember.remote(model, body))
+        self._look()
+        return self._copy(model)
+
+    def forgotten(self, model: str) -> None:
+        ray = connect_ray()
+        for name in list(self._facts):
+            ray.get(_node(ray, name).remember.remote(model, None))
+        self._look()
+
+    def drain(self, node: str) -> list[str]:
+        """Nothing new goes there; what it alone holds goes elsewhere. What could not be moved."""
+        with self._lock:
+            if node not in self._facts:
+                raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
+            if self._facts[node]["jobs"]:
+                return ["jobs train there: wait for them, or cancel them"]
+            held = [name for name, one in self._nodes.holders.items() if node in one]
+            self._leaving.add(node)
+            self._nodes.remove(node)
+        missed = [note for name in held for note in self._copy(name, leaving=node)]
+        with self._lock:
+            if missed:
+                self._leaving.discard(node)
+            else:
+                self._forget(node)
+        self._look()
+        return missed
+
+    def status(self) -> dict[str, Any]:
+        self._look()
+        with self._lock:
+            hidden = ("keys", "bodies")
+            return {
+                "version": self._version,
+                "nodes": [{key: value for key, value in one.items() if key not in hidden}
+                          for one in self._facts.values()],
+                "models": {name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
+                           for name, held in self._nodes.holders.items() if held},
+            }  # fmt: skip
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def _rounds(self) -> None:
+        while True:
+            time.sleep(ROUND_S)  # a load is looked at, not told
+            with contextlib.suppress(Exception):  # Ray's own: there is another round
+                self._look()
+                for model in self._short():
+                    self._copy(model)
+
+    def _look(self) -> None:
+        """Ask every node how it is; who does not say so is gone."""
+        ray = connect_ray()
+        asked = {name: _node(ray, name).summary.remote() for name in node_names(ray)}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
+            if asked else ([], [])  # fmt: skip
+        found = {}
+        for name, answer in asked.items():
+            if answer in ready:
+                with contextlib.suppress(Exception):  # it died, or its server did
+                    found[name] = ray.get(answer)
+        with self._lock:
+            self._leaving &= set(asked)  # one of its name may be started later
+            for name in set(self._facts) - set(found):
+                self._forget(name)
+            for name, facts in found.items():
+                self._heard(name, facts)
+            self._place()
+
+    def _heard(self, name: str, facts: dict[str, Any]) -> None:
+        self._facts[name] = facts
+        if name in self._leaving:
+            return
+        for held in self._nodes.holders.values():
+            held.discard(name)
+        for model in facts["models"]:
+            self._nodes.holders[model].add(name)
+        self._nodes.put(placement.Node(
+            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"], LINK_BYTES_PER_MS
+        ))  # fmt: skip
+
+    def _forget(self, name: str) -> None:
+        self._facts.pop(name, None)
+        self._nodes.remove(name)
+
+    def _place(self) -> None:
+        """Of each model's holders the one that requests go to; the table is new if one changed."""
+        serving = {}
+        for model, held in self._nodes.holders.items():
+            if held:
+                size_bytes = self._facts[next(iter(held))]["models"][model][1]
+                found = self._nodes.choose(model, size_bytes, at=self._serving.get(model, "")).node
+                serving[model] = found if found in held else min(held)
+        self._serving = serving
+        shown = (serving, {name: one["address"] for name, one in self._facts.items()})
+        if shown != self._shown:
+            self._shown, self._version = shown, self._version + 1
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def _short(self) -> list[str]:
+        """Models that have had too few copies for so long that their node does not come back."""
+        now_s = time.monotonic()
+        with self._lock:
+            wanted = min(COPIES, len(self._facts) - len(self._leaving))
+            short = {name for name, held in self._nodes.holders.items() if 0 < len(held) < wanted}
+            since = {name: self._short_since.get(name, now_s) for name in short}
+            self._short_since = since
+        return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
+
+    def _copy(self, model: str, leaving: str = "") -> list[str]:
+        """Another copy, from a node that has one, if there are too few; what could not be done."""
+        with self._lock:
+            held = self._nodes.holders.get(model, set()) - self._leaving
+            others = [name for name in self._facts if name not in held | self._leaving]
+            source = min(held) if held else leaving
+            if len(held) >= COPIES or not others or not source:
+                return [] if held else [f"{model}: no other node"]
+            digest, size_bytes = self._facts[source]["models"][model]
+            body = self._facts[source]["bodies"].get(model)
+            without = held | self._leaving
+            target = self._nodes.choose(model, size_bytes, without=without).node
+        if body is None:
+            return [f"{model} was not registered through the cluster: it stays on {source}"]
+        ray = connect_ray()
+        bundle = _node(ray, source).bundle.remote(digest)  # from node to node, not through here
+        try:
+            ray.get(_node(ray, target).adopt.remote(model, body, digest, bundle))
+        except Exception as error:
+            return [f"{model} has no copy on {target}: {why_of(error)}"]
+        self._look()
+        return []
+
+
+def _node(ray: Any, name: str) -> Any:
+    return ray.get_actor(NODE + name, namespace=NAMESPACE)
+
+
+def node_names(ray: Any) -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        one["name"].removeprefix(NODE)
+        for one in actors if one["namespace"] == NAMESPACE and one["name"].startswith(NODE)
+    )  # fmt: skip
+
+
+def start_nodes(
+    ray: Any, names: dict[str, str], folder: str, hosts: dict[str, str], flags: tuple[str, ...]
+) -> None:
+    """One node on each of Ray's, and placement; those that are there already stay.
+
+    Args:
+        names: our nodes, and the id of Ray's that each is on.
+        hosts: where each listens.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    common = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
+              "get_if_exists": True, "max_concurrency": 16}  # fmt: skip
+    handles = [
+        ray.remote(Node).options(
+            name=NODE + name, scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=False),
+            **common,
+        ).remote(name, folder, hosts[name], flags)
+        for name, where in names.items()
+    ]  # fmt: skip
+    told(ray, [handle.summary.remote() for handle in handles])
+    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
+    told(ray, made.status.remote())

@@ -1,0 +1,155 @@
+"""Which node of many serves a model. Pure: summaries in, a node and a reason out.
+
+The rank is that of one machine's devices (``scheduler/policies/placement.py``). Of thousands of
+nodes only those are looked at that can be the best: who holds the model, and of each link and size
+of free memory the node that is free first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+from ..errors import ServerUnavailable
+from ..scheduler.policies.placement import PLACEMENTS, Place, best
+
+RANK: Final = PLACEMENTS["least-finish"]
+KEEP_MS: Final = 20.0  # a model stays unless elsewhere it computes so much earlier,
+KEEP_SHARE: Final = 0.25  # and by this share of its wait: predictions are no better than that
+
+
+class Node(NamedTuple):
+    """One server as placement sees it; its devices are its own business."""
+
+    name: str
+    free_bytes: int  # of its arena, rounded down to a power of two
+    queue_ms: float  # predicted, until what it has accepted is done
+    waiting: int
+    link_bytes_per_ms: float
+
+
+Entry = tuple[float, bool, int, int, int]
+"""When it is free, busy, how many wait, less its free bytes, its number: less is better."""
+
+
+class Decision(NamedTuple):
+    node: str
+    reason: str  # of ``Place``; or "kept": another is earlier, but not by enough
+    finish_ms: float
+
+
+class Nodes:
+    """The living nodes, and which models they hold."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+        self._numbers: dict[str, int] = {}  # ties end by who came first
+        self._names: list[str] = []
+        self.holders: defaultdict[str, set[str]] = defaultdict(set)  # by model
+        # By link and bits of free memory: entries of nodes, first to be free first. An entry that
+        # is no longer its node's own is dropped when it comes to the top.
+        self._orders: dict[float, dict[int, list[Entry]]] = {}
+        self._entries: dict[str, Entry] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._nodes
+
+    def put(self, node: Node) -> None:
+        """It is new, or something of it has changed."""
+        bits = node.free_bytes.bit_length()
+        node = node._replace(free_bytes=1 << bits - 1 if bits else 0)
+        if node.name not in self._numbers:
+            self._numbers[node.name] = len(self._names)
+            self._names.append(node.name)
+        number = self._numbers[node.name]
+        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, number)
+        self._nodes[node.name] = node
+        self._entries[node.name] = entry
+        order = self._orders.setdefault(node.link_bytes_per_ms, {}).setdefault(bits, [])
+        heapq.heappush(order, entry)
+
+    def remove(self, name: str) -> None:
+        """It is dead, or is to be left."""
+        self._nodes.pop(name, None)
+        self._entries.pop(name, None)
+        for holders in self.holders.values():
+            holders.discard(name)
+
+    def choose(
+        self, model: str, size_bytes: int, *, at: str = "", without: Collection[str] = ()
+    ) -> Decision:
+        """Where requests for a model are to go, or where another copy of it would lie.
+
+        Args:
+            at: where they go now; it stays there unless that is much later than elsewhere.
+            without: nodes that are out of question: they hold a copy already.
+
+        Raises:
+            ServerUnavailable: there is no node left.
+        """
+        holders = self.holders.get(model, ()) if not without else ()
+        places = [
+            self._place(self._nodes[name], size_bytes, is_resident=True)
+            for name in holders if name in self._nodes
+        ]  # fmt: skip
+        places += self._first(size_bytes, without)
+        if not places:
+            raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
+        found = best(places, RANK)
+        node = self._names[found.device]
+        if at and at != node and at in self._nodes and at in holders:
+            stay = self._place(self._nodes[at], size_bytes, is_resident=True)
+            if stay.finish_ms - found.finish_ms <= max(KEEP_MS, KEEP_SHARE * stay.finish_ms):
+                return Decision(at, "kept", stay.finish_ms)
+        return Decision(node, found.reason, found.finish_ms)
+
+    def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
+        """Of each link, the earliest node that has room for the model, and the earliest one that
+        has not. Such a place of a holder is never before its own as a holder."""
+        found = []
+        for link in list(self._orders):
+            with_room: list[Entry] = []
+            short: list[Entry] = []
+            for bits, order in list(self._orders[link].items()):
+                entry = self._top(link, bits, order, without)
+                if entry is not None:
+                    (with_room if -entry[3] >= size_bytes else short).append(entry)
+            found += [min(entries) for entries in (with_room, short) if entries]
+        return [
+            self._place(self._nodes[self._names[entry[4]]], size_bytes, is_resident=False)
+            for entry in found
+        ]
+
+    def _top(
+        self, link: float, bits: int, order: list[Entry],
+        without: Collection[str],
+    ) -> Entry | None:  # fmt: skip
+        """The first of an order that is its node's own and not excluded."""
+        excluded, found = [], None
+        while order:
+            name = self._names[order[0][4]]
+            if self._entries.get(name) is order[0]:
+                if name not in without:
+                    found = order[0]
+                    break
+                excluded.append(order[0])
+            heapq.heappop(order)
+        for entry in excluded:
+            heapq.heappush(order, entry)
+        if not order:
+            del self._orders[link][bits]
+        return found
+
+    def _place(self, node: Node, size_bytes: int, *, is_resident: bool) -> Place:
+        return Place(
+            device=self._numbers[node.name],
+            is_resident=is_resident,
+            is_busy=node.waiting > 0,
+            waiting=node.waiting,
+            queue_ms=node.queue_ms,
+            switch_ms=0.0 if is_resident else size_bytes / node.link_bytes_per_ms,
+            free_bytes=node.free_bytes,
+            size_bytes=size_bytes,
+        )

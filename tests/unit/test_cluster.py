@@ -1,0 +1,261 @@
+"""Placement over nodes, against the plain rank of all of them; and the client's table."""
+
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from pipeswitch.cli.cluster import _check_token
+from pipeswitch.client import cluster
+from pipeswitch.client.client import Client
+from pipeswitch.cluster.actors import Node
+from pipeswitch.cluster.placement import KEEP_MS, KEEP_SHARE, RANK, Nodes
+from pipeswitch.cluster.placement import Node as Summary
+from pipeswitch.errors import (
+    ConfigError,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from pipeswitch.scheduler.policies.placement import Place, best
+
+LINK = 1e6
+
+
+def summary(name: str, queue_ms: float = 0.0, free_bytes: int = 1 << 30) -> Summary:
+    return Summary(name, free_bytes, queue_ms, int(queue_ms > 0), LINK)
+
+
+def plain(known: dict[str, Summary], held: set[str], size_bytes: int, without: set[str]) -> Place:
+    """The best of all nodes, each looked at."""
+    places = []
+    for number, (name, one) in enumerate(sorted(known.items(), key=lambda pair: int(pair[0]))):
+        if name not in without:
+            is_held = name in held and not without
+            free_bytes = 1 << int(math.log2(one.free_bytes)) if one.free_bytes else 0
+            switch_ms = 0.0 if is_held else size_bytes / one.link_bytes_per_ms
+            places.append(Place(number, is_held, one.waiting > 0, one.waiting, one.queue_ms,
+                                switch_ms, free_bytes, size_bytes))  # fmt: skip
+    return best(places, RANK)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> None:
+    """Loads, memory, holders and deaths change between 300 decisions."""
+    rng = random.Random(seed)
+    nodes, known, held = Nodes(), {}, nodes_held()
+    count = rng.choice([2, 7, 40])
+    for number in range(count):
+        known[str(number)] = summary(str(number))
+        nodes.put(known[str(number)])
+    for _ in range(300):
+        name = rng.choice(sorted(known))
+        known[name] = Summary(
+            name, rng.choice([0, 1000, 1 << 20, 3 << 20, 1 << 30]), rng.choice([0.0, 5.0, 50.0]),
+            rng.randrange(3), rng.choice([LINK, LINK / 8]),
+        )  # fmt: skip
+        nodes.put(known[name])
+        model, size_bytes = rng.choice("ab"), rng.choice([500, 2 << 20, 2 << 30])
+        held[model] ^= {rng.choice(sorted(known))}
+        nodes.holders[model] = set(held[model])
+        without = set(rng.sample(sorted(known), rng.choice([0, 0, 1])))
+        found = nodes.choose(model, size_bytes, without=without)
+        expected = plain(known, held[model], size_bytes, without)
+        assert (found.finish_ms, found.node) == (expected.finish_ms, str(expected.device))
+        assert found.reason == expected.reason
+    for name in sorted(known):
+        nodes.remove(name)
+    with pytest.raises(ServerUnavailable, match="no node left"):
+        nodes.choose("a", 1)
+
+
+def nodes_held() -> dict[str, set[str]]:
+    return {"a": set(), "b": set()}
+
+
+@pytest.mark.parametrize("waiting_ms", [0.0, 10.0, 100.0, 1000.0])
+def test_a_model_wanders_only_to_a_node_that_is_earlier_by_enough(waiting_ms: float) -> None:
+    nodes = Nodes()
+    for ahead_ms in (1.0, KEEP_MS, KEEP_MS + 1.0, waiting_ms * KEEP_SHARE + KEEP_MS):
+        nodes.put(summary("here", waiting_ms + ahead_ms))
+        nodes.put(summary("there", waiting_ms))
+        nodes.holders["m"] = {"here", "there"}
+        found = nodes.choose("m", 1 << 20, at="here")
+        is_enough = ahead_ms > max(KEEP_MS, KEEP_SHARE * (waiting_ms + ahead_ms))
+        assert (found.node, found.reason == "kept") == (
+            ("there", False) if is_enough else ("here", True)
+        )
+        assert nodes.choose("m", 1 << 20, at="gone").node == "there"
+
+
+# ---- the client's table --------------------------------------------------------------------------
+
+
+class Door:
+    """A node's connection: it answers its name, or with an error."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked = name, 0
+        self.error: PipeSwitchError | None = None
+
+    def call(self, op: str, **options: Any) -> str:
+        return str(self.request(op, **options).result())
+
+    def request(self, op: str, **options: Any) -> Future[str]:
+        self.asked += 1
+        future: Future[str] = Future()
+        if self.error is None:
+            future.set_result(self.name)
+        else:
+            future.set_exception(self.error)
+        return future
+
+
+class Rig(cluster.ClusterConnection):
+    """With two nodes that hold ``m``, and a placement that says ``later`` when it is asked."""
+
+    def __init__(self) -> None:
+        self.doors = {name: Door(name) for name in "ab"}
+        self.later = self.table(1, "a", "ab")
+        self.asked: list[tuple[Any, ...]] = []
+        super().__init__("ray://auto", 1.0)
+        self.asked.clear()
+
+    @staticmethod
+    def table(version: int, serving: str, holders: str) -> dict[str, Any]:
+        return {"version": version, "nodes": {name: {"address": name} for name in "ab"},
+                "models": {"m": serving}, "holders": {"m": list(holders)}}  # fmt: skip
+
+    def _ask(self, verb: str = "", *args: Any) -> Any:
+        self.asked.append((verb, *args))
+        self._table = self.later
+
+    def _to(self, node: str) -> Any:
+        return self.doors[node]
+
+
+@pytest.fixture(params=["call", "request"])
+def asking(request: pytest.FixtureRequest) -> Callable[[Rig], str]:
+    def ask(rig: Rig) -> str:
+        answer = getattr(rig, request.param)("infer", model="m", is_safe=True)
+        return str(answer if request.param == "call" else answer.result(10))
+
+    return ask
+
+
+def test_a_request_asks_its_node_and_nobody_else(asking: Callable[[Rig], str]) -> None:
+    rig = Rig()
+    assert [asking(rig) for _ in range(3)] == ["a", "a", "a"]
+    assert not rig.asked
+    assert rig.doors["b"].asked == 0
+
+
+def test_of_a_dead_node_the_other_holder_is_asked_without_placement(
+    asking: Callable[[Rig], str],
+) -> None:
+    rig = Rig()
+    rig.doors["a"].error = ServerUnavailable("gone")
+    assert [asking(rig) for _ in range(3)] == ["b", "b", "b"]
+    assert rig.doors["a"].asked == 1
+    assert not rig.asked
+
+
+def test_a_model_that_has_moved_is_followed_once(asking: Callable[[Rig], str]) -> None:
+    rig = Rig()
+    rig.later = rig.table(2, "b", "b")
+    rig.doors["a"].error = ModelNotFound("moved")
+    assert [asking(rig), asking(rig)] == ["b", "b"]
+    assert rig.asked == [("",)]
+    rig.doors["b"].error = ModelNotFound("moved again")
+    rig.later = rig.table(3, "a", "a")
+    with pytest.raises(ModelNotFound, match="moved"):
+        asking(rig)
+    assert [rig.doors[name].asked for name in "ab"] == [2, 3]
+
+
+def test_when_no_node_is_left_the_error_is_the_nodes_own(asking: Callable[[Rig], str]) -> None:
+    rig = Rig()
+    for door in rig.doors.values():
+        door.error = ServerUnavailable("gone")
+    with pytest.raises(ServerUnavailable, match="gone"):
+        asking(rig)
+    assert [door.asked for door in rig.doors.values()] == [1, 1]
+
+
+def test_what_changes_something_is_sent_once() -> None:
+    rig = Rig()
+    rig.doors["a"].error = ServerUnavailable("it may have been carried out")
+    with pytest.raises(ServerUnavailable, match="carried out"):
+        rig.request("register", model="m", body={}).result(10)
+    assert [door.asked for door in rig.doors.values()] == [1, 0]
+    with pytest.raises(InvalidInput, match="publish is for one node"):
+        rig.request("publish", model="m").result(10)
+    for send in (rig.call, rig.request):  # its state is on one node, and twice is two steps
+        with pytest.raises(InvalidInput, match="a step of a sequence is for one node"):
+            send("infer", model="m", is_safe=False)
+    assert [door.asked for door in rig.doors.values()] == [1, 0]
+
+
+# ---- who may come in -----------------------------------------------------------------------------
+
+
+def test_without_ray_a_cluster_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'pipeswitch\[ray\]'"):
+        Client("cluster")
+
+
+def test_a_ray_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="lets everybody"):
+        Client("ray://head:10001")
+
+
+def test_a_node_does_not_start_under_a_ray_without_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="started without a token"):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    _check_token(token)
+    assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
+    _check_token(token)
+    token.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod"):
+        _check_token(token)
+
+
+def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> None:
+    """Node and client are the real ones' ways; the server is one that builds differently."""
+
+    class Server:
+        served: ClassVar = {"another"}
+
+        def _ask(self, op: str, *, model: str, body: dict[str, Any]) -> dict[str, Any]:
+            self.served.add(model)
+            return {"digest": "other"}
+
+        def unregister(self, model: str) -> None:
+            self.served.discard(model)
+
+    node = Node.__new__(Node)
+    node._name, node._state, node._tenant = "n", tmp_path, Server()  # type: ignore[assignment]
+    with pytest.raises(PipeSwitchError, match="another program"):
+        node.adopt("m", {"source": "torchvision:x"}, "digest", b"")
+    assert Server.served == {"another"}
