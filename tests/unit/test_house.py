@@ -67,8 +67,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "client errors job wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
-    "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
-    "sandbox scheduler simulator units watchdog wire texts",
+    "cli": "__init__ client config devices errors ipc launch machine planning policies programs "
+    "roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "

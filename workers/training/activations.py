@@ -172,7 +172,7 @@ class Activations:
         self._events: list[Event] = []
         self._of_step: list[_Saved] = []
         self._event_at_ms = self._event_waited_ms = self._waited_ms = 0.0
-        self._began_ms = self._compute_ms = 0.0  # of this body; of the measured one, without waits
+        self._began_ms = self.compute_ms = 0.0  # of this body; of the measured one, without waits
         self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
         self._on_host = self._host_peak = 0
         self.measured: Step | None = None
@@ -242,13 +242,13 @@ class Activations:
             "waited_ms": round(self._waited_ms, 3),
             "planned_wait_ms": None if planned is None else round(planned.wait_ms, 3),
             "step_ms": round(took_ms, 3),
-            "planned_step_ms": planned and round(self._compute_ms + planned.wait_ms, 3),
+            "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
         }
         if self._offload == "auto" and not self._measuring and len(self._of_step) > self._planned:
             self._measuring = STEPS_MEASURED  # another model's loop
         elif self._measuring and self._of_step:
             self._measuring -= 1
-            self._compute_ms = took_ms - self._waited_ms
+            self.compute_ms = took_ms - self._waited_ms
             self._make_plan()
 
     def _make_plan(self) -> None:
