@@ -58,8 +58,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler shares "
-    "units wire texts",
+    "frontend": "commits config errors failpoints ipc job lane machine programs roles scheduler "
+    "shares units wire texts",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
@@ -67,8 +67,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "client errors job wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
-    "cli": "__init__ client config devices errors ipc launch machine planning policies programs "
-    "roles sandbox scheduler simulator units watchdog wire texts",
+    "cli": "__init__ client config devices errors ipc job launch machine planning policies "
+    "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "cli client devices errors ipc job machine planning programs programs/build "

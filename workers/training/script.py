@@ -38,7 +38,9 @@ _forking = threading.local()  # the mask of signals to go back to
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
-    session = TrainingSession(host, gate, commit_every_ms=message.commit_every_ms)
+    session = TrainingSession(
+        host, gate, commit_every_ms=message.commit_every_ms, defaults=message.defaults
+    )
     job_api._install(session)
     outcome: Outcome = "done"
     kind, text = "", ""
