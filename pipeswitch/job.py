@@ -120,7 +120,7 @@ def steps(
             such by name. Generators that hang on the loader are found without being named.
         name: names a loop outside ``job.epochs``; by default they are counted.
         offload: which of the tensors that forward saves for backward go to host memory meanwhile:
-            ``"auto"`` those that ``activation_memory`` has no room for, best hidden first;
+            ``"auto"`` those that ``activation_memory`` has no room for, so as to wait least;
             ``"conv"`` inputs of convolutions, ``"all"`` all of them, ``"none"`` none. Default:
             what ``pipeswitch train --offload`` says, or ``"auto"``.
         activation_memory: how much of the device the saved tensors of a step may take: ``"2GiB"``

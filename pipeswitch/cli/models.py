@@ -373,4 +373,9 @@ def plan(
         wanted = cli_profile.parse_deadlines(deadlines)
     except InvalidInput as error:
         raise click.BadParameter(error.message, param_hint="--deadline") from None
-    listing(lambda c: cli_profile.report(c.plan(), wanted), cli_profile.report_view, as_json, watch)
+
+    def fetch(client: Any) -> dict[str, Any]:
+        jobs = cli_profile.jobs_of(client.jobs())
+        return {**cli_profile.report(client.plan(), wanted), "jobs": jobs}
+
+    listing(fetch, cli_profile.report_view, as_json, watch)
