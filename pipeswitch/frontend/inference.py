@@ -37,6 +37,7 @@ from .admission import Admitted, Body
 from .clients import Client
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
+from .sequences import Held, Sequences, asked_of
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
@@ -49,6 +50,7 @@ class Inference:
         self,
         pool: RequestPool,
         requests: Requests,
+        sequences: Sequences,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -66,7 +68,7 @@ class Inference:
             deadline_ms: of requests that name none.
         """
         self._pool = pool
-        self._requests = requests
+        self._requests, self._sequences = requests, sequences
         self._take, self._answer, self._call_soon = take, answer, call_soon
         self._now_ms = now_ms
         self._max_bytes = max_bytes
@@ -92,12 +94,13 @@ class Inference:
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
-        trace_id = ""
+        trace_id, asked, held = "", None, None
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
             caller = admission.tenant_of(body, caller)
             trace_id = admission.trace_id_of(body)
+            asked = asked_of(body)
             body.done()
         announced = self.models.get(header.model)
         if announced is None:
@@ -106,6 +109,10 @@ class Inference:
             announced = admission.find_version(header.model, version, self._versions)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models)
+        if asked is not None:
+            held = self._sequences.of(asked, client, caller, announced)
+            announced = self._of_sequence(held, version)
+            header, tensors = self._sequences.given(held, header, tensors)
         admitted = self._admit(header, [*map(len, tensors)], announced)
         priority, deadline_ms = announced.priority, header.deadline_ms
         if header.priority:
@@ -123,6 +130,9 @@ class Inference:
         pending = self._requests.accept(client, header, room)
         pending.caller, pending.trace_id = caller, trace_id
         pending.bytes_in = sum(map(len, payload))
+        if asked is not None and held is not None:
+            pending.sequence = held
+            self._sequences.begin(held, asked)
         if failpoints.is_on:
             reach("frontend.accepted")
         event = InferArrived(
@@ -137,7 +147,7 @@ class Inference:
             reply_bytes=room.reply_bytes,
             caller=caller,
             tenant=room.tenant,
-            lineage=0 if version else announced.lineage,
+            lineage=0 if version or held is not None else announced.lineage,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:
@@ -157,6 +167,18 @@ class Inference:
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self.copier.put(functools.partial(self._copy, event, payload, event.tenant, copied))
+
+    def _of_sequence(self, held: Held, version: int) -> Announce:
+        """The version that it began with, as it is now.
+
+        Raises:
+            InvalidInput: it is gone, or the request names another.
+        """
+        began = held.announced
+        base = began.base or began.model
+        if version not in (0, began.version):
+            raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
+        return admission.find_version(base, began.version, self._versions)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""

@@ -134,10 +134,13 @@ def _register(q: Question) -> Event:
     permissions.check_function("postprocess", postprocess, returns, **code)
     if preprocess or postprocess:
         standing.require(Role.CODE, "to preprocess" if preprocess else "to postprocess")
+    state: dict[str, str] = body.of_type("state", Sources, {})
+    if state and (preprocess or postprocess):
+        raise InvalidInput("a model with a state has no preprocess and no postprocess")
     spec, digest = permissions.encode_spec(
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
-        postprocess, returns,
+        postprocess, returns, state,
     )  # fmt: skip
     return RegisterAsked(
         token=q.token,
@@ -282,6 +285,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models
     "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
     "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
+    "sequences": Verb(Role.INFER),  # a caller's own
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
     "chain": Verb(Role.REGISTER, _chain),
