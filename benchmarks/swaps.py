@@ -4,8 +4,8 @@
 
 At each share of what a step needs, the plan of ``planning/swaps.py`` and vDNN's alone take turns,
 each for a loop of its own; one JSON line for each. A line without ``planner`` is a forecast over
-one step that was measured without a limit: waits of each plan, and of Belady's. ``vgg`` computes; ``paced`` waits where others
-compute, so that neighbours on the machine change nothing: what differs there is the plan.
+one step that was measured without a limit: waits of each plan, and of Belady's. ``vgg`` computes;
+``paced`` waits where others compute, so that neighbours on the machine change nothing.
 """
 
 from __future__ import annotations

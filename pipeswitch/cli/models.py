@@ -356,7 +356,7 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
     return row
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command()
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
               help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip

@@ -263,23 +263,17 @@ def hiding(step: Step, budget_bytes: int, lanes: Lanes) -> list[Forecast]:
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
     """Belady's: where there is no room, that one leaves whose use is the farthest."""
-    rank = {storage: rank for rank, storage in enumerate(order_of_use(step))}
+    sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()
-    held = 0
     for event in step.events:
-        changed = here - {event.storage} if event.what == "release" else here | {event.storage}
-        held += sum(step.sizes_bytes[one] * (-1 if one in here else 1) for one in here ^ changed)
-        here = changed
-        may_leave = sorted(
-            (one for one in here - {event.storage}
-             if one in rank and step.sizes_bytes[one] >= LEAST_BYTES), key=rank.__getitem__,
-        ) if held > budget_bytes else []  # fmt: skip
-        while held > budget_bytes and may_leave:
-            one = may_leave.pop()
-            here.remove(one)
-            leaving.add(one)
-            held -= step.sizes_bytes[one]
+        here = here - {event.storage} if event.what == "release" else here | {event.storage}
+        for one in reversed(order):
+            if sum(sizes[storage] for storage in here) <= budget_bytes:
+                break
+            if one in here - {event.storage} and sizes[one] >= LEAST_BYTES:
+                here.remove(one)
+                leaving.add(one)
     return leaving
 
 
