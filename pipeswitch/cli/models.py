@@ -73,7 +73,8 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
               help="With --postprocess: shape and dtype of what clients get (repeatable).",
 )  # fmt: skip
 @click.option("--state", multiple=True, metavar="INPUT=OUTPUT",
-              help="Input that a sequence's last output becomes (h=h_out; repeatable).",
+              help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
+                   "to along a dimension (cache=rows+1); repeatable.",
 )  # fmt: skip
 @devices_option
 @json_option
@@ -110,7 +111,11 @@ def register(
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw", texts=True)
     options["returns"] = _signature(returns, "--returns", texts=True)
-    options["state"] = _pairs(state)
+    options["state"] = {
+        name: (one, int(axis)) if axis.isdecimal() else source
+        for name, source in _pairs(state).items()
+        for one, _, axis in [source.rpartition("+")]
+    }
     options["example_inputs"] = _arrays(example) if example else None
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()

@@ -262,7 +262,7 @@ class Client(Verbs):
         raw: Inputs | None = None,
         postprocess: str = "",
         returns: Inputs | None = None,
-        state: Mapping[str, str] | None = None,
+        state: Mapping[str, str | tuple[str, int]] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -307,7 +307,8 @@ class Client(Verbs):
                 makes the answer from them.
             returns: shapes and dtypes of that answer, as ``raw``.
             state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
-                the outputs that they come from, ``{"h": "h_out"}``, of equal shapes.
+                the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
+                appended along a dimension, ``{"cache": ("rows", 1)}``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -362,7 +363,7 @@ class Client(Verbs):
                     if postprocess or returned
                     else {}
                 ),
-                **({"state": dict(state)} if state else {}),
+                **({"state": _states(state)} if state else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -707,6 +708,10 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    return {name: (one, -1) if isinstance(one, str) else tuple(one) for name, one in state.items()}
 
 
 def _folder(stack: contextlib.ExitStack) -> Path:

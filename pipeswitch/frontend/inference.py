@@ -16,7 +16,7 @@ import msgspec
 from .. import failpoints
 from ..errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import ModelName
+from ..ipc.messages import ModelName, SlabTensor
 from ..lane import Lane
 from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
@@ -109,23 +109,30 @@ class Inference:
             announced = admission.find_version(header.model, version, self._versions)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models)
-        if asked is not None:
-            held = self._sequences.of(asked, client, caller, announced)
-            announced = self._of_sequence(held, version)
-            header, tensors = self._sequences.given(held, header, tensors)
-        admitted = self._admit(header, [*map(len, tensors)], announced)
-        priority, deadline_ms = announced.priority, header.deadline_ms
-        if header.priority:
-            if header.priority == URGENT_PRIORITY:
-                client.standing.require(Role.URGENT, "priority high")
-            priority = admission.priority_number(header.priority, priority)
-        if deadline_ms is None:
-            deadline_ms = self._deadline_ms
-        if deadline_ms is not None:
-            deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
-        room = self._pool.reserve(
-            caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
-        )
+        try:
+            if asked is not None:
+                held = self._sequences.of(asked, client, caller, announced)
+                announced = self._of_sequence(held, version)
+                header, tensors = self._sequences.given(held, header, tensors)
+            admitted = self._admit(header, [*map(len, tensors)], announced)
+            if held is not None:
+                admitted = held.apart(admitted)
+            priority, deadline_ms = announced.priority, header.deadline_ms
+            if header.priority:
+                if header.priority == URGENT_PRIORITY:
+                    client.standing.require(Role.URGENT, "priority high")
+                priority = admission.priority_number(header.priority, priority)
+            if deadline_ms is None:
+                deadline_ms = self._deadline_ms
+            if deadline_ms is not None:
+                deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+            room = self._pool.reserve(
+                caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+            )
+        except PipeSwitchError:
+            if held is not None:
+                self._sequences.refused(held)
+            raise
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self._requests.accept(client, header, room)
         pending.caller, pending.trace_id = caller, trace_id
@@ -135,6 +142,7 @@ class Inference:
             self._sequences.begin(held, asked)
         if failpoints.is_on:
             reach("frontend.accepted")
+        placed = room.place(admitted.inputs)
         event = InferArrived(
             token=pending.token,
             request_id=header.id,
@@ -142,7 +150,7 @@ class Inference:
             digest=announced.manifest.digest,
             priority=priority,
             deadline_at_ms=deadline_ms,
-            inputs=room.place(admitted.inputs),
+            inputs=placed if held is None else held.among(placed),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             caller=caller,
@@ -156,7 +164,7 @@ class Inference:
             own = priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
         if admitted.input_bytes <= INLINE_COPY_BYTES:
-            self._pool.fill(event.inputs, payload, event.tenant)
+            self._pool.fill(placed, payload, event.tenant)
             if pending.run is None:
                 self._take(event)
             else:
@@ -166,7 +174,7 @@ class Inference:
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            self.copier.put(functools.partial(self._copy, event, payload, event.tenant, copied))
+            self.copier.put(functools.partial(self._copy, placed, payload, event.tenant, copied))
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
         """The version that it began with, as it is now.
@@ -200,11 +208,11 @@ class Inference:
         return admitted
 
     def _copy(
-        self, event: InferArrived | Prepared, payload: Sequence[Any], tenant: str,
+        self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
         then: Callable[[], None],
     ) -> None:  # fmt: skip
         """On the copier's thread: a large payload into the pool."""
-        self._pool.fill(event.inputs, payload, tenant)
+        self._pool.fill(placed, payload, tenant)
         self._call_soon(then)
 
     def _copied(self, pending: Pending, event: InferArrived) -> None:
@@ -257,7 +265,8 @@ class Inference:
             self._pool.fill(prepared.inputs, payload, room.tenant)
             taken()
         else:
-            self.copier.put(functools.partial(self._copy, prepared, payload, room.tenant, taken))
+            copy = functools.partial(self._copy, prepared.inputs, payload, room.tenant, taken)
+            self.copier.put(copy)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
         """Whether a model takes what its function returned.
@@ -371,7 +380,7 @@ class Inference:
         memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
-        self.copier.put(functools.partial(self._copy, event, payload, event.tenant, taken))
+        self.copier.put(functools.partial(self._copy, event.inputs, payload, event.tenant, taken))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:

@@ -214,7 +214,7 @@ def encode_spec(
     raw: Mapping[str, list[Any]] | None = None,
     postprocess: str = "",
     returns: Mapping[str, list[Any]] | None = None,
-    state: Mapping[str, str] | None = None,
+    state: Mapping[str, tuple[str, int]] | None = None,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -20,19 +21,30 @@ import msgspec
 from ..errors import InvalidInput, SequenceNotFound
 from ..ipc.messages import SlabTensor
 from ..programs.dims import NoExtent, Values, match, shape_at
-from ..programs.layout import ITEM_BYTES, ValueSpec
+from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, ValueSpec, aligned
 from ..scheduler.events import Announce, Answer
 from ..units import printable
 from ..wire.frames import RequestHeader, WireTensor
-from .admission import Body
+from .admission import Admitted, Body
 from .clients import Client
 from .request_pool import RequestPool, Room
 
 MAX_ID: Final = 64
+LEAST_ROWS: Final = 64  # of what grows
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
 Key = tuple[str, str]  # who asks, and what it calls the sequence
+
+
+class Grown(msgspec.Struct, kw_only=True, eq=False):
+    """State that grows along one dimension, such as a cache: rows after rows."""
+
+    room: Room  # its inputs' slab
+    row_bytes: int
+    capacity: int  # rows
+    least: int  # that its input has: of zeros, until there are as many
+    used: int = 0
 
 
 class Held(msgspec.Struct, kw_only=True, eq=False):
@@ -43,23 +55,41 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     announced: Announce  # the version that it began with
     used_at_ms: float
     values: dict[str, SlabTensor] = {}  # by the input that each will be
-    room: Room | None = None  # where they lie; None: it has had no answer yet
+    room: Room | None = None  # where those that are replaced lie
+    grown: dict[str, Grown] = {}  # where those lie that grow
     made: dict[str, SlabTensor] = {}  # by the request that is being answered
     steps: int = 0  # that were answered
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
 
     @property
-    def state(self) -> Mapping[str, str]:
-        """Its inputs, and the outputs that they come from."""
-        found: Mapping[str, str] = self.announced.manifest.extra["state"]
+    def state(self) -> Mapping[str, tuple[str, int]]:
+        """Its inputs, the outputs that they come from, and the dimension that grows by those."""
+        found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return found
+
+    def apart(self, admitted: Admitted) -> Admitted:
+        """Less what is not copied into the request's own room. An operator's module may write to
+        its inputs, so it has copies."""
+        if self.announced.manifest.mode == "module":
+            return admitted
+        inputs, offset = [], 0
+        for one in admitted.inputs:
+            if one.name not in self.values:
+                inputs.append(replace(one, offset_bytes=offset))
+                offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
+        return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
+
+    def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
+        """All inputs in order: those that were placed, and the state where it lies."""
+        known = self.values | {one.name: one for one in placed}
+        return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Answer) -> Answer:
         """What its client gets: the state stays."""
         if answer.error is not None:
             return answer
-        by_output = {output: name for name, output in self.state.items()}
+        by_output = {output: name for name, (output, _) in self.state.items()}
         self.made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
@@ -132,7 +162,7 @@ class Sequences:
         """
         manifest = held.announced.manifest
         brought = {one.name: one for one in header.inputs if one.name}
-        if held.room is not None and (twice := brought.keys() & held.state.keys()):
+        if held.steps and (twice := brought.keys() & held.state.keys()):
             raise InvalidInput(
                 f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
                 "starts it may bring that"
@@ -147,15 +177,19 @@ class Sequences:
                 spec.name: msgspec.structs.replace(one, name=spec.name) for spec, one in pairs
             }
         all_frames, inputs = list(frames), [*brought.values()]
-        memory = self._pool.memory_of(held.room)
         values = _values(own, brought)
         for spec in manifest.inputs:
+            axis = held.state[spec.name][1] if spec.name in held.state else -1
+            if axis >= 0 and spec.name in brought:
+                raise InvalidInput(f'"{spec.name}" grows from nothing', hint="leave it out")
             if spec.name not in held.state or spec.name in brought:
                 continue
+            if axis >= 0:
+                self._make_room(held, spec, axis, values)
             kept = held.values.get(spec.name)
             if kept is not None:
                 shape = kept.shape
-                data: Any = memory[kept.offset_bytes :][: kept.size_bytes]
+                data: Any = self._memory(held)[kept.offset_bytes :][: kept.size_bytes]
             else:
                 shape = _beginning(spec, values, held)
                 data = bytes(ITEM_BYTES[spec.dtype] * math.prod(shape))
@@ -164,6 +198,11 @@ class Sequences:
             )
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
+
+    def refused(self, held: Held) -> None:
+        """The request was not accepted: one that it would have started holds nothing."""
+        if self.held.get(held.key) is not held:
+            self.drop(held)
 
     def begin(self, held: Held, asked: Asked) -> None:
         """Its request was accepted. One that starts replaces another of this name."""
@@ -179,20 +218,85 @@ class Sequences:
         made, held.made = held.made, {}
         is_here = self.held.get(held.key) is held
         if is_ok and is_sent and is_here and not held.is_ending:
-            room, held.room = held.room, room
-            held.values = made
+            for name, grown in held.grown.items():
+                self._append(held, name, grown, made.pop(name))
+            if made:
+                room, held.room = held.room, room
+                held.values |= made
             held.steps += 1
-        elif is_here and (held.room is None or not is_sent or (is_ok and held.is_ending)):
+        elif is_here and (not held.steps or not is_sent or (is_ok and held.is_ending)):
             self.drop(held)
         if room is not None:
             self._pool.release_reply(room)
 
     def drop(self, held: Held) -> None:
         """It is over; what it holds is free."""
-        del self.held[held.key]
+        if self.held.get(held.key) is held:
+            del self.held[held.key]
         room, held.room = held.room, None
         if room is not None:
             self._pool.release_reply(room)
+        for grown in held.grown.values():
+            self._give(grown.room)
+        held.grown = {}
+
+    def _give(self, room: Room) -> None:
+        self._pool.release_inputs(room)
+        self._pool.release_reply(room)
+
+    def _memory(self, held: Held) -> memoryview:
+        return self._pool.memory_of_tenant(held.announced.tenant)
+
+    def _make_room(self, held: Held, spec: ValueSpec, axis: int, values: Values) -> None:
+        """For the rows of the answer to come, so that it cannot fail then; they double.
+
+        Raises:
+            QueueFull: over its caller's share of the pool.
+            InvalidInput: it is of several rows, which would grow side by side; or it is full.
+        """
+        manifest, (output, _) = held.announced.manifest, held.state[spec.name]
+        (made,) = [one for one in manifest.outputs if one.name == output]
+        dim = next((one for one in manifest.dims if one.name == spec.shape[axis]), None)
+        shape = [*spec.shape[:axis], dim.low if dim else spec.shape[axis], *spec.shape[axis + 1 :]]
+        numbers = _beginning(msgspec.structs.replace(spec, shape=tuple(shape)), values, held)
+        if math.prod(numbers[:axis]) != 1:
+            raise InvalidInput(f'"{spec.name}" grows: a sequence of it has a batch of 1')
+        row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
+        grown = held.grown.get(spec.name)
+        used = grown.used if grown is not None else 0
+        wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
+        if dim is not None and wanted > dim.high:
+            raise InvalidInput(
+                f'"{spec.name}" would have {wanted} rows, the model takes {dim.high}',
+                hint="start another sequence",
+            )
+        if grown is None or wanted > grown.capacity:
+            most = dim.high if dim is not None else wanted
+            capacity = min(max(2 * wanted, LEAST_ROWS), most)
+            room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
+            at, memory = room.input_offset_bytes, self._memory(held)
+            memory[at : at + row_bytes * capacity] = bytes(row_bytes * capacity)
+            if grown is not None:
+                old, size = grown.room.input_offset_bytes, row_bytes * used
+                memory[at : at + size] = memory[old : old + size]
+                self._give(grown.room)
+            grown = Grown(
+                room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used
+            )
+            held.grown[spec.name] = grown
+        held.values[spec.name] = SlabTensor(
+            name=spec.name, dtype=spec.dtype,
+            shape=(*numbers[:axis], max(grown.used, grown.least), *numbers[axis + 1 :]),
+            offset_bytes=grown.room.input_offset_bytes,
+            size_bytes=row_bytes * max(grown.used, grown.least),
+        )  # fmt: skip
+
+    def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:
+        memory = self._memory(held)
+        at = grown.room.input_offset_bytes + grown.row_bytes * grown.used
+        rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
+        memory[at : at + made.size_bytes] = rows
+        grown.used += made.size_bytes // grown.row_bytes
 
     def forget(self, client: Client) -> None:
         """Of a client that is gone: those without a request; the others end with it."""
@@ -237,12 +341,19 @@ class Sequences:
                 "version": held.announced.version,
                 "tenant": held.key[0],
                 "steps": held.steps,
-                "bytes": sum(one.size_bytes for one in held.values.values()),
+                "bytes": _bytes(held),
                 "idle_ms": 0.0 if held.is_busy else now_ms - held.used_at_ms,
             }
             for held in self.held.values()
             if caller is None or held.key[0] == caller
         ]
+
+
+def _bytes(held: Held) -> int:
+    """Of the pool."""
+    grown = sum(one.room.held_bytes for one in held.grown.values())
+    replaced = [one for name, one in held.values.items() if name not in held.grown]
+    return grown + sum(one.size_bytes for one in replaced)
 
 
 def _values(own: Sequence[ValueSpec], brought: Mapping[str, WireTensor]) -> Values:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
 from ..job import known_offload, size_of
-from ..programs.chains import Sources, Steps
+from ..programs.chains import Sources, States, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
@@ -134,7 +134,7 @@ def _register(q: Question) -> Event:
     permissions.check_function("postprocess", postprocess, returns, **code)
     if preprocess or postprocess:
         standing.require(Role.CODE, "to preprocess" if preprocess else "to postprocess")
-    state: dict[str, str] = body.of_type("state", Sources, {})
+    state: dict[str, tuple[str, int]] = body.of_type("state", States, {})
     if state and (preprocess or postprocess):
         raise InvalidInput("a model with a state has no preprocess and no postprocess")
     spec, digest = permissions.encode_spec(

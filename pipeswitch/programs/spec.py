@@ -51,7 +51,9 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they send
     postprocess: str = ""  # the same for the answer; empty: the model's outputs are it
     returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they get
-    state: dict[str, str] = {}  # inputs of a sequence's request, and the outputs of its last one
+    # inputs of a sequence's request: the outputs of its last one, and the dimension along which
+    # they are appended; -1: they take its place
+    state: dict[str, tuple[str, int]] = {}
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -89,7 +91,7 @@ def needs_more(spec: bytes) -> bool:
     return not is_data and (not is_named or decoded.weights == "pretrained")
 
 
-def with_state(manifest: Manifest, state: Mapping[str, str]) -> Manifest:
+def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
     """The manifest of a program whose outputs are inputs of a sequence's next request.
 
     Raises:
@@ -97,7 +99,7 @@ def with_state(manifest: Manifest, state: Mapping[str, str]) -> Manifest:
     """
     inputs = {one.name: one for one in manifest.inputs}
     outputs = {one.name: one for one in manifest.outputs}
-    for name, source in state.items():
+    for name, (source, axis) in state.items():
         for kind, known, wanted in (("input", inputs, name), ("output", outputs, source)):
             if wanted not in known:
                 raise RegistrationRefused(
@@ -105,12 +107,16 @@ def with_state(manifest: Manifest, state: Mapping[str, str]) -> Manifest:
                     hint=f"its {kind}s are {', '.join(known)}",
                 )  # fmt: skip
         into, out = inputs[name], outputs[source]
-        if (into.dtype, into.shape) != (out.dtype, out.shape):
+        shapes = [list(into.shape), list(out.shape)]
+        if axis >= 0 and all(axis < len(shape) for shape in shapes):
+            for shape in shapes:
+                del shape[axis]
+        if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
             texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
             raise RegistrationRefused(
                 "state", f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
             )
-    if len(set(state.values())) < len(state) or len(state) == len(inputs):
+    if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
         raise RegistrationRefused("state", "an output is one input, and one input is no state")
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "state": dict(state)})
 

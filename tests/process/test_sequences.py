@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_tools import Checked, checked_server, is_bit_equal, kill, mlp, until
+from process_tools import Checked, checked_server, eager, is_bit_equal, kill, mlp, until
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused, SequenceNotFound
 
@@ -41,6 +41,19 @@ class Sliding(torch.nn.Module):
         return torch.tanh(self.conv(whole)), whole[..., -8:].clone()
 
 
+class Recalls(torch.nn.Module):
+    """Attends to all that its sequence has had; before the first there is a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.made(x)
+        whole = torch.cat((past, rows), 1)
+        return {"y": torch.softmax(x @ whole.transpose(1, 2), -1) @ whole, "rows": rows}
+
+
 CELL = {"h": "h_out", "c": "c_out"}
 
 
@@ -64,6 +77,10 @@ def running() -> Iterator[Checked]:
         dynamic = {"x": {2: (1, 64)}}
         client.register("sliding", seeded(Sliding), example_inputs=example, dynamic=dynamic,
                         state={"past": "y1"})  # fmt: skip
+        example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
+        dynamic = {"x": {1: ("length", 1, 64)}, "past": {1: ("past", 1, 400)}}
+        client.register("recalls", seeded(Recalls), example_inputs=example, dynamic=dynamic,
+                        state={"past": ("rows", 1)})  # fmt: skip
         client.register("plain", mlp(8, 2, 0), example_inputs=torch.zeros(2, 8))
         yield checked
 
@@ -84,10 +101,17 @@ def plain_loop(given: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> l
     cell, found = seeded(Cell), []
     with torch.inference_mode():
         for x in given:
-            out = cell(x, h, c)
+            out = eager(cell, x, h, c)
             h, c = out["h_out"], out["c_out"]
             found.append(out["y"])
     return found
+
+
+def strike(running: Checked, are_over: threading.Event) -> None:
+    """At whatever the workers do; a request is tried three times at most."""
+    while not are_over.wait(0.15):
+        for pid in list(running.worker_pids().values())[:1]:
+            kill(pid)
 
 
 def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checked) -> None:
@@ -99,14 +123,7 @@ def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checke
     wanted = [plain_loop(one, *start) for one, start in zip(given, starts, strict=True)]
     open_ones = [client.sequence("cell") for _ in given]
     strikes = threading.Event()
-
-    def strike() -> None:
-        """At whatever the workers do; a request is tried three times at most."""
-        while not strikes.wait(0.15):
-            for pid in list(running.worker_pids().values())[:1]:
-                kill(pid)
-
-    striking = threading.Thread(target=strike)
+    striking = threading.Thread(target=strike, args=(running, strikes))
     striking.start()
     for step in range(STEPS):
         for number, one in enumerate(open_ones):
@@ -129,8 +146,30 @@ def test_pieces_of_any_length(running: Checked) -> None:
     with running.client.sequence("sliding") as one, torch.inference_mode():
         for length in (1, 16, 64, 3, 1, 1, 40):
             x = torch.randn(1, 2, length)
-            wanted, past = sliding(x, past)
+            wanted, past = eager(sliding, x, past)
             assert is_bit_equal(torch.as_tensor(one.infer(x).outputs["y0"]), wanted)
+
+
+def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
+    client, recalls, strikes = running.client, seeded(Recalls), threading.Event()
+    striking = threading.Thread(target=strike, args=(running, strikes))
+    striking.start()
+    with client.sequence("recalls") as one, torch.inference_mode():
+        past, count = torch.zeros(1, 1, 8), 0
+        for length in (40, *[1] * 150, 64, 64, 64, 10, 8):
+            x = torch.randn(1, length, 8)
+            wanted = eager(recalls, x, past)
+            assert is_bit_equal(torch.as_tensor(one.infer(x)["y"]), wanted["y"])
+            past = torch.cat((past[:, :0] if not count else past, wanted["rows"]), 1)
+            count += length
+        strikes.set()
+        striking.join()
+        assert count == 400
+        with pytest.raises(InvalidInput, match="would have 401 rows, the model takes 400"):
+            one.infer(torch.zeros(1, 1, 8))
+        assert client.sequences()[0]["bytes"] == 400 * 8 * 4
+    with pytest.raises(InvalidInput, match="grows from nothing"):
+        client.sequence("recalls").infer(x=torch.zeros(1, 1, 8), past=torch.zeros(1, 1, 8))
 
 
 def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) -> None:
