@@ -148,7 +148,7 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
         for row in made["without_profile"]
     ]  # fmt: skip
     jobs = [_job_row(job) for job in made.get("jobs", ())]
-    below = [Text(), views.table(jobs, JOB_COLUMNS)] if jobs else []
+    below: list[RenderableType] = [Text(), views.table(jobs, JOB_COLUMNS)] if jobs else []
     if not rows:
         return Group(Text("no models (pipeswitch register)"), *below)
     columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]

@@ -53,7 +53,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "tenant": str,
         "share": str,
         "devices": list,
-        "defaults": dict,
+        "defaults": list,
     },
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
     "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
@@ -225,7 +225,7 @@ def _create(database: sqlite3.Connection) -> None:
         # What was there before there were tenants is the owner's.
         for kind, column, empty in (
             ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
-            ("job", "devices", "[]"), ("job", "defaults", "{}"), ("serving", "shares", "[]"),
+            ("job", "devices", "[]"), ("job", "defaults", "[]"), ("serving", "shares", "[]"),
         ):  # fmt: skip
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:

@@ -191,12 +191,12 @@ def _train(q: Question) -> Event:
     )
 
 
-def _defaults_of_steps(q: Question) -> dict[str, Any]:
+def _defaults_of_steps(q: Question) -> tuple[tuple[str, str | int], ...]:
     offload, memory = q.body.text("offload", ""), q.body.text("activation_memory", "")
-    return {
-        **({"offload": known_offload(offload, "train")} if offload else {}),
-        **({"activation_bytes": size_of(memory, "train")} if memory else {}),
-    }
+    return (
+        *((("offload", known_offload(offload, "train")),) if offload else ()),
+        *((("activation_bytes", size_of(memory, "train")),) if memory else ()),
+    )
 
 
 def _publish(q: Question) -> Event:

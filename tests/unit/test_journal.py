@@ -23,7 +23,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
         "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
         "share": "",
         "devices": [],
-        "defaults": {},
+        "defaults": [],
         **more,
     }  # fmt: skip
 

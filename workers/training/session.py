@@ -60,9 +60,9 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Iterable[tuple[str, Any]] = (),
     ) -> None:
-        self._defaults = {"offload": "auto", "activation_bytes": None, **(defaults or {})}
+        self._defaults = {"offload": "auto", "activation_bytes": None, **dict(defaults)}
         self._host, self._gate = host, gate
         self._reports = Reports(host)
         self._timing = CommitTiming(commit_every_ms, host.now_ms)

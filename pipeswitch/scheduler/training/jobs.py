@@ -159,7 +159,8 @@ class Jobs:
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
-        restarts: int = 0, steps_recomputed: int = 0, defaults: Mapping[str, Any] | None = None,
+        restarts: int = 0, steps_recomputed: int = 0,
+        defaults: tuple[tuple[str, str | int], ...] = (),
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
@@ -171,7 +172,7 @@ class Jobs:
         sent_to = on if placed is not None and placed["is_sent"] else ""
         job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
         job.restarts, job.steps_recomputed = restarts, steps_recomputed
-        job.defaults = dict(defaults or {})
+        job.defaults = defaults
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
         if is_paused:
