@@ -191,11 +191,11 @@ def _train(q: Question) -> Event:
     )
 
 
-def _defaults_of_steps(q: Question) -> tuple[tuple[str, str | int], ...]:
+def _defaults_of_steps(q: Question) -> tuple[tuple[str, str], ...]:
     offload, memory = q.body.text("offload", ""), q.body.text("activation_memory", "")
     return (
         *((("offload", known_offload(offload, "train")),) if offload else ()),
-        *((("activation_bytes", size_of(memory, "train")),) if memory else ()),
+        *((("activation_bytes", str(size_of(memory, "train"))),) if memory else ()),
     )
 
 

@@ -60,9 +60,9 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
-        defaults: Iterable[tuple[str, Any]] = (),
+        defaults: Iterable[tuple[str, str]] = (),
     ) -> None:
-        self._defaults = {"offload": "auto", "activation_bytes": None, **dict(defaults)}
+        self._defaults = {"offload": "auto", "activation_bytes": "0", **dict(defaults)}
         self._host, self._gate = host, gate
         self._reports = Reports(host)
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
@@ -196,7 +196,7 @@ class TrainingSession:
         self._bind(objects)
         asked_for = (
             offload or self._defaults["offload"],
-            activation_bytes or self._defaults["activation_bytes"],
+            activation_bytes or int(self._defaults["activation_bytes"]) or None,
         )
         self._activations = Activations.of_loop(
             self._activations, asked_for, self._host, self._gate

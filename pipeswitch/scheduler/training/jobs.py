@@ -160,7 +160,7 @@ class Jobs:
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
         restarts: int = 0, steps_recomputed: int = 0,
-        defaults: tuple[tuple[str, str | int], ...] = (),
+        defaults: tuple[tuple[str, str], ...] = (),
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
