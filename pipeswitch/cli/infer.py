@@ -366,3 +366,33 @@ def _watch(
     if not outcome.total_ms:
         outcome.total_ms = (time.perf_counter() - at_s) * 1000
     on_done(outcome)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("prompt", default="-")
+@click.option("--max-new-tokens", default=128, show_default=True, help="At most so many.")
+@click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token.")
+@click.option("--top-p", default=1.0, show_default=True, help="Of the likeliest tokens together.")
+@click.option("--seed", default=0, show_default=True, help="The same one, the same tokens.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer (repeatable).")
+@click.option("--ids", is_flag=True, help="PROMPT is token ids, the answer too: 1,2,3")
+@json_option
+def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -> None:
+    """Text from a language model, as it comes. PROMPT - is read from standard input."""
+    given: Any = sys.stdin.read() if prompt == "-" else prompt
+    if ids:
+        parts = given.replace(",", " ").split()
+        if not all(part.isdecimal() for part in parts):
+            raise click.UsageError("--ids: PROMPT is numbers: 1,2,3")
+        given = [int(part) for part in parts]
+    with connected() as client, client.generate(name, given, **options) as answer:
+        for token in answer if not as_json else ():
+            click.echo(f"{token.id} " if ids else printable(token.text, keep="\n\t"), nl=False)
+        text = answer.text
+        row = {"text": text, "tokens": answer.tokens, "reason": answer.reason,
+               "first_token_ms": answer.first_token_ms}  # fmt: skip
+    if as_json:
+        views.print_json(row)
+    else:
+        click.echo()

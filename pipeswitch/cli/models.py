@@ -76,6 +76,9 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
               help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
                    "to along a dimension (cache=rows+1); repeatable.",
 )  # fmt: skip
+@click.option("--generate", is_flag=True,
+              help="A causal language model (hf:NAME), with its cache as a sequence's state.",
+)  # fmt: skip
 @devices_option
 @json_option
 def register(

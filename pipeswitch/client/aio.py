@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .client import CONNECT_TIMEOUT_S, Client, Task
 from .sequence import Sequenced
 from .tensors import Result
 from .verbs import Awaited, AwaitedVerbs, awaited
+
+if TYPE_CHECKING:
+    from ..programs.generating import Token
 
 
 class AsyncClient(AwaitedVerbs[Client]):
@@ -62,6 +65,15 @@ class AsyncClient(AwaitedVerbs[Client]):
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
         """As ``Client.sequence``; ``async with``, and await ``infer``."""
         return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
+
+    async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
+        """As ``Client.generate``: ``async for``, until the caller stops."""
+        answer = await asyncio.to_thread(self._awaits.generate, model, prompt, **options)
+        try:
+            while (token := await asyncio.to_thread(next, answer, None)) is not None:
+                yield token
+        finally:
+            await asyncio.to_thread(answer.close)
 
     def prefetch(self, model: str) -> None:
         """A hint that requests for ``model`` follow."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
 from ..programs.nesting import Tree, flatten
@@ -33,6 +33,9 @@ from .events import Subscription
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
+
+if TYPE_CHECKING:
+    from .generation import Generated
 
 CONNECT_TIMEOUT_S: Final = 2.5
 LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
@@ -87,6 +90,7 @@ class Client(Verbs):
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
         self._tracer = open_tracer()
+        self.tokenizers: dict[str, Any] = {}  # by program, of language models
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -224,6 +228,42 @@ class Client(Verbs):
         result: Result = future.result()
         return result
 
+    def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        priority: str = "",
+        version: int = 0,
+    ) -> Generated:
+        """Text from a language model: ``for token in client.generate("chat", "Once"): …``.
+
+        Args:
+            model: registered with ``generate``.
+            prompt: a text, for the model's own tokenizer (``pip install 'pipeswitch[text]'``), or
+                token ids: then its tokens have no text.
+            max_new_tokens: at most so many; fewer where the model's context ends.
+            temperature: 0 takes the likeliest token.
+            top_p: of the likeliest tokens that have so much together; 1: of all.
+            seed: the same one gives the same tokens, whatever else the server does.
+            stop: texts that end the answer; they are not shown.
+            priority, version: as of ``infer``.
+
+        Returns:
+            An iterator over tokens, each with ``id`` and ``text``; its ``text`` is all of it.
+        """
+        from .generation import generated  # numpy, and the pure parts of text
+
+        return generated(
+            self, model, prompt, version=version, priority=priority, stop=tuple(stop),
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        )  # fmt: skip
+
     def sequences(self) -> list[dict[str, Any]]:
         """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
@@ -263,6 +303,8 @@ class Client(Verbs):
         postprocess: str = "",
         returns: Inputs | None = None,
         state: Mapping[str, str | tuple[str, int]] | None = None,
+        generate: bool = False,
+        tokenizer: Any = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -309,6 +351,10 @@ class Client(Verbs):
             state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
                 the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
                 appended along a dimension, ``{"cache": ("rows", 1)}``.
+            generate: a causal language model of transformers (``hf:NAME``, or the model itself), as
+                one program whose ``state`` is its cache. It says why one cannot be.
+            tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
+                brings its own; without one, prompts and answers are ids.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -318,6 +364,7 @@ class Client(Verbs):
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            notes: list[str] = []
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)
             answer_takes, returned = _signature(returns)
@@ -328,8 +375,9 @@ class Client(Verbs):
                     "dynamic is for a module; a file or a name says it in its inputs",
                     hint='inputs={"ids": ((1, (1, 512)), "int64")}',
                 )
+            if generate and not isinstance(source, str | os.PathLike):
+                source = _decoder(source, tokenizer, max_batch, _folder(stack), notes)
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
-            notes: list[str] = []
             source = self._as_source(
                 source, signature, example_inputs, options, progress, stack, notes
             )
@@ -364,6 +412,7 @@ class Client(Verbs):
                     else {}
                 ),
                 **({"state": _states(state)} if state else {}),
+                **({"generate": True} if generate else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -708,6 +757,15 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _decoder(model: Any, tokenizer: Any, max_batch: int, folder: Path, notes: list[str]) -> Path:
+    from ..programs.build.export import export_decoder_to_bundle
+
+    path = folder / "program.bundle"
+    options = {"max_batch": max_batch} if max_batch else {}
+    notes += export_decoder_to_bundle(model, path, tokenizer, **options)["notes"]
+    return path
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

@@ -36,6 +36,8 @@ from ..errors import (
     ServerUnavailable,
 )
 from ..failpoints import reach
+from ..programs.bundle import read_bundle
+from ..programs.layout import BUNDLE_FILE
 from ..roles import Role, Standing, in_order, parse_roles
 from ..scheduler.events import Announce, Answer, CancelAsked, Event, Publish, RegisterAsked, Retract
 from ..units import nearest
@@ -162,6 +164,7 @@ class Frontend:
             "caller": self._caller,
             "put": self._put,
             "sequences": self._ask_sequences,
+            "generation": self._ask_generation,
         }
 
     # ---- life ----------------------------------------------------------------------------------
@@ -402,6 +405,43 @@ class Frontend:
         is_all = client.standing.may_operate and not caller
         rows = self.sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
+
+    def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("generation", header.body)
+        version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
+        body.done()
+        announced = self.inference.find(header.model, version)
+        facts = announced.manifest.extra.get("generation")
+        if not facts:
+            raise InvalidInput(
+                f'"{header.model}" generates no text',
+                hint=f"pipeswitch register {header.model} hf:NAME --generate",
+            )
+        high = {dim.name: dim.high for dim in announced.manifest.dims}
+        told = {key: facts[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
+        digest = announced.manifest.digest
+        told |= {"version": announced.version, "piece": high["length"], "digest": digest}
+        file = self._state_directory / "models" / digest / BUNDLE_FILE
+
+        def read() -> None:
+            """On the copier's thread: a tokenizer may have 30 MB."""
+            error: PipeSwitchError | None = None
+            try:
+                found = read_bundle(file).generation if wants_tokenizer else None
+                if found is not None:
+                    told.update(tokenizer=found.tokenizer, chat_template=found.chat_template)
+            except (PipeSwitchError, OSError) as failed:
+                _logger.warning("model=%s tokenizer unread cause=%s", header.model, failed)
+                error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
+            self._call_soon(
+                lambda: (
+                    self._outbox.reply(client, header.id, body=told, error=error)
+                    if not client.is_gone
+                    else None
+                )
+            )
+
+        self.inference.copier.put(read)
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:

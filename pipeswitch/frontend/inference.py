@@ -91,6 +91,17 @@ class Inference:
         self._versions = {k: one for k, one in self._versions.items() if one.model != model}
         self.models = {k: one for k, one in self.models.items() if one.model != model}
 
+    def find(self, name: str, version: int) -> Announce:
+        """A model's current version, or that one.
+
+        Raises:
+            ModelNotFound, InvalidInput.
+        """
+        announced = self.models.get(name)
+        if announced is None:
+            raise admission.model_not_found(name, self.models)
+        return admission.find_version(name, version, self._versions) if version else announced
+
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
@@ -103,10 +114,8 @@ class Inference:
             asked = asked_of(body)
             body.done()
         announced = self.models.get(header.model)
-        if announced is None:
-            raise admission.model_not_found(header.model, self.models)
-        if version:
-            announced = admission.find_version(header.model, version, self._versions)
+        if announced is None or version:
+            announced = self.find(header.model, version)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models)
         try:

@@ -215,6 +215,7 @@ def encode_spec(
     postprocess: str = "",
     returns: Mapping[str, list[Any]] | None = None,
     state: Mapping[str, tuple[str, int]] | None = None,
+    generate: bool = False,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -245,6 +246,7 @@ def encode_spec(
         postprocess=postprocess,
         returns=_declared(returns or {}),
         state=dict(state or {}),
+        generate=generate,
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

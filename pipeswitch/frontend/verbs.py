@@ -140,7 +140,7 @@ def _register(q: Question) -> Event:
     spec, digest = permissions.encode_spec(
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
-        postprocess, returns, state,
+        postprocess, returns, state, body.flag("generate"),
     )  # fmt: skip
     return RegisterAsked(
         token=q.token,
@@ -286,6 +286,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
     "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
     "sequences": Verb(Role.INFER),  # a caller's own
+    "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
     "chain": Verb(Role.REGISTER, _chain),

@@ -1,8 +1,9 @@
 """The bundle: how a program travels and rests. Pure, no torch.
 
-One safetensors file. Its ``__metadata__`` carries the graph as JSON under ``pipeswitch.program``;
-its tensors are the weights, one after another in order of first use. Nothing in it is code and
-nothing is unpickled (ADR 7 says why PyTorch's own formats are not accepted).
+One safetensors file. Its ``__metadata__`` carries the graph as JSON under ``pipeswitch.program``,
+and what a language model's tokens mean under ``pipeswitch.generation``; its tensors are the
+weights, one after another in order of first use. Nothing in it is code and nothing is unpickled
+(ADR 7 says why PyTorch's own formats are not accepted).
 
 Values are numbered: the inputs, then the weights, then one value per node. An argument is a JSON
 scalar, a list of arguments, or an object with one key: ``{"v": 12}`` a value, ``{"dtype": …}``,
@@ -39,6 +40,8 @@ from .dims import (
     shape_at,
     upgraded,
 )
+from .generation import METADATA_KEY as GENERATION_KEY
+from .generation import Generation, check_generation, decode_generation
 from .layout import ITEM_BYTES, Manifest, ValueSpec
 from .nesting import Tree, check_takes, check_tree
 from .operators import split_target
@@ -118,6 +121,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
+    generation: Generation | None = None  # of a language model
 
 
 def _refuse(part: str, reason: str) -> NoReturn:
@@ -137,7 +141,11 @@ def read_bundle(path: str | os.PathLike[str] | int) -> Bundle:
     graph = decode_graph(text)
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
-    return Bundle(graph=graph, tensors=tensors)
+    said = metadata.get(GENERATION_KEY)
+    generation = None if said is None else decode_generation(said)
+    if generation is not None:
+        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
+    return Bundle(graph=graph, tensors=tensors, generation=generation)
 
 
 def write_bundle(
@@ -145,9 +153,14 @@ def write_bundle(
     graph: Graph,
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
     data: Iterable[memoryview | bytes],
+    generation: Generation | None = None,
 ) -> None:
     """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes."""
-    write_safetensors(path, tensors, data, {METADATA_KEY: encode_graph(graph)})
+    metadata = {METADATA_KEY: encode_graph(graph)}
+    if generation is not None:
+        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
+        metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
+    write_safetensors(path, tensors, data, metadata)
 
 
 def encode_graph(graph: Graph) -> str:

@@ -41,6 +41,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
     takes: Tree = None  # the arguments by name, of these inputs; None: each is one
     example: str = ""  # a .safetensors file with values of the inputs; empty: they are made up
+    generate: bool = False  # a language model, with the cache of a sequence as its state
     max_batch: int = DEFAULT_MAX_BATCH
     batch: int = 0  # up to which requests are joined; 0: each runs alone
     batch_delay_ms: float = 0.0  # for which one waits for others

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...errors import RegistrationRefused
 from ..bundle import VERSION, Graph, Node, check_graph
 from ..dims import Extent
+from ..generation import Generation
 from ..graph import mutations
 from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
@@ -43,12 +44,14 @@ class Program:
         weights: contiguous tensors on the host, one for each of ``graph.weights``.
         notes: what was decided on the way (why the batch is fixed), for people.
         suspects: values of its dimensions where torch could not tell that the graph is right.
+        generation: of a language model that answers in tokens.
     """
 
     graph: Graph
     weights: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
     suspects: list[dict[str, int]] = field(default_factory=list)
+    generation: Generation | None = None
 
 
 class Encoder:

@@ -23,6 +23,7 @@ from ..values import dtype_name, nested_outputs, tensor_bytes
 from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
+from .decoder import MAX_BATCH, decoder
 from .dynamic import (
     Axes,
     Dynamic,
@@ -232,6 +233,7 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
             for name, weight in zip(program.graph.weights, program.weights, strict=True)
         ],
         (tensor_bytes(weight) for weight in program.weights),
+        program.generation,
     )
 
 
@@ -342,8 +344,39 @@ def export_module_to_bundle(
     Raises:
         RegistrationRefused: it cannot be a program; says which part, why and what to do.
     """
+    return _written(path, lambda: _checked_program(
+        module, example_inputs, input_names, max_batch, dynamic or {}
+    ))  # fmt: skip
+
+
+@one_export_at_a_time()
+def export_decoder_to_bundle(
+    model: Any,
+    path: str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    max_batch: int = MAX_BATCH,
+) -> dict[str, Any]:
+    """A causal language model of transformers, whose sequences have their cache as a state.
+
+    As ``export_module_to_bundle``; ``tokenizer`` is the model's own, a fast one: without it
+    prompts and answers are ids.
+    """
+
+    def made() -> Program:
+        with _served(model):
+            module = decoder(model)
+            program = _checked_program(module, module.example(), None, max_batch, module.dynamic())
+        program.generation = module.generation(tokenizer)
+        program.notes[:0] = module.notes
+        return program
+
+    return _written(path, made)
+
+
+def _written(path: str | os.PathLike[str], make: Callable[[], Program]) -> dict[str, Any]:
     try:
-        program = _checked_program(module, example_inputs, input_names, max_batch, dynamic or {})
+        program = make()
     except PipeSwitchError:
         raise
     except Exception as error:  # torch on a module that was never tried

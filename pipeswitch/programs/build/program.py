@@ -23,6 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
+from ..generation import STATE, Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -73,8 +74,8 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.batch:
             manifest = with_batching(manifest, spec, out_dir)
-        if spec.state:
-            manifest = with_state(manifest, spec.state)
+        if state := spec.state or (STATE if "generation" in manifest.extra else {}):
+            manifest = with_state(manifest, state)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
@@ -99,6 +100,11 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
+    if spec.generate and bundle.generation is None:
+        raise RegistrationRefused(
+            "generate", "the bundle is no language model's",
+            hint="give the model itself, with generate=True",
+        )  # fmt: skip
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
@@ -183,6 +189,7 @@ def _export(
     made: list[Manifest] = []
 
     def verify(program: Program) -> None:
+        program.generation = loaded.generation
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
@@ -208,7 +215,9 @@ def _export(
         verify=verify,
     )
     [manifest] = made
-    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": program.notes})
+    return msgspec.structs.replace(
+        manifest, extra={**manifest.extra, "notes": [*loaded.notes, *program.notes]}
+    )
 
 
 def _finish_graph(
@@ -239,9 +248,10 @@ def _finish_graph(
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
+    generation = bundle.generation
     return msgspec.structs.replace(
         manifest,
-        digest=_digest(manifest, graph, digest_before),
+        digest=_digest(manifest, graph, digest_before, generation),
         weights_sha256=digest_before,
         extra={
             **manifest.extra,
@@ -250,6 +260,7 @@ def _finish_graph(
             "is_whole": checked.is_whole,
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
+            **({"generation": generation.numbers()} if generation else {}),
         },
     )
 
@@ -332,10 +343,14 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
     return [at_batch(graph.dims, batch) for batch in batches if low <= batch <= high]
 
 
-def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
+def _digest(
+    manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
+) -> str:
     """Who checked it belongs to it: a program of older contracts is another one."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
     digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
+    if generation is not None:  # the same weights with another tokenizer say other things
+        digest.update(msgspec.json.encode(generation))
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from ...commits.weights import load_weights
 from ...errors import RegistrationRefused
 from ..dims import Dim, typical
 from ..factories import factory, without_cache
+from ..generation import Generation
 from ..layout import ITEM_BYTES, ValueSpec
 from ..loose import loose_tensors
 from ..matching import match
@@ -27,6 +28,7 @@ from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
+from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -74,6 +76,8 @@ class Loaded:
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
     examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
+    generation: Generation | None = None  # of a language model that is built to answer in tokens
+    notes: list[str] = field(default_factory=list)  # what was decided on the way
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
@@ -101,6 +105,8 @@ def load_source(spec: BuildSpec) -> Loaded:
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
+    if spec.generate:
+        return _with_state(module, spec, construct)
     inputs, dynamic = checked_inputs(spec.inputs or usual)
     examples = _examples(spec.example, inputs, dynamic)
     if examples:
@@ -109,6 +115,41 @@ def load_source(spec: BuildSpec) -> Loaded:
     return Loaded(
         module, inputs, construct, dynamic, not spec.inputs, spec.takes, [*examples.values()], loose
     )
+
+
+def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:
+    if not isinstance(module, _ByPosition):
+        raise RegistrationRefused(
+            "generate", "the source is hf:NAME, or a bundle that was exported to generate"
+        )
+    made = decoder(module.model)
+    example = made.example()
+    inputs = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in example.items()}
+    return Loaded(
+        made,
+        inputs,
+        construct,
+        made.dynamic(),
+        examples=[*example.values()],
+        generation=made.generation(_tokenizer(spec)),
+        notes=made.notes,
+    )
+
+
+def _tokenizer(spec: BuildSpec) -> Any:
+    """The model's own, of the folder or hub that it comes from; None: it has none there."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    name = spec.source.partition(":")[2].partition("#")[0]
+    is_local = spec.weights != "pretrained"
+    loader: Any = AutoTokenizer  # untyped upstream
+    try:  # without its file some of their classes make an empty one
+        cached_file(name, "tokenizer.json", local_files_only=is_local)
+        found = loader.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
+    except Exception:  # a hub client's errors share no base class
+        return None
+    return found if found.is_fast else None
 
 
 def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
@@ -222,7 +263,11 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     config = _config(transformers, name, is_pretrained)
     _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
-    cls = _class(transformers, wished, config) or bare
+    if spec.generate:
+        refuse_encoder(config)
+        bare = transformers.AutoModelForCausalLM
+    own = None if spec.generate and not wished else _class(transformers, wished, config)
+    cls = own or bare
     inputs = spec.inputs or _usual_inputs(cls, config)
     names = tuple(argument_names(spec.takes, inputs))
 

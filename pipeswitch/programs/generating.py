@@ -1,0 +1,144 @@
+"""One answer of a language model, token by token: what is asked next, and what came. Pure.
+
+Whoever has a connection drives it: each step is a request of a sequence, whose cache stays on the
+server (ADR 49, 50). A sequence that is lost costs its cache alone: the next step brings all that
+was said until then, and the tokens go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidInput
+from .answer import Answer, Decode, Ending, Reason
+from .generation import tokenizer_json
+from .sampling import Sampling, next_token
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server says of a language model."""
+
+    version: int  # of the model
+    digest: str  # of its program
+    vocabulary: int
+    context: int  # tokens of prompt and answer together
+    piece: int  # tokens of one step
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    chat_template: str = ""
+    tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
+
+
+class Token(NamedTuple):
+    """One token of an answer."""
+
+    id: int
+    text: str  # that may be shown now; empty where a character or a stop string is not whole
+
+
+class Generating:
+    """The state of one answer."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        ending: Ending,
+        decode: Decode | None = None,
+    ) -> None:
+        """
+        Raises:
+            InvalidInput: a token is none of the vocabulary, the prompt is empty or leaves no room,
+                or a setting is out of its range.
+        """
+        sampling.check()
+        ending.check()
+        if not 0 < len(prompt) < facts.context:
+            raise InvalidInput(
+                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}"
+            )
+        if odd := [
+            one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary
+        ]:
+            raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
+        most = min(ending.max_new_tokens, facts.context - len(prompt))
+        ending = msgspec.structs.replace(
+            ending, max_new_tokens=most, eos_ids=(*facts.eos_ids, *ending.eos_ids)
+        )
+        self._facts, self._sampling = facts, sampling
+        self._ids, self._prompt_count = list(prompt), len(prompt)
+        self._answer = Answer(ending, decode, prompt)
+        self._used = self._asked = 0
+
+    @property
+    def starts(self) -> bool:
+        """The next step begins a sequence."""
+        return not self._used
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the answer, so far."""
+        return self._ids[self._prompt_count :]
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it is over; None: it is not."""
+        return self._answer.reason
+
+    def step(self) -> dict[str, NDArray[np.int64]]:
+        """The inputs of the next request, less the cache."""
+        piece = self._ids[self._used : self._used + self._facts.piece]
+        self._asked = len(piece)
+        return {
+            "ids": np.array([piece], np.int64),
+            "count": np.array([len(piece)], np.int64),
+            "used": np.array([self._used], np.int64),
+        }
+
+    def answered(self, logits: NDArray[np.floating]) -> Token | None:
+        """What the step's logits say, [1, vocabulary]; None: more of the prompt goes first."""
+        self._used += self._asked
+        if self._used < len(self._ids):
+            return None
+        token = next_token(logits[0], self._sampling, len(self._ids))
+        self._ids.append(token)
+        return Token(token, self._answer.push(token))
+
+    def lost(self) -> None:
+        """The sequence is gone: the next step begins another one."""
+        self._used = 0
+
+
+Tokenizer = tuple[Callable[[str], list[int]], Decode]
+"""What makes ids of a text, and a text of ids."""
+
+
+def tokenizer_of(facts: Facts) -> Tokenizer:
+    """The model's own, by the library ``tokenizers``.
+
+    Raises:
+        InvalidInput: it has none; the library is not installed.
+    """
+    if not facts.tokenizer:
+        raise InvalidInput("the model has no tokenizer", hint="give the prompt as token ids")
+    try:
+        import tokenizers
+    except ImportError:
+        raise InvalidInput(
+            "a text needs the library tokenizers", hint="pip install 'pipeswitch[text]'"
+        ) from None
+    made = tokenizers.Tokenizer.from_str(tokenizer_json(facts.tokenizer))
+
+    def encode(prompt: str) -> list[int]:
+        return [int(one) for one in made.encode(prompt).ids]
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(made.decode(list(ids), skip_special_tokens=True))
+
+    return encode, decode

@@ -1,0 +1,308 @@
+"""Language models as one program with a state: the tokens are transformers' own.
+
+Each goes the whole way: a folder with a configuration, weights and a tokenizer; built, written,
+read, and run by our executor, with the rows of its cache kept by the loop here.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from process_tools import checked_server
+
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.programs import generation as generation_module
+from pipeswitch.programs.answer import Answer, Ending
+from pipeswitch.programs.build import decoder as decoder_module
+from pipeswitch.programs.build.decoder import Decoder
+from pipeswitch.programs.build.export import export_decoder_to_bundle
+from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.bundle import Bundle, read_bundle
+from pipeswitch.programs.executor import GraphProgram
+from pipeswitch.programs.generation import check_generation, packed_tokenizer, tokenizer_json
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.sampling import Sampling, next_token
+from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from pipeswitch.programs.views import tensor_over
+from tests.models.words import trained
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT, NEW = 33, 200
+VOCABULARY = 700
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 256,
+             "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "qwen2": {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@dataclass
+class Made:
+    """A model of transformers, and what was built of it."""
+
+    model: Any
+    tokenizer: Any
+    manifest: Manifest
+    bundle: Bundle
+    path: Path  # of the bundle
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ids, count, used, cache
+    width: int
+
+    def greedy(self, ids: Sequence[int], new: int, piece: int = 512) -> list[int]:
+        """The next tokens, the prompt in pieces of so many."""
+        window = torch.zeros(1, 512, self.width)
+        tokens, done = list(ids), 0
+        while len(tokens) < len(ids) + new:
+            given = torch.tensor([tokens[done : done + piece]])
+            count = torch.tensor([given.shape[1]])
+            logits, rows = self.run(given, count, torch.tensor([done]), window[:, : max(done, 1)])
+            window[:, done : done + given.shape[1]] = rows
+            done += given.shape[1]
+            if done == len(tokens):
+                tokens.append(next_token(logits[0].numpy(), Sampling(), done))
+        return tokens[len(ids) :]
+
+
+def plain_model(model_type: str, **more: Any) -> Any:
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(model_type, **{**FAMILIES[model_type], **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # so that answers are no one word again and again
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = plain_model(request.param)
+    model.save_pretrained(folder / "model")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained("bytes"), eos_token="<end>", chat_template="{{ messages }}"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    spec = BuildSpec(
+        name="chat", source=f"hf:{folder / 'model'}", generate=True, max_batch=8,
+        weights=str(folder / "model" / "model.safetensors"), bucket_bytes=64 << 10,
+    )  # fmt: skip
+    manifest = build(spec, folder / "out", lambda stage, done: None)
+    assert manifest.extra["notes"] == []
+    assert len(manifest.groups) > 2
+    bundle = read_bundle(folder / "out" / BUNDLE_FILE)
+    image = load_image(folder / "out" / BUNDLE_FILE, manifest).untyped_storage()
+    bound = GraphProgram(manifest, bundle.graph, "cpu").bind(lambda t: tensor_over(image, t, 0))
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, rows = bound.run(inputs, lambda group: None)
+        return logits, rows
+
+    width = manifest.inputs[3].shape[2]
+    assert isinstance(width, int)
+    return Made(model, tokenizer, manifest, bundle, folder / "out" / BUNDLE_FILE, run, width)
+
+
+def own(model: Any, ids: Sequence[int], new: int) -> list[int]:
+    settings = transformers.GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = model.generate(torch.tensor([ids]), settings)
+    return [int(token) for token in found[0][len(ids) :]]
+
+
+def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(made: Made) -> None:
+    ids = made.tokenizer("The data set has")["input_ids"]
+    ids = (ids * PROMPT)[:PROMPT]
+    wanted = own(made.model, ids, NEW)
+    assert len(wanted) == NEW
+    assert len(set(wanted)) > 30
+    assert made.greedy(ids, NEW) == wanted
+    assert made.greedy(ids, 40, piece=7) == wanted[:40]
+    # From its prompt and the tokens so far, at each of them: eight of the answers in one step.
+    for first in range(0, NEW, 8):
+        counts = torch.arange(PROMPT + first, PROMPT + first + 8)
+        given = torch.tensor([[*ids, *wanted][: PROMPT + first + 7]] * 8)
+        used = torch.zeros(8, dtype=torch.int64)
+        logits, _ = made.run(given, counts.clamp(max=given.shape[1]), used,
+                             torch.zeros(8, 1, made.width))  # fmt: skip
+        assert logits.argmax(-1).tolist()[:7] == wanted[first : first + 7]
+
+
+def test_in_one_step_with_others_a_sequence_answers_as_alone(made: Made) -> None:
+    """Prompts and single tokens of unequal pasts together; what pads them changes nothing."""
+    torch.manual_seed(1)
+    pasts, counts = [0, 1, 40, 97, 12], [17, 1, 1, 5, 1]
+    ids = torch.randint(1, VOCABULARY, (5, max(counts)))
+    cache = torch.randn(5, max(pasts), made.width)
+    together, rows = made.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
+    for index, (past, count) in enumerate(zip(pasts, counts, strict=True)):
+        one = slice(index, index + 1)
+        alone, own_rows = made.run(
+            ids[one, :count],
+            torch.tensor([count]),
+            torch.tensor([past]),
+            cache[one, : max(past, 1)],
+        )
+        scale = float(alone.abs().max())
+        assert float((together[one] - alone).abs().max()) < 1e-5 * scale
+        assert torch.allclose(rows[one, :count], own_rows, rtol=1e-4, atol=1e-4)
+    cache[2, 40:] = 1e4  # what is not in use is not looked at: the same bits
+    ids[3, 5:] = 1
+    again, _ = made.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
+    assert torch.equal(together, again)
+
+
+def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
+    said = made.bundle.generation
+    assert said is not None
+    assert (said.vocabulary, said.context, said.eos_ids, said.bos_id) == (700, 256, (0,), 0)
+    assert made.manifest.extra["generation"] == {
+        "vocabulary": 700, "context": 256, "eos_ids": (0,), "bos_id": 0,
+    }  # fmt: skip
+    assert made.manifest.extra["state"] == {"cache": ("cache_new", 1)}
+    assert said.chat_template == "{{ messages }}"
+    from tokenizers import Tokenizer
+
+    decode = Tokenizer.from_str(tokenizer_json(said.tokenizer)).decode
+    ids = made.tokenizer("A set of data")["input_ids"]
+    answer = Answer(Ending(max_new_tokens=20, eos_ids=said.eos_ids), decode, ids)
+    tokens = made.greedy(ids, 20)
+    text = "".join(answer.push(token) for token in tokens[: tokens.index(0) if 0 in tokens else 20])
+    assert text.strip("\ufffd") in made.tokenizer.decode(tokens)
+
+
+def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model("qwen2")
+    before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
+    monkeypatch.setattr(decoder_module, "LARGEST_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
+    told = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
+    assert told["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
+    assert "context is 100 tokens, not 256" in told["notes"][0]
+    assert model.config._attn_implementation == attention
+    assert own(model, [5, 6, 7], 5) == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    spec = BuildSpec(name="chat", source=str(tmp_path / "chat.bundle"))
+    build(spec, tmp_path / "out", lambda stage, done: None)
+    said = read_bundle(tmp_path / "out" / BUNDLE_FILE).generation
+    assert said is not None
+    assert said.tokenizer == b""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "version 2, we read 1"), ({"vocabulary": 699}, "a decoder of 699 tokens"),
+        ({"eos_ids": (700,)}, "outside the vocabulary"), ({"context": 512}, "a past of 1 to 512"),
+        ({"bos_id": -1}, "outside the vocabulary"), ({"chat_template": "x" * 70_000}, "template"),
+    ],
+)  # fmt: skip
+def test_what_a_bundle_may_not_say_of_its_tokens(
+    made: Made, change: dict[str, Any], words: str
+) -> None:
+    assert made.bundle.generation is not None
+    bad = msgspec.structs.replace(made.bundle.generation, **change)
+    graph = made.bundle.graph
+    with pytest.raises(RegistrationRefused, match=words):
+        check_generation(bad, (*graph.inputs, *graph.outputs), graph.dims)
+
+
+def test_a_bundle_that_says_other_things_than_its_graph_is_not_read(
+    made: Made, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.bundle"
+    said = rb"\"vocabulary\":700"
+    written = made.path.read_bytes()
+    assert written.count(said) == 1
+    path.write_bytes(written.replace(said, rb"\"vocabulary\":699"))
+    with pytest.raises(RegistrationRefused, match="not those of a decoder of 699"):
+        read_bundle(path)
+
+
+@pytest.mark.parametrize("cut", [0, 20])
+def test_a_tokenizer_that_unfolds_without_end_is_refused(
+    made: Made, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_tokenizer(json.dumps("x" * 10_000))
+    monkeypatch.setattr(generation_module, "MAX_TOKENIZER_BYTES", 10_000 if not cut else 1 << 20)
+    assert made.bundle.generation is not None
+    bad = msgspec.structs.replace(made.bundle.generation, tokenizer=packed[: len(packed) - cut])
+    with pytest.raises(RegistrationRefused, match="cut off, or larger"):
+        tokenizer_json(bad.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "chosen", "words"),
+    [
+        ("t5", {"d_model": 32, "num_layers": 1}, "", "encoder answers before its decoder"),
+        ("mistral", {**SMALL, "num_key_value_heads": 2, "sliding_window": 16}, "",
+         "layers of DynamicSlidingWindowLayer"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}, "", "recurrent"),
+        ("gpt2", FAMILIES["gpt2"], "#GPT2Model", "GPT2Model has no logits"),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50}, "",
+         "does not say how long"),
+    ],
+)  # fmt: skip
+def test_what_keeps_another_state_is_refused_with_the_reason(
+    model_type: str, options: dict[str, Any], chosen: str, words: str, tmp_path: Path
+) -> None:
+    transformers.AutoConfig.for_model(model_type, **options).save_pretrained(tmp_path / "m")
+    spec = BuildSpec(
+        name="m", source=f"hf:{tmp_path / 'm'}{chosen}", weights="random:1", generate=True
+    )
+    with pytest.raises(RegistrationRefused, match=words) as caught:
+        build(spec, tmp_path / "out", lambda stage, done: None)
+    assert caught.value.part == "generate"
+
+
+def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one that looks at a token too many: the comparison with its own answer finds it."""
+    module = Decoder(plain_model("llama"))
+    monkeypatch.setattr(module, "_mask", lambda step, used, cache: torch.zeros(
+        cache.shape[0], 1, step.shape[0], cache.shape[1] + step.shape[0]))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RegistrationRefused, match="answers other logits"):
+            module.check()
+
+
+def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
+    """From a folder, and a client's own model; the cache stays on the server."""
+    transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
+    with checked_server(arena="16MiB", host_store="64MiB") as checked:
+        client, model = checked.client, plain_model("qwen2")
+        row = client.register("chat", model, generate=True)
+        assert row["notes"] == []
+        client.register("other", f"hf:{tmp_path / 'm'}", weights="random:1", generate=True)
+        with pytest.raises(RegistrationRefused, match="is no language model"):
+            client.register("not", torch.nn.Linear(2, 2), generate=True)
+        prompt, new = [5, 6, 7, 8, 9], 30
+        with client.sequence("chat") as sequence:
+            tokens, done = list(prompt), 0
+            while len(tokens) < len(prompt) + new:
+                ids = np.array([tokens[done:]])
+                given = {"count": np.array([ids.shape[1]]), "used": np.array([done])}
+                logits = sequence.infer(ids=ids, **given)["logits"]
+                done = len(tokens)
+                tokens.append(next_token(logits[0], Sampling(), done))
+        assert tokens[len(prompt) :] == own(model, prompt, new)

@@ -1,0 +1,144 @@
+"""Language models on a real server: the tokens are transformers' own, whatever happens beside."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from process_tools import Checked, checked_server, kill, start_endless_job, until
+
+from pipeswitch.cli.main import main
+from pipeswitch.errors import InvalidInput
+from tests.models.words import trained
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, CONTEXT = 700, 320
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
+    "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 0,
+    "eos_token_id": None, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model("qwen2", **SIZES)
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # so that answers are no one word again and again
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=trained("bytes"))
+
+
+@pytest.fixture(scope="module")
+def running(model: Any, tokenizer: Any) -> Iterator[Checked]:
+    with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
+        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        yield checked
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(running: Checked) -> Iterator[None]:
+    yield
+    until(lambda: running.stats()["pool_slabs"] == 0, "the pool is empty")
+
+
+def wanted(model: Any, ids: list[int], new: int) -> list[int]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        found = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+    return [int(one) for one in found[0, len(ids) :]]
+
+
+def test_two_hundred_tokens_beside_a_job_with_workers_and_sequences_that_die(
+    running: Checked, model: Any, tmp_path: Path
+) -> None:
+    client, ids, is_over = running.client, [*range(5, 38)], threading.Event()
+    expected, turn, delays = wanted(model, ids, 200), threading.Semaphore(0), random.Random(0)
+
+    def strike() -> None:
+        """All workers, at a moment of one of the next tokens: no request meets two strikes."""
+        while turn.acquire() and not is_over.is_set():
+            is_over.wait(delays.uniform(0.0, 0.01))
+            for row in running.rows("worker"):
+                if row["pid"]:
+                    kill(row["pid"])
+
+    task = start_endless_job(running, tmp_path)
+    striking = threading.Thread(target=strike)
+    striking.start()
+    try:
+        with client.generate("chat", ids, max_new_tokens=200) as answer:
+            for number, token in enumerate(answer):
+                assert token.id == expected[number]
+                if number % 70 == 5:
+                    turn.release()
+                if number % 37 == 11:  # as when nobody asked for five minutes
+                    client.end_sequence(client.sequences()[0]["id"])
+            assert (number, answer.reason) == (199, "length")
+    finally:
+        is_over.set()
+        turn.release()
+        striking.join()
+        task.cancel()
+    assert client.sequences() == []
+
+
+def test_a_text_comes_back_as_text_and_a_seed_says_which(
+    running: Checked, model: Any, tokenizer: Any
+) -> None:
+    client, prompt = running.client, "The data set has"
+    ids = tokenizer(prompt)["input_ids"]
+    plain = wanted(model, ids, 60)
+    answer = client.generate("chat", prompt, max_new_tokens=60)
+    whole = answer.text
+    assert answer.tokens == plain
+    assert whole == tokenizer.decode([*ids, *plain], skip_special_tokens=True)[len(prompt) :]
+    stop = whole[10:14]
+    cut = client.generate("chat", prompt, max_new_tokens=60, stop=[stop])
+    assert (cut.text, cut.reason) == (whole[: whole.index(stop)], "stop")
+    drawn = [
+        client.generate("chat", prompt, max_new_tokens=30, temperature=1.0, top_p=0.9, seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    texts = [one.text for one in drawn]
+    assert texts[0] == texts[1] != texts[2]
+    words = ["generate", "chat", prompt, "--max-new-tokens", "60", "--json"]
+    environment = {"PIPESWITCH_HOST": running.running.ipc_address}
+    done = CliRunner().invoke(main, words, env=environment, catch_exceptions=False)
+    assert json.loads(done.stdout)["text"] == whole
+
+
+def test_what_cannot_be_generated_is_said(running: Checked) -> None:
+    client = running.client
+    client.register("plain", torch.nn.Linear(4, 4), example_inputs=torch.zeros(2, 4))
+    for arguments, words in (
+        (("plain", [1]), "generates no text"),
+        (("chat", []), "1 to 319"),
+        (("chat", [VOCABULARY]), "no token from 0 to 699"),
+        (("chat", 4), "a text, or token ids"),
+        (("chat", [1] * CONTEXT), "a prompt of 320 tokens"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            client.generate(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="temperature"):
+        client.generate("chat", [1], temperature="hot")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="need a tokenizer"):
+        client.generate("chat", [1, 2], stop=["x"])
+    client.unregister("plain")

@@ -1,0 +1,132 @@
+"""Which token comes next, and the text that is shown of tokens, as they come."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.programs.answer import Answer, Ending
+from pipeswitch.programs.sampling import Sampling, next_token
+from tests.models.words import trained
+
+WORDS = st.text(st.sampled_from("the data of an é 你好 🎉👩‍👩‍👧 END.\n"), max_size=40)
+STOPS = st.sampled_from(["END", "the d", "好🎉", "..", "EN"])
+
+
+@pytest.fixture(scope="module", params=["bytes", "fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return trained(request.param)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=WORDS, cut=st.integers(0, 60))
+def test_pieces_are_whole_characters_and_together_the_text(
+    tokenizer: Any, text: str, cut: int
+) -> None:
+    tokens = tokenizer.encode(text).ids
+    prompt, tokens = tokens[:cut], tokens[cut:]
+    if not tokens or "\ufffd" in tokenizer.decode(prompt):
+        return  # a prompt is a text
+    answer = Answer(Ending(max_new_tokens=len(tokens)), tokenizer.decode, prompt)
+    pieces = [answer.push(token) for token in tokens]
+    assert "".join(pieces) == text[len(tokenizer.decode(prompt)) :]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert answer.reason == "length"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=WORDS, stops=st.lists(st.sampled_from(["END", "the d", "好🎉", "..", "EN"]), max_size=3)
+)
+def test_no_part_of_a_stop_string_is_ever_shown(
+    tokenizer: Any, text: str, stops: list[str]
+) -> None:
+    tokens = tokenizer.encode(text).ids
+    answer = Answer(Ending(max_new_tokens=99, eos_ids=(0,), stop=tuple(stops)), tokenizer.decode)
+    places = [text.find(stop) for stop in stops if stop in text]
+    wanted = text[: min(places, default=len(text))]
+    shown = ""
+    for token in [*tokens, 0]:
+        shown += answer.push(token)
+        assert wanted.startswith(shown)
+        if answer.reason:
+            break
+    assert shown == wanted
+    assert answer.reason == "stop"
+    assert (answer.tokens[-1] == 0) == (not places)
+
+
+def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
+    decode = lambda tokens: bytes(tokens).decode(errors="replace")  # noqa: E731
+    answer = Answer(Ending(max_new_tokens=4), decode)
+    assert [answer.push(token) for token in (97, 0xE4, 0xBD, 0xBD)] == ["a", "", "", "佽"]
+    answer = Answer(Ending(max_new_tokens=3), decode)
+    assert [answer.push(token) for token in (97, 0xE4, 0xBD)] == ["a", "", "\ufffd"]
+    endless = Answer(Ending(max_new_tokens=99), decode)
+    assert any(endless.push(0x80) for _ in range(20))  # nothing completes them: no wait for ever
+
+
+def naive(logits: Any, temperature: float, top_p: float) -> dict[int, float]:
+    """Each token's share, by the book."""
+    weights = [math.exp((value - max(logits)) / temperature) for value in logits]
+    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    kept, mass = [], 0.0
+    for token in order:
+        kept.append(token)
+        mass += weights[token]
+        if mass >= top_p * sum(weights):
+            break
+    return {token: weights[token] / mass for token in kept}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    logits=st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([0.1, 0.5, 0.93, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_tokens_are_drawn_as_often_as_they_should_be(
+    logits: list[float], temperature: float, top_p: float, seed: int
+) -> None:
+    values = np.array(logits, np.float32)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    shares = naive(logits, temperature, top_p)
+    draws = [next_token(values, sampling, position) for position in range(400)]
+    assert set(draws) <= set(shares)
+    for token, share in shares.items():
+        spread = math.sqrt(400 * share * (1 - share)) + 1
+        assert abs(draws.count(token) - 400 * share) < 6 * spread
+    # Of its seed, position and logits alone, in whatever order.
+    assert [next_token(values, sampling, n) for n in (399, 7, 7)] == [
+        draws[399],
+        draws[7],
+        draws[7],
+    ]
+
+
+def test_without_a_temperature_it_is_the_first_of_the_likeliest() -> None:
+    logits = np.array([1, math.nan, 3, -math.inf, 3], np.float32)
+    assert next_token(logits, Sampling(), 0) == 2
+    assert next_token(logits, Sampling(temperature=1e-300), 5) in (2, 4)
+    with pytest.raises(InvalidInput, match="largest logit at position 9 is nan"):
+        next_token(np.full(3, math.nan, np.float32), Sampling(), 9)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (Sampling(temperature=-1), "temperature"), (Sampling(temperature=math.nan), "temperature"),
+        (Sampling(top_p=0), "above 0"), (Sampling(top_p=1.5), "top_p"), (Sampling(seed=-1), "seed"),
+        (Ending(max_new_tokens=0), "below 1"), (Ending(max_new_tokens=1, stop=("",)), "stop"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(bad: Sampling | Ending, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        bad.check()
