@@ -80,7 +80,7 @@ class Session(Protocol):
         scheduler: Any,
         extra_state: Any,
         name: str | None,
-        offload: str,
+        offload: str | None,
         activation_bytes: int | None,
     ) -> Iterator[_Batch]: ...
     def trainer(self, trainer: Any, library: str) -> None: ...
@@ -102,7 +102,7 @@ def steps(
     scheduler: Any = None,
     extra_state: Any = None,
     name: str | None = None,
-    offload: str = "auto",
+    offload: str | None = None,
     activation_memory: str | int | None = None,
 ) -> Iterator[_Batch]:
     """Batches of ``loader``; between two of them the state is whole and may be committed.
@@ -120,10 +120,12 @@ def steps(
             such by name. Generators that hang on the loader are found without being named.
         name: names a loop outside ``job.epochs``; by default they are counted.
         offload: which of the tensors that forward saves for backward go to host memory meanwhile:
-            ``"auto"`` those that ``activation_memory`` has no room for, best hidden first;
-            ``"conv"`` inputs of convolutions, ``"all"`` all of them, ``"none"`` none.
+            ``"auto"`` those that ``activation_memory`` has no room for, so as to wait least;
+            ``"conv"`` inputs of convolutions, ``"all"`` all of them, ``"none"`` none. Default:
+            what ``pipeswitch train --offload`` says, or ``"auto"``.
         activation_memory: how much of the device the saved tensors of a step may take: ``"2GiB"``
-            or bytes. A step that needs more is told by how much (``OutOfDeviceMemory``).
+            or bytes. A step that needs more is told by how much (``OutOfDeviceMemory``). Default:
+            what ``pipeswitch train --activation-memory`` says, or no limit.
 
     Raises:
         InvalidInput: no such ``offload``, or no such size.
@@ -135,21 +137,23 @@ def steps(
         scheduler=scheduler,
         extra_state=extra_state,
         name=name,
-        offload=_known_offload(offload),
-        activation_bytes=None if activation_memory is None else _positive(activation_memory),
+        offload=None if offload is None else known_offload(offload),
+        activation_bytes=None if activation_memory is None else size_of(activation_memory),
     )
 
 
-def _known_offload(offload: str) -> str:
+def known_offload(offload: str, who: str = "job.steps") -> str:
+    """It, if it is one."""
     if offload in OFFLOADS:
         return offload
     raise InvalidInput(
-        f"job.steps: offload={offload!r} is none of {', '.join(OFFLOADS)}"
+        f"{who}: offload={offload!r} is none of {', '.join(OFFLOADS)}"
         f"{nearest(str(offload), OFFLOADS)}"
     )
 
 
-def _positive(activation_memory: str | int) -> int:
+def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
+    """In bytes; at least one."""
     try:
         size_bytes = parse_size(activation_memory)
         if size_bytes:
@@ -158,7 +162,7 @@ def _positive(activation_memory: str | int) -> int:
     except ValueError as error:
         reason = str(error).removeprefix(repr(activation_memory)).strip()
     raise InvalidInput(
-        f"job.steps: activation_memory={activation_memory!r} {reason}",
+        f"{who}: activation_memory={activation_memory!r} {reason}",
         hint='activation_memory="2GiB"; without it nothing is limited',
     )
 

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
@@ -68,6 +69,14 @@ def set_process_name(name: str) -> None:
 def command(descriptor: int) -> list[str]:
     """The command line of the fork server; ``-P`` keeps the current folder off its path."""
     return [sys.executable, "-P", "-m", "pipeswitch.launch", str(descriptor)]
+
+
+def rehearsal_command(
+    out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
+) -> list[str]:
+    """The command line that measures a training script's first steps."""
+    module = [sys.executable, "-P", "-m", "workers.training.rehearsal"]
+    return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
 def without_threads(environment: Mapping[str, str]) -> dict[str, str]:

@@ -122,3 +122,15 @@ def milliseconds(option: str, text: str) -> float:
         return parse_ms(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
+
+
+def size_option(option: str, text: str | None) -> int | None:
+    """Bytes; at least one."""
+    from ..units import parse_size
+
+    try:
+        if text is None or (size_bytes := parse_size(text)):
+            return None if text is None else size_bytes
+        raise ValueError(f"{text!r} is nothing")
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; as in 2GiB", param_hint=option) from None

@@ -13,6 +13,7 @@ from typing import Any, Final
 import click
 
 from ..errors import InvalidInput
+from ..job import OFFLOADS
 from ..units import printed
 from . import views
 from .common import (
@@ -38,6 +39,10 @@ FIRST_LOOK_S: Final = 1.0
     "--share", metavar="GROUP", default="",
     help="Jobs of a group load the input of job.shared once; several SCRIPT.py may be named.",
 )  # fmt: skip
+@click.option("--offload", type=click.Choice(OFFLOADS),
+              help="Of what forward saves, where job.steps does not say it.")  # fmt: skip
+@click.option("--activation-memory", metavar="2GiB",
+              help="What of it may be on the device, where job.steps does not say it.")  # fmt: skip
 @devices_option
 @json_option
 def train(
@@ -48,6 +53,7 @@ def train(
     share: str,
     devices: list[str],
     as_json: bool,
+    **of_steps: str | None,
 ) -> None:
     """Start a training script as a background job.
 
@@ -67,6 +73,7 @@ def train(
                 priority=priority or "",
                 share=share,
                 devices=devices,
+                **of_steps,
             )
             for one in (entry, *more)
         ]

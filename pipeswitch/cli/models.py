@@ -26,6 +26,7 @@ from .common import (
     name_argument,
     names_argument,
     print_done,
+    size_option,
     watch_option,
 )
 
@@ -364,16 +365,45 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
 
 
 @click.command()
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
               help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
+@click.option("--train", "script", metavar="SCRIPT.py",
+              help="Instead: run its first steps here, and say what budgets cost.")  # fmt: skip
+@click.option("--memory", metavar="2GiB",
+              help="With --train: of what forward saves (default: several shares).")  # fmt: skip
 @json_option
 @watch_option
-def plan(deadlines: tuple[str, ...], as_json: bool, watch: bool) -> None:
-    """Predict switch times, groups and prefixes, and say what the arena holds."""
+def plan(
+    args: tuple[str, ...],
+    deadlines: tuple[str, ...],
+    script: str | None,
+    memory: str | None,
+    as_json: bool,
+    watch: bool,
+) -> None:
+    """Predict switch times, groups and prefixes, and say what the arena holds.
+
+    With --train arguments after -- go to the script, and no server is needed.
+    """
     from . import profile as cli_profile
 
+    if script is None and (args or memory):
+        raise click.UsageError("--memory and arguments are for --train SCRIPT.py")
+    if script is not None:
+        from . import rehearsal
+
+        if deadlines or watch:
+            raise click.UsageError("--deadline and --watch are for models, not for --train")
+        rehearsal.show(script, args, size_option("--memory", memory), as_json)
+        return
     try:
         wanted = cli_profile.parse_deadlines(deadlines)
     except InvalidInput as error:
         raise click.BadParameter(error.message, param_hint="--deadline") from None
-    listing(lambda c: cli_profile.report(c.plan(), wanted), cli_profile.report_view, as_json, watch)
+
+    def fetch(client: Any) -> dict[str, Any]:
+        jobs = cli_profile.jobs_of(client.jobs())
+        return {**cli_profile.report(client.plan(), wanted), "jobs": jobs}
+
+    listing(fetch, cli_profile.report_view, as_json, watch)

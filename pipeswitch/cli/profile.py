@@ -21,6 +21,7 @@ PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spre
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
 PLAN_COLUMNS: Final = ("model", "size", "groups", "switch_ms", "resident_ms", "bound_ms",
                        "prefix", "share", "deadline_ms", "holds", "why")  # fmt: skip
+JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_step_ms", "step_ms")
 PLAN_TITLES: Final = {"prefix": "PREFIX FOR 0", "share": "OF IT"}
 
 
@@ -117,6 +118,22 @@ def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[st
     return {**made, "without_profile": unknown, "streams": texts}
 
 
+def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What each job takes of the device, and what its steps' budget was said to cost, and does."""
+    return [
+        {"job": row["name"], "lease_bytes": row["lease_bytes"], **row.get("activations", {})}
+        for row in rows
+        if row["lease_bytes"]
+    ]
+
+
+def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"size": "lease_bytes", "saved": "saved_bytes", "memory": "budget_bytes",
+             "offloaded": "offloaded_bytes"}  # fmt: skip
+    known = {name: format_bytes(job[key]) for name, key in sizes.items() if job.get(key)}
+    return {**job, **known}
+
+
 def report_view(made: Mapping[str, Any]) -> RenderableType:
     """The report as a table; models without a profile stand below, with what to do."""
     capacity = msgspec.convert(
@@ -130,8 +147,10 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
          or f"{row['grouping_why']} (pipeswitch profile {row['name']})"}
         for row in made["without_profile"]
     ]  # fmt: skip
+    jobs = [_job_row(job) for job in made.get("jobs", ())]
+    below: list[RenderableType] = [Text(), views.table(jobs, JOB_COLUMNS)] if jobs else []
     if not rows:
-        return Text("no models (pipeswitch register)")
+        return Group(Text("no models (pipeswitch register)"), *below)
     columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
     count = len(capacity.models)
     lines = [f"arena {format_bytes(capacity.arena_bytes)}"]
@@ -140,7 +159,7 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
             f"{capacity.fit_count} of {count} profiled models are resident together "
             f"({format_bytes(capacity.total_bytes)} in all)"
         )
-    return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)))
+    return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)), *below)
 
 
 def _row(model: ModelReport, streams: str) -> dict[str, Any]:

@@ -553,6 +553,8 @@ class Client(Verbs):
         priority: str = "",
         share: str = "",
         devices: Sequence[str] = (),
+        offload: str | None = None,
+        activation_memory: str | int | None = None,
     ) -> Task:
         """Start a training script as a background job.
 
@@ -565,9 +567,10 @@ class Client(Verbs):
             share: jobs of one group find each other's ``job.shared`` batches.
             devices: the server's devices that may train it, of one kind, by name or kind; none:
                 all of the first one's kind.
+            offload, activation_memory: of ``job.steps``, where the script does not name them.
 
         Raises:
-            InvalidInput: there is no such script, or it is no Python.
+            InvalidInput: there is no such script, or it is no Python; no such ``offload``.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
@@ -579,6 +582,8 @@ class Client(Verbs):
             "args": [str(arg) for arg in args],
             "priority": priority,
             "share": share,
+            **({"offload": offload} if offload else {}),
+            **({"activation_memory": str(activation_memory)} if activation_memory else {}),
             **({"devices": list(devices)} if devices else {}),
         }
         self._connection.request("train", body=body).result()

@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 9  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+SCHEMA_VERSION: Final = (
+    10  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+)
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
-# 8 no chains
+# 8 no chains, 9 no defaults of job.steps
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -51,6 +53,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "tenant": str,
         "share": str,
         "devices": list,
+        "defaults": list,
     },
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
     "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
@@ -222,7 +225,7 @@ def _create(database: sqlite3.Connection) -> None:
         # What was there before there were tenants is the owner's.
         for kind, column, empty in (
             ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
-            ("job", "devices", "[]"), ("serving", "shares", "[]"),
+            ("job", "devices", "[]"), ("job", "defaults", "[]"), ("serving", "shares", "[]"),
         ):  # fmt: skip
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:

@@ -95,6 +95,7 @@ def _restore_job(server: Server, name: JobName, entry: dict[str, object]) -> Non
         placed=server.journal.placed.get(name),
         restarts=restarts,
         steps_recomputed=steps_recomputed,
+        defaults=tuple((key, value) for key, value in entry["defaults"]),  # type: ignore[attr-defined]
     )
 
 

@@ -13,11 +13,14 @@ class HostCopies(Protocol):
     """One for each device kind, of flat uint8 tensors.
 
     ``mark`` is called by the thread that computes: what it has enqueued comes before the copy.
-    Another one then takes memory (``target``) and copies; ``pieces`` tells of each that has come.
+    Two others, one for each way, take memory (``target``) and copy; ``pieces`` tells of each that
+    has come.
     """
 
     def mark(self) -> Any: ...
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor: ...
 
-    def pieces(self, source: torch.Tensor, target: torch.Tensor, mark: Any) -> Iterator[int]: ...
+    def pieces(
+        self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
+    ) -> Iterator[int]: ...

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
+from ..job import known_offload, size_of
 from ..programs.chains import Sources, States, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
@@ -186,6 +187,15 @@ def _train(q: Question) -> Event:
         tenant=q.standing.tenant,
         share=share and admission.check_name(share, "share"),
         devices=q.body.texts("devices"),
+        defaults=_defaults_of_steps(q),
+    )
+
+
+def _defaults_of_steps(q: Question) -> tuple[tuple[str, str], ...]:
+    offload, memory = q.body.text("offload", ""), q.body.text("activation_memory", "")
+    return (
+        *((("offload", known_offload(offload, "train")),) if offload else ()),
+        *((("activation_bytes", str(size_of(memory, "train"))),) if memory else ()),
     )
 
 

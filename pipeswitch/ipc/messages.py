@@ -405,6 +405,7 @@ class RunJob(Message, frozen=True):
     restarts: int = 0  # until now; the two are kept beside the step that it is at
     steps_recomputed: int = 0
     share: str = ""  # tenant/group: those whose input it shares; empty: none
+    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
 
 
 class LeaseRequest(Message, frozen=True):

@@ -141,6 +141,7 @@ class TrainAsked(Asked, frozen=True):
     tenant: str = ""  # whose job it will be; empty: the server's owner's
     share: str = ""  # jobs of one group share their input; empty: none
     devices: tuple[str, ...] = ()  # that may train it; none named: all
+    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
 
 
 class JobAsked(Asked, frozen=True):

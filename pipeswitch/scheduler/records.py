@@ -276,6 +276,7 @@ class Job:
     share: str = ""  # the group whose input it shares; empty: none
     devices: tuple[str, ...] = ()  # that may train it; none named: all
     sent_to: str = ""  # the one of them that its user moved it to
+    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     move: StateMachine[MoveState, MoveEvent] = field(init=False)
     target: int = 0  # of the move under way: the device's place among the server's

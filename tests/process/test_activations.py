@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
 
-from pipeswitch.errors import TaskFailed
+from pipeswitch.errors import InvalidInput, TaskFailed
 
 ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
@@ -100,3 +104,42 @@ def test_a_job_over_its_budget_fails_and_says_by_how_much(tmp_path: Path) -> Non
             task.wait(60)
         assert caught.value.data["type"] == "OutOfDeviceMemory"
         assert 'activation_memory="' in caught.value.data["text"]
+
+
+def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "planned.py", SCRIPT.replace(", activation_memory=memory", ""))
+    arguments = [str(tmp_path / "out"), "", str(tmp_path / "never")]
+
+    def planned(memory: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from pipeswitch.cli.main import main; main()", "plan",
+                   "--train", script, "--memory", memory, "--json", "--", *arguments]  # fmt: skip
+        environment = {**os.environ, **ENVIRONMENT}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+    made = json.loads(planned("800KiB").stdout)
+    needed, (whole, limited) = made["needed_bytes"], made["plans"]
+    assert made["least_bytes"] < limited["peak_bytes"] <= 800 << 10 < needed
+    assert whole["offloaded_bytes"] == 0 < limited["offloaded_bytes"]
+    assert limited["step_ms"] <= limited["layer_wise_ms"]
+    refused = planned("40KiB")
+    assert f"--memory {-(-made['least_bytes'] >> 10)}KiB" in refused.stdout
+    assert refused.returncode == 1
+    options: Any = {"arena": "64MiB", "environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
+    with checked_server(settles=False, **options) as checked:
+        with pytest.raises(InvalidInput, match="train: offload="):
+            checked.client.train(script, args=arguments, offload="al")
+        checked.client.train(script, name="planned", args=arguments, activation_memory="800KiB")
+        took = until(lambda: figures_of_a_plan(checked), "a plan")
+        assert took["saved_bytes"] >= needed
+        assert took["budget_bytes"] == 800 << 10 >= took["peak_bytes"]
+        assert took["host_bytes"] >= took["offloaded_bytes"] > 0
+        assert took["step_ms"] > 0
+    with checked_server(**options) as checked:  # as the job was accepted
+        took = until(lambda: figures_of_a_plan(checked), "a plan")
+        assert took["budget_bytes"] == 800 << 10
+        checked.client.task("planned").cancel()
+
+
+def figures_of_a_plan(checked: Checked) -> dict[str, Any]:
+    took: dict[str, Any] = checked.client.task("planned").status().get("activations", {})
+    return took if took.get("planned_step_ms") else {}

@@ -58,8 +58,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler shares "
-    "units wire texts",
+    "frontend": "commits config errors failpoints ipc job lane machine programs roles scheduler "
+    "shares units wire texts",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
@@ -68,12 +68,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "cluster": "client errors roles scheduler/policies wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
-    "cli": "__init__ client cluster config devices errors ipc machine planning policies programs "
-    "roles sandbox scheduler simulator units watchdog wire texts",
+    "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
+    "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
-    "programs/build scheduler simulator testing wire",
+    "programs/build scheduler simulator testing wire workers/training/",
 }
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,

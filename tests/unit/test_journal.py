@@ -23,6 +23,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
         "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
         "share": "",
         "devices": [],
+        "defaults": [],
         **more,
     }  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         file.append(job("one", tenant="a"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE job DROP COLUMN tenant")
-        for column in ("share", "devices"):
+        for column in ("share", "devices", "defaults"):
             database.execute(f"ALTER TABLE job DROP COLUMN {column}")
         database.execute("DROP TABLE ended")
         database.execute("PRAGMA user_version = 3")
@@ -327,6 +328,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 10, this release knows 9"):
+    with pytest.raises(ConfigError, match="schema 11, this release knows 10"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

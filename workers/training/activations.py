@@ -5,12 +5,12 @@ PyTorch's saved-tensor hooks show each tensor that forward keeps for backward. W
 activations and stay themselves. Life of a storage, in numbered steps:
 
 1. *saved*: there must be room for it, else forward waits for copies under way, or sends others;
-2. *leaving*, when the plan (``offload="auto"``) or the mode says so: the copy lane carries it;
+2. *leaving*, when the plan (``offload="auto"``) or the mode says so: the copy lanes carry it;
 3. *on the host*: nothing here refers to the device's bytes any more;
 4. *coming*: from the first use in backward on, in the order of use, as far as there is room;
 5. *used*: autograd gets a view of the bytes; they are counted until autograd lets go.
 
-All but the copies themselves is done by the thread that computes. The lane's results and the ends
+All but the copies themselves is done by the thread that computes. The lanes' results and the ends
 of saved tensors (which any thread's collector may find) wait in queues for its next call.
 
 In-place writes: hooks lose autograd's check, so each saved tensor keeps a *witness* that shares its
@@ -39,7 +39,7 @@ from torch.nn.modules.module import (
 from pipeswitch.devices.copies import HostCopies
 from pipeswitch.errors import OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate, Where
-from pipeswitch.planning.activations import (
+from pipeswitch.planning.swaps import (
     LEAST_BYTES,
     Event,
     Forecast,
@@ -50,13 +50,14 @@ from pipeswitch.planning.activations import (
 )
 from pipeswitch.units import format_bytes
 
-from .copy_lane import Copy, CopyLane
+from .copy_lane import Copy, CopyLanes
 from .host import JobHost
 from .torch_private import root, version
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
                        nn.ConvTranspose3d)  # fmt: skip
 STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
+SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
 UNLIMITED: Final = 1 << 62
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
@@ -154,7 +155,7 @@ class Activations:
         self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._is_limited = budget_bytes is not None
         self._budget = UNLIMITED if budget_bytes is None else budget_bytes
-        self._lane = CopyLane(copies, gate)
+        self._lanes, self._gate = CopyLanes(copies, gate), gate
         self._own = _Storages()  # parameters, buffers, the batch
         self._table = _Storages()  # those that are saved
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -171,7 +172,10 @@ class Activations:
         self._events: list[Event] = []
         self._of_step: list[_Saved] = []
         self._event_at_ms = self._event_waited_ms = self._waited_ms = 0.0
+        self._began_ms = self.compute_ms = 0.0  # of this body; of the measured one, without waits
         self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
+        self._on_host = self._host_peak = 0
+        self.measured: Step | None = None
         self.figures: dict[str, Any] = {}
 
     @classmethod
@@ -211,7 +215,7 @@ class Activations:
 
     def close(self) -> None:
         """Nothing is used any more."""
-        self._lane.close()
+        self._lanes.close()
 
     # -- a body ----------------------------------------------------------------------------------
 
@@ -219,36 +223,46 @@ class Activations:
         self._settle()
         self._layer, self._ahead = 0, None
         self._of_step, self._events = [], []
-        self._waited_ms, self._event_waited_ms, self._event_at_ms = 0.0, 0.0, _now_ms()
+        self._waited_ms = self._event_waited_ms = 0.0
+        self._event_at_ms = self._began_ms = _now_ms()
         self._moved = self._asked_ahead = self._asked_late = self._needed = 0
-        self._lane.go_on()
+        self._lanes.go_on()
 
     def _end(self) -> None:
         self._settle()
+        took_ms, planned = _now_ms() - self._began_ms, self._plan
         self.figures = {
             "budget_bytes": self._budget if self._is_limited else None,
             "peak_bytes": self.peak_bytes,
             "saved_bytes": sum(one.size_bytes for one in self._of_step),
             "offloaded_bytes": self._moved,
+            "host_bytes": self._host_peak,
             "fetched_ahead": self._asked_ahead,
             "fetched_late": self._asked_late,
             "waited_ms": round(self._waited_ms, 3),
-            "planned_wait_ms": None if self._plan is None else round(self._plan.wait_ms, 3),
+            "planned_wait_ms": None if planned is None else round(planned.wait_ms, 3),
+            "step_ms": round(took_ms, 3),
+            "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
         }
         if self._offload == "auto" and not self._measuring and len(self._of_step) > self._planned:
             self._measuring = STEPS_MEASURED  # another model's loop
         elif self._measuring and self._of_step:
             self._measuring -= 1
+            self.compute_ms = took_ms - self._waited_ms
             self._make_plan()
 
     def _make_plan(self) -> None:
-        lane, sizes = self._lane, [one.size_bytes for one in self._of_step]
+        sizes = [one.size_bytes for one in self._of_step]
         self._planned = len(sizes)
-        step = Step(sizes_bytes=sizes, events=self._events)
-        rate = lane.carried_bytes / lane.busy_ms if lane.busy_ms else 1.0
+        self.measured = step = Step(sizes_bytes=sizes, events=self._events)
         uses = [event.storage for event in self._events if event.what == "use"]
         self._rank = {storage: rank for rank, storage in enumerate(uses)}
-        self._plan = plan(step, self._budget, Lane(bytes_per_ms=rate))
+        out, back = (Lane(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False))
+        until_ms = _now_ms() + SEARCH_MS
+        self._plan = plan(
+            step, self._budget, (out, back),
+            is_over=lambda: self._gate.asked or _now_ms() > until_ms,
+        )  # fmt: skip
 
     def _note(self, what: What, saved: _Saved) -> None:
         of_step = self._of_step
@@ -270,7 +284,7 @@ class Activations:
             self._seen.add(module)
             self.keep(module.parameters(recurse=False))
             self.keep(module.buffers(recurse=False))
-        self._lane.go_on()
+        self._lanes.go_on()
 
     def _leave_layer(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -285,7 +299,7 @@ class Activations:
         if self._own.get(storage):
             return _Kept(tensor)
         self._settle()
-        self._lane.go_on()
+        self._lanes.go_on()
         saved = self._table.get(storage)
         if saved not in self._alive or (_may_be_copied(saved) and not _is_as_saved(saved, tensor)):
             saved = self._admit(storage)
@@ -337,7 +351,7 @@ class Activations:
         if isinstance(handle, _Kept):
             return handle.kept
         self._settle()
-        self._lane.go_on()
+        self._lanes.go_on()
         self._bring(handle.saved)
         return handle.tensor()
 
@@ -406,7 +420,7 @@ class Activations:
     def _make_room(self, size_bytes: int, where: Where) -> bool:
         """Wait for copies under way, drop what is on the host as well, send what may leave."""
         while self._held + size_bytes > self._budget:
-            if self._lane.is_busy:
+            if self._lanes.is_busy:
                 self._wait(where)
             elif not (self._drop_a_copy() or self._send_another() or self._settle()):
                 return False
@@ -441,19 +455,19 @@ class Activations:
     def _send(self, saved: _Saved) -> None:
         assert saved.device is not None
         saved.place = Place.LEAVING
-        saved.copy = self._lane.submit(saved, saved.device, to_host=True)
+        saved.copy = self._lanes.submit(saved, saved.device, to_host=True)
 
     def _ask_back(self, saved: _Saved) -> None:
         assert saved.host is not None
         self._hold(saved.size_bytes)
         saved.place = Place.COMING
-        saved.copy = self._lane.submit(saved, saved.host, to_host=False)
+        saved.copy = self._lanes.submit(saved, saved.host, to_host=False)
 
     def _stay(self, saved: _Saved) -> None:
         """Its copy out has not ended: it need not leave."""
         if saved.place is Place.LEAVING:
             assert saved.copy is not None
-            self._lane.cancel(saved.copy)
+            self._lanes.cancel(saved.copy)
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: _Saved) -> None:
@@ -468,13 +482,13 @@ class Activations:
             self._held -= saved.size_bytes
 
     def _wait(self, where: Where) -> None:
-        self._waited_ms += self._lane.wait(where)
+        self._waited_ms += self._lanes.wait(where)
         self._settle()
 
     def _settle(self) -> bool:
         """Take what the queues hold; whether there was anything."""
         has_changed = False
-        for copy in self._lane.take_ended():
+        for copy in self._lanes.take_ended():
             has_changed = True
             self._copied(copy, copy.of)
         while self._handles_ended:
@@ -500,6 +514,8 @@ class Activations:
             assert copy.target is not None
             if copy.to_host:
                 self._moved += saved.size_bytes
+                self._on_host += saved.size_bytes
+                self._host_peak = max(self._host_peak, self._on_host)
                 saved.host = copy.target
                 self._forget_bytes(saved)
             else:
@@ -513,12 +529,14 @@ class Activations:
         copy, saved.copy = saved.copy, None
         if saved.place is Place.REFUSED:
             self._refused -= saved.size_bytes
-        elif copy is not None and not self._lane.cancel(copy):
+        elif copy is not None and not self._lanes.cancel(copy):
             saved.place = Place.GONE
         elif saved.place is not Place.HOST:
             self._held -= saved.size_bytes
         if saved.end is not None and saved.end.detach():
             self._held -= saved.size_bytes  # the script holds it still: that does not count
+        if saved.host is not None:
+            self._on_host -= saved.size_bytes
         saved.host = saved.device = None
 
 

@@ -1,8 +1,9 @@
-"""The copy lane: one thread that carries saved tensors to the host and back, in the order asked.
+"""The copy lanes: a thread that carries saved tensors to the host, and one that brings them back,
+each in the order asked. A link carries both ways at once.
 
-It is quiet while the job is suspended: between two pieces it looks at the gate, and stands aside
-until the main thread is through. A main thread that waits for a copy then parks, as in a layer's
-hook.
+They are quiet while the job is suspended: between two pieces each looks at the gate, and stands
+aside until the main thread is through. A main thread that waits for a copy then parks, as in a
+layer's hook.
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ class Copy:
     error: BaseException | None = None
 
 
-class CopyLane:
-    """Methods are the main thread's."""
+class CopyLanes:
+    """Methods are the main thread's. What there are two of is known by ``Copy.to_host``."""
 
     def __init__(self, copies: HostCopies, gate: Gate) -> None:
         self._copies, self._gate = copies, gate
         self._changed = threading.Condition()
-        self._queue: deque[Copy] = deque()
+        self._queues: dict[bool, deque[Copy]] = {True: deque(), False: deque()}
         self._under_way = 0
         self._ended: deque[Copy] = deque()
         self._is_closed = False
-        self._is_aside = False  # the lane has seen that the gate is asked
-        self.carried_bytes, self.busy_ms = 0, 0.0
-        threading.Thread(target=self._run, name="copy-lane", daemon=True).start()
+        self._aside: set[bool] = set()  # of lanes that have seen that the gate is asked
+        self._carried_bytes, self._busy_ms = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+        for to_host, name in ((True, "copy-out"), (False, "copy-in")):
+            threading.Thread(target=self._run, args=(to_host,), name=name, daemon=True).start()
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
         """Returns at once."""
         copy = Copy(of, source, to_host, self._copies.mark())
         with self._changed:
-            self._queue.append(copy)
+            self._queues[to_host].append(copy)
             self._changed.notify_all()
             is_closed = self._is_closed
         if is_closed:  # a graph of an earlier loop is used
-            self._carry_all()
+            self._carry_all(to_host)
         return copy
 
     def cancel(self, copy: Copy) -> bool:
@@ -64,14 +66,19 @@ class CopyLane:
             copy.is_cancelled = True
             if copy.is_begun:
                 return False
-            self._queue.remove(copy)
+            self._queues[copy.to_host].remove(copy)
             return True
 
     @property
     def is_busy(self) -> bool:
         """There is something to wait for."""
         with self._changed:
-            return bool(self._queue or self._under_way or self._ended)
+            return any(self._queues.values()) or bool(self._under_way or self._ended)
+
+    def bytes_per_ms(self, *, to_host: bool) -> float:
+        """What this lane has shown; that of the other one, if it has carried nothing yet."""
+        way = to_host if self._busy_ms[to_host] else not to_host
+        return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
 
     def take_ended(self) -> list[Copy]:
         """What has ended since."""
@@ -86,40 +93,46 @@ class CopyLane:
         """
         began_s = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._is_aside)
+            self._changed.wait_for(lambda: self._ended or self._is_quiet)
         waited_ms = (time.monotonic() - began_s) * 1e3
-        if self._is_aside:
+        if self._is_quiet:
             self._gate.check(where)
             self.go_on()
         return waited_ms
 
     def go_on(self) -> None:
-        """The main thread computes: a lane that stood aside goes on, unless it is asked again."""
-        if self._is_aside and not self._must_stand_aside():
+        """The main thread computes: what stood aside goes on, unless it is asked again."""
+        if self._aside and not self._must_stand_aside():
             with self._changed:
-                self._is_aside = False
+                self._aside.clear()
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """The lane's thread ends when it has carried what it was asked to."""
+        """The threads end when they have carried what they were asked to."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
-    # -- the lane's thread -----------------------------------------------------------------------
+    @property
+    def _is_quiet(self) -> bool:
+        """All that is under way stands aside."""
+        return bool(self._aside) and len(self._aside) == self._under_way
 
-    def _run(self) -> None:
+    # -- a lane's thread -------------------------------------------------------------------------
+
+    def _run(self, to_host: bool) -> None:
+        queue = self._queues[to_host]
         while not self._is_closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-            self._carry_all()
+                self._changed.wait_for(lambda: queue or self._is_closed)
+            self._carry_all(to_host)
 
-    def _carry_all(self) -> None:
+    def _carry_all(self, to_host: bool) -> None:
         while True:
             with self._changed:
-                if not self._queue:
+                if not self._queues[to_host]:
                     return
-                copy = self._queue.popleft()
+                copy = self._queues[to_host].popleft()
                 copy.is_begun = True
                 self._under_way += 1
             try:
@@ -133,27 +146,28 @@ class CopyLane:
             del copy  # its tensors are the main thread's to drop
 
     def _carry(self, copy: Copy) -> None:
-        self._stand_aside()
+        way = copy.to_host
+        self._stand_aside(way)
         size_bytes = copy.source.numel()
-        target = self._copies.target(size_bytes, on_host=copy.to_host, mark=copy.mark)
+        target = self._copies.target(size_bytes, on_host=way, mark=copy.mark)
         began_s = time.monotonic()
-        for piece_bytes in self._copies.pieces(copy.source, target, copy.mark):
-            self.carried_bytes += piece_bytes
-            self.busy_ms += (time.monotonic() - began_s) * 1e3
-            self._stand_aside()
+        for piece_bytes in self._copies.pieces(copy.source, target, copy.mark, to_host=way):
+            self._carried_bytes[way] += piece_bytes
+            self._busy_ms[way] += (time.monotonic() - began_s) * 1e3
+            self._stand_aside(way)
             if copy.is_cancelled:
                 return
             began_s = time.monotonic()
         copy.target = target
 
-    def _stand_aside(self) -> None:
+    def _stand_aside(self, way: bool) -> None:
         if not self._must_stand_aside():
             return
         with self._changed:
-            self._is_aside = True
+            self._aside.add(way)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_aside or self._is_closed)
-            self._is_aside = False
+            self._changed.wait_for(lambda: way not in self._aside or self._is_closed)
+            self._aside.discard(way)
 
     def _must_stand_aside(self) -> bool:
         """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""

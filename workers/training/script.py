@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -38,7 +38,9 @@ _forking = threading.local()  # the mask of signals to go back to
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
-    session = TrainingSession(host, gate, commit_every_ms=message.commit_every_ms)
+    session = TrainingSession(
+        host, gate, commit_every_ms=message.commit_every_ms, defaults=message.defaults
+    )
     job_api._install(session)
     outcome: Outcome = "done"
     kind, text = "", ""
@@ -49,7 +51,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         reach("job.start")
         session.begin()
         with _clean_exit():
-            _run_entry(message)
+            run_entry(message.entry, message.args)
         if not gate.is_evicting:
             _join_threads()
         if gate.is_evicting:
@@ -99,16 +101,17 @@ def _clean_exit() -> Iterator[None]:
             raise
 
 
-def _run_entry(message: RunJob) -> None:
-    if message.entry.endswith(".py"):
-        path = Path(message.entry).resolve()
+def run_entry(entry: str, args: Sequence[str]) -> None:
+    """SCRIPT.py or package.module:main, as by hand."""
+    if entry.endswith(".py"):
+        path = Path(entry).resolve()
         sys.path.insert(0, str(path.parent))
-        sys.argv = [str(path), *message.args]
+        sys.argv = [str(path), *args]
         os.chdir(path.parent)
         runpy.run_path(str(path), run_name="__main__")
         return
-    module_name, _, attribute = message.entry.partition(":")
-    sys.argv = [message.entry, *message.args]
+    module_name, _, attribute = entry.partition(":")
+    sys.argv = [entry, *args]
     function = getattr(importlib.import_module(module_name), attribute or "main")
     function()
 

@@ -51,6 +51,7 @@ class TrainingSession:
 
     Args:
         commit_every_ms: time between two commits, reached by doubling from a short one.
+        defaults: ``offload`` and ``activation_bytes`` of ``steps``, where they are not named there.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
+        defaults: Iterable[tuple[str, str]] = (),
     ) -> None:
+        self._defaults = {"offload": "auto", "activation_bytes": "0", **dict(defaults)}
         self._host, self._gate = host, gate
         self._reports = Reports(host)
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
@@ -173,7 +176,7 @@ class TrainingSession:
         scheduler: Any = None,
         extra_state: Any = None,
         name: str | None = None,
-        offload: str = "none",
+        offload: str | None = None,
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
@@ -191,7 +194,10 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
-        asked_for = offload, activation_bytes
+        asked_for = (
+            offload or self._defaults["offload"],
+            activation_bytes or int(self._defaults["activation_bytes"]) or None,
+        )
         self._activations = Activations.of_loop(
             self._activations, asked_for, self._host, self._gate
         )

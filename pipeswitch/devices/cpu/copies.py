@@ -20,7 +20,7 @@ class CpuCopies:
     """See ``HostCopies``."""
 
     def __init__(self, link_bytes_per_s: float) -> None:
-        self._link = Link(link_bytes_per_s)
+        self._links = {to_host: Link(link_bytes_per_s) for to_host in (True, False)}
 
     def mark(self) -> Any:
         """This device computes in the calling thread: nothing is under way."""
@@ -31,12 +31,15 @@ class CpuCopies:
 
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def pieces(self, source: torch.Tensor, target: torch.Tensor, mark: Any) -> Iterator[int]:
+    def pieces(
+        self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
+    ) -> Iterator[int]:
         """As ``HostCopies``. By numpy: torch would take this machine's other cores as well."""
         copied, into = source.numpy(), target.numpy()
-        self._link.begin()
+        link = self._links[to_host]
+        link.begin()
         for start in range(0, copied.size, PIECE_BYTES):
             piece = copied[start : start + PIECE_BYTES]
             np.copyto(into[start : start + PIECE_BYTES], piece)
-            self._link.pace(piece.size)
+            link.pace(piece.size)
             yield piece.size

@@ -1,4 +1,5 @@
-"""A process' own bytes out of a GPU and back, on a stream beside the one that computes.
+"""A process' own bytes out of a GPU and back, on a stream for each way, beside the one that
+computes.
 
 Tested over no GPU yet: nothing here has ever copied a byte.
 """
@@ -16,7 +17,8 @@ class CudaCopies:
 
     def __init__(self, index: int) -> None:
         make_stream: Any = torch.cuda.Stream  # untyped in torch
-        self._index, self._stream = index, make_stream(device=index)
+        self._index = index
+        self._streams = {to_host: make_stream(device=index) for to_host in (True, False)}
 
     def mark(self) -> Any:
         """The stream that this thread computes on, and an event behind what it has enqueued."""
@@ -24,19 +26,22 @@ class CudaCopies:
         return stream, stream.record_event()
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
-        """As ``HostCopies``. On the device it is this stream's: a block that the computing one has
+        """As ``HostCopies``. On the device it is the way back's: a block that the computing one has
         freed may still be read by kernels which are enqueued there."""
         if on_host:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._streams[False]):
             made = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{self._index}")
         made.record_stream(mark[0])
         return made
 
-    def pieces(self, source: torch.Tensor, target: torch.Tensor, mark: Any) -> Iterator[int]:
+    def pieces(
+        self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
+    ) -> Iterator[int]:
         """As ``HostCopies``; in one piece."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark[1])
+        stream = self._streams[to_host]
+        with torch.cuda.stream(stream):
+            stream.wait_event(mark[1])
             target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+        stream.synchronize()
         yield source.numel()

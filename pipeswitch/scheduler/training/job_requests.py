@@ -82,10 +82,11 @@ class JobRequests:
             event.job, event.entry, event.args, event.priority, event.tenant, event.share,
             event.devices,
         )  # fmt: skip
+        job.defaults = event.defaults
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
                                  "tenant": job.tenant, "share": job.share,
-                                 "devices": list(event.devices)},
+                                 "devices": list(event.devices), "defaults": list(job.defaults)},
                           accepts=(event.token,)))  # fmt: skip
         self._jobs.publish(job, "job.submitted", entry=job.entry)
         core.answer(event.token, job=self._jobs.row(job))

@@ -160,6 +160,7 @@ class Jobs:
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
         restarts: int = 0, steps_recomputed: int = 0,
+        defaults: tuple[tuple[str, str], ...] = (),
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
@@ -171,6 +172,7 @@ class Jobs:
         sent_to = on if placed is not None and placed["is_sent"] else ""
         job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
         job.restarts, job.steps_recomputed = restarts, steps_recomputed
+        job.defaults = defaults
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
         if is_paused:

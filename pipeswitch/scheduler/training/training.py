@@ -180,6 +180,7 @@ class Training:
                     restarts=job.restarts,
                     steps_recomputed=job.steps_recomputed,
                     share=job.group,
+                    defaults=job.defaults,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,
             )

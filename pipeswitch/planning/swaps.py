@@ -1,0 +1,331 @@
+"""Which saved tensors of a training step leave the device, and when they come back. Pure.
+
+vDNN (MICRO'16): what forward saves goes to the host while later layers compute, and comes back
+ahead of its use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
+when, a simulator its fitness. We differ: storages are chosen, by what one step has shown, and only
+as many as the budget asks for; operators stay in the script's order, which nobody can change.
+
+The model has three lanes: compute, out, in. Each of the two that copy carries in the order in which
+it is asked. Out is asked at the save. Forward waits at a save that has no room yet; backward at a
+use whose bytes are not back yet. From the first use on bytes are asked back in the order of use,
+each as soon as there is room for it. ``forecast`` runs a step by these rules, which are the
+executor's (``workers/training/activations.py``). Another order, or a later way out, gains nothing
+(ADR 47): what leaves is the whole plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, Literal
+
+LEAST_BYTES: Final = 4096  # smaller ones stay: a copy costs more than they hold
+MAX_TRIES: Final = 32  # of how many of the best to send
+POPULATION: Final = 16
+CHILDREN: Final = 1000  # of the genetic search, where time allows
+
+What = Literal["save", "use", "release"]
+Place = Literal["", "device", "leaving", "host", "coming"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a storage in a measured step, in order.
+
+    ``compute_ms``: since the event before, without what the step waited for copies. A storage has
+    one save; only its first use counts.
+    """
+
+    what: What
+    storage: int
+    compute_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One measured step: sizes in the order of saving, and what happened to them."""
+
+    sizes_bytes: Sequence[int]
+    events: Sequence[Event]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What carries the copies of one direction."""
+
+    bytes_per_ms: float
+    call_ms: float = 0.0  # of each copy, whatever its size
+
+    def copy_ms(self, size_bytes: int) -> float:
+        return self.call_ms + size_bytes / self.bytes_per_ms
+
+
+Lanes = tuple[Lane, Lane]  # out, in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a step does when these storages leave."""
+
+    leaving: frozenset[int]
+    wait_ms: float
+    peak_bytes: int
+    moved_bytes: int  # out; as many come back
+    fetches: tuple[tuple[int, int], ...] = ()  # (storage, the event at which it is asked back)
+
+
+class _Run:
+    """The state of ``forecast``."""
+
+    def __init__(
+        self, step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
+    ) -> None:
+        self._step, self._leaving, self._budget = step, leaving, budget_bytes
+        self._place: list[Place] = [""] * len(step.sizes_bytes)
+        self._lanes = {"leaving": lanes[0], "coming": lanes[1]}
+        self._queues: dict[str, deque[tuple[int, float]]] = {  # storage, asked for at
+            "leaving": deque(), "coming": deque()
+        }  # fmt: skip
+        self._free_ms = {"leaving": 0.0, "coming": 0.0}
+        self._now_ms = 0.0
+        self._held = 0
+        self._is_turned = False  # a use was the last of saves and uses: bytes are asked back
+        self._ahead: list[int] = []  # what will be, the next one last
+        self._rank = {storage: -rank for rank, storage in enumerate(order_of_use(step))}
+        self._used: set[int] = set()
+        self.wait_ms, self.peak, self.moved = 0.0, 0, 0
+        self.fetches: list[tuple[int, int]] = []
+
+    def is_possible(self) -> bool:
+        """Run to the end; False: there is a moment at which waiting makes no room."""
+        for number, event in enumerate(self._step.events):
+            self._number = number
+            self._now_ms += event.compute_ms
+            self._carry(self._now_ms)
+            if event.what == "release":
+                self._release(event.storage)
+            elif not (self._save if event.what == "save" else self._use)(event.storage):
+                return False
+        return True
+
+    def _save(self, storage: int) -> bool:
+        self._is_turned = False
+        if not self._make_room(storage):
+            return False
+        self._place[storage] = "device"
+        if storage in self._leaving:
+            self._place[storage] = "leaving"
+            self._queues["leaving"].append((storage, self._now_ms))
+        return True
+
+    def _use(self, storage: int) -> bool:
+        self._stay(storage)
+        if self._place[storage] == "host":
+            if not self._make_room(storage):
+                return False
+            self._ask_back(storage)
+        self._used.add(storage)
+        if not self._is_turned:
+            self._is_turned = True
+            away = (one for one in self._rank.keys() - self._used
+                    if self._place[one] in ("host", "leaving"))  # fmt: skip
+            self._ahead = sorted(away, key=self._rank.__getitem__)
+        self._look_ahead()
+        while self._place[storage] == "coming":
+            self._wait()
+        return True
+
+    def _release(self, storage: int) -> None:
+        self._stay(storage)
+        if self._place[storage] in ("device", "coming"):
+            self._held -= self._step.sizes_bytes[storage]
+        self._place[storage] = ""
+        if self._is_turned:
+            self._look_ahead()
+
+    def _stay(self, storage: int) -> None:
+        """Its copy out has not ended: it need not leave."""
+        if self._place[storage] == "leaving":
+            queue = self._queues["leaving"]
+            queue.remove(next(one for one in queue if one[0] == storage))
+            self._place[storage] = "device"
+
+    def _look_ahead(self) -> None:
+        while self._ahead:
+            storage = self._ahead[-1]
+            self._stay(storage)
+            if self._place[storage] == "host":
+                if self._held + self._step.sizes_bytes[storage] > self._budget:
+                    return
+                self._hold(storage)
+                self._ask_back(storage)
+            self._ahead.pop()
+
+    def _ask_back(self, storage: int) -> None:
+        self._place[storage] = "coming"
+        self._queues["coming"].append((storage, self._now_ms))
+        self.fetches.append((storage, self._number))
+
+    def _hold(self, storage: int) -> None:
+        self._held += self._step.sizes_bytes[storage]
+        self.peak = max(self.peak, self._held)
+
+    def _make_room(self, storage: int) -> bool:
+        """Wait until it fits, and count it."""
+        while self._held + self._step.sizes_bytes[storage] > self._budget:
+            if not self._queues["leaving"]:
+                return False
+            self._wait()
+        self._hold(storage)
+        return True
+
+    def _wait(self) -> None:
+        end_ms = min(self._end_ms(way) for way, queue in self._queues.items() if queue)
+        self.wait_ms += max(0.0, end_ms - self._now_ms)
+        self._now_ms = max(self._now_ms, end_ms)
+        self._carry(self._now_ms)
+
+    def _end_ms(self, way: str) -> float:
+        storage, asked_ms = self._queues[way][0]
+        copy_ms = self._lanes[way].copy_ms(self._step.sizes_bytes[storage])
+        return max(self._free_ms[way], asked_ms) + copy_ms
+
+    def _carry(self, until_ms: float) -> None:
+        """The lanes go on until then."""
+        for way, queue in self._queues.items():
+            while queue and (end_ms := self._end_ms(way)) <= until_ms:
+                storage, _ = queue.popleft()
+                self._free_ms[way] = end_ms
+                if way == "leaving":
+                    self._place[storage] = "host"
+                    self._held -= self._step.sizes_bytes[storage]
+                    self.moved += self._step.sizes_bytes[storage]
+                elif self._place[storage] == "coming":
+                    self._place[storage] = "device"
+
+
+def forecast(
+    step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
+) -> Forecast | None:
+    """What comes of it; None when it cannot keep the budget."""
+    run = _Run(step, leaving, budget_bytes, lanes)
+    if not run.is_possible():
+        return None
+    return Forecast(
+        leaving=frozenset(leaving), wait_ms=run.wait_ms, peak_bytes=run.peak,
+        moved_bytes=run.moved, fetches=tuple(run.fetches),
+    )  # fmt: skip
+
+
+def order_of_use(step: Step) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(event.storage for event in step.events if event.what == "use"))
+
+
+def plan(
+    step: Step,
+    budget_bytes: int,
+    lanes: Lanes,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Forecast | None:
+    """The best of vDNN's, Belady's and what a genetic search makes of them.
+
+    Args:
+        is_over: the search ends: time is up. What was found until then counts.
+
+    Returns:
+        None where no choice keeps the budget by waiting.
+    """
+    found = [*hiding(step, budget_bytes, lanes)]
+    if one := forecast(step, farthest(step, budget_bytes), budget_bytes, lanes):
+        found.append(one)
+    if not found:
+        return None
+    return _Search(step, budget_bytes, lanes, found, Random(0)).best(is_over)
+
+
+def hiding(step: Step, budget_bytes: int, lanes: Lanes) -> list[Forecast]:
+    """vDNN's: those leave first whose way there and back hides best behind compute: how much of
+    the time between save and use is left over by their copies. The fewest that keep the budget,
+    and more."""
+    ranked = _ranked(step, lanes)
+    low, high = 0, len(ranked)
+    while low < high:  # more that leave need less room
+        middle = (low + high) // 2
+        found = forecast(step, ranked[:middle], budget_bytes, lanes)
+        low, high = (low, middle) if found else (middle + 1, high)
+    stride = max(1, (len(ranked) - low) // MAX_TRIES)
+    tried = [forecast(step, ranked[:n], budget_bytes, lanes)
+             for n in range(low, len(ranked) + 1, stride)]  # fmt: skip
+    return [one for one in tried if one is not None]
+
+
+def farthest(step: Step, budget_bytes: int) -> set[int]:
+    """Belady's: where there is no room, that one leaves whose use is the farthest."""
+    sizes, order = step.sizes_bytes, order_of_use(step)
+    here: set[int] = set()
+    leaving: set[int] = set()
+    for event in step.events:
+        here = here - {event.storage} if event.what == "release" else here | {event.storage}
+        for one in reversed(order):
+            if sum(sizes[storage] for storage in here) <= budget_bytes:
+                break
+            if one in here - {event.storage} and sizes[one] >= LEAST_BYTES:
+                here.remove(one)
+                leaving.add(one)
+    return leaving
+
+
+class _Search:
+    """A genetic one: of each storage a child has one parent's choice; one or a few are changed."""
+
+    def __init__(
+        self, step: Step, budget_bytes: int, lanes: Lanes, found: Sequence[Forecast], dice: Random
+    ) -> None:
+        self._step, self._budget, self._lanes, self._dice = step, budget_bytes, lanes, dice
+        self._may_leave = sorted(_ranked(step, lanes))
+        self._alive = sorted(found, key=_cost)[:POPULATION]
+        self._seen = {one.leaving for one in found}
+
+    def best(self, is_over: Callable[[], bool]) -> Forecast:
+        """Until it waits for nothing, time is up, or there were children enough."""
+        for _ in range(CHILDREN):
+            if not self._alive[0].wait_ms or is_over():
+                break
+            leaving = self._child()
+            if leaving in self._seen:
+                continue
+            self._seen.add(leaving)
+            child = forecast(self._step, leaving, self._budget, self._lanes)
+            if child is not None:
+                self._alive = sorted([*self._alive, child], key=_cost)[:POPULATION]
+        return self._alive[0]
+
+    def _child(self) -> frozenset[int]:
+        dice = self._dice
+        parents = dice.choice(self._alive), dice.choice(self._alive)
+        differ = sorted(parents[0].leaving ^ parents[1].leaving)
+        swapped = {storage for storage in differ if dice.random() < 0.5}
+        changed = {dice.choice(self._may_leave)}
+        while dice.random() < 0.5:
+            changed.add(dice.choice(self._may_leave))
+        return parents[0].leaving ^ swapped ^ changed
+
+
+def _cost(one: Forecast) -> tuple[float, int]:
+    return one.wait_ms, one.moved_bytes
+
+
+def _ranked(step: Step, lanes: Lanes) -> list[int]:
+    """Those that may leave, the best hidden first."""
+    now_ms, saved_ms, slack_ms = 0.0, {}, {}
+    for event in step.events:
+        now_ms += event.compute_ms
+        if event.what == "save":
+            saved_ms[event.storage] = now_ms
+        elif event.what == "use" and event.storage not in slack_ms:
+            copies_ms = sum(lane.copy_ms(step.sizes_bytes[event.storage]) for lane in lanes)
+            slack_ms[event.storage] = now_ms - saved_ms[event.storage] - copies_ms
+    large = [storage for storage in slack_ms if step.sizes_bytes[storage] >= LEAST_BYTES]
+    return sorted(large, key=slack_ms.__getitem__, reverse=True)
