@@ -297,7 +297,9 @@ class Worker:
             case StopTask():
                 self._stop_asked_at_ms = now_ms()
                 self._next_slot = message.next_slot
-                self._gate.request_stop(message.turn, message.next_turn)
+                self._gate.request_stop(
+                    message.turn, message.next_turn, at_boundary=message.at_boundary
+                )
             case GrantTurn():
                 self._gate.grant(message.turn)
             case EvictTask():

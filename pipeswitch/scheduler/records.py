@@ -285,6 +285,7 @@ class Job:
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
     stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
+    stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
@@ -320,7 +321,8 @@ class Job:
     evictions: int = 0
     restarts: int = 0  # after a crash of its worker
     deaths_without_progress: int = 0
-    reported_at_ms: float = 0.0
+    reported_epoch: Epoch = NO_EPOCH  # the dispatch that its last report was of
+    reported_trained_ms: float = 0.0  # what it had had of the device's time by then
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
     activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
@@ -341,16 +343,19 @@ class Job:
         """The devices that it may be on now; none named: all."""
         return (self.sent_to,) if self.sent_to else self.devices
 
+    def trained_until_ms(self, now_ms: float) -> float:
+        """Of the device's time in all, with the cycle that it is in (``now_ms``, as in ``view``)."""
+        return self.trained_ms + (max(0.0, now_ms - self.cycle_began_at_ms) if now_ms else 0.0)
+
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
         left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
         return JobView(
             self.place,
-            self.trained_ms
-            - self.counted_from_ms
-            + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
+            self.trained_until_ms(now_ms) - self.counted_from_ms,
             max(0.0, 1000.0 * left_s),
             self.commit_slot_bytes,
+            self.born_epoch,
         )
 
     @property

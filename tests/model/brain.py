@@ -27,7 +27,8 @@ from .frozen import Add, Codec, Next, Still
 SHOWN_OF_JOB = (
     "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
     "parked_at_ms", "preempted_ms",
-    "reported_at_ms", "steps_recomputed", "last_log", "steps_per_s", "error", "why",
+    "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
+    "error", "why",
     "moves", "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
     "born_epoch",  # tells the messages of an older job of that name; there is only one job here
 )  # fmt: skip

@@ -28,12 +28,13 @@ def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("order", "ends"), [("rotate", (6000.0, 5000.0, 3000.0)), ("srtf", (6000.0, 4000.0, 3000.0))]
+    ("order", "ends"), [("rotate", (6000.0, 5200.0, 3200.0)), ("srtf", (6000.0, 4100.0, 3200.0))]
 )
 def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
     order: str, ends: tuple[float, ...]
 ) -> None:
-    """3, 2 and 1 s in cycles of one: l m s l m l; or, each having shown its length, l m s m l l."""
+    """3, 2 and 1 s in cycles of one and the step in which it ends: l m s l m l; or, each having
+    shown its length, l m s m l l."""
     outcome = trained(order, job("long", 3.0), job("middle", 2.0), job("short", 1.0))
     assert tuple(one.jct_ms for one in outcome.jobs) == pytest.approx(ends)
     assert outcome.jct_ms == pytest.approx(sum(ends) / 3)
@@ -48,7 +49,7 @@ def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once(
     packed, turns = (trained(order, *jobs, mib=9) for order in ("pack", "rotate"))
     large, small, little = packed.jobs
     assert (large.evictions, small.evictions, little.evictions) == (1, 0, 0)
-    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7000.0)
+    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7100.0)  # the large one had a cycle
     assert large.jct_ms == pytest.approx(9000.0)
     assert sum(one.evictions for one in turns.jobs) > 1
 

@@ -16,6 +16,7 @@ class JobView(NamedTuple):
     share_ms: float  # of the device's time, since a job came to it last
     left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
     state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
+    born: int = 0  # the smaller, the earlier it was submitted
 
 
 class JobOrder:
@@ -35,6 +36,13 @@ class _Ranked(JobOrder):
 
     def yields(self, running: JobView, waiting: JobView) -> bool:
         return self.rank(waiting) < self.rank(running)
+
+
+class Fifo(_Ranked):
+    """One after the other, as they were submitted; while one cannot go on, the next."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        return (job.born,)
 
 
 class Fair(_Ranked):
@@ -59,5 +67,5 @@ class Pack(_Ranked):
 
 
 JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
-    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "pack": Pack(),
+    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "fifo": Fifo(), "pack": Pack(),
 }  # fmt: skip
