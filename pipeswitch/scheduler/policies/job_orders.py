@@ -22,6 +22,8 @@ class JobView(NamedTuple):
 class JobOrder:
     """Round robin: each has a cycle, then the next. Derive from it."""
 
+    has_cycles = True  # False: one yields at the end of any step
+
     def rank(self, job: JobView) -> tuple[float, ...]:
         """The smallest goes next."""
         return (job.place,)
@@ -54,6 +56,8 @@ class Fair(_Ranked):
 
 class ShortestFirst(_Ranked):
     """The one that would end first (srtf). One of which that is not known runs until it is."""
+
+    has_cycles = False
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)

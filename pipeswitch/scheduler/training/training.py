@@ -216,7 +216,7 @@ class Training:
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
             is_wanted = self._waiting_behind(job)
-            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms
+            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms * self._order.has_cycles
             if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
             elif is_wanted:
