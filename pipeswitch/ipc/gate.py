@@ -82,19 +82,23 @@ class Gate:
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
             ``TaskPreempted``: the place to commit. What it raises is raised.
+        after_boundary: called by the main thread without the lock, once for each stop that was for
+            a boundary, before it waits: another job computes now.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
+        self.after_boundary: Callable[[], None] | None = None
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
         self._turn = 0  # the newest turn taken up; given up already in PARKED and STOPPED
         self._granted = 0  # the newest turn granted, >= _turn
         self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
-        self._at_boundary = False  # that one waits for the end of the step
+        self._at_boundary = False  # that one is for the end of the step
+        self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "boundary"  # where the main thread last waited or left
         self._move: Callable[[], None] | None = None
@@ -116,8 +120,8 @@ class Gate:
         """The slow half of ``check``: something is asked, or the device was left."""
         if self.in_optimizer_step:
             return
-        while (move := self._answer(where)) is not None:
-            move()
+        while (call := self._answer(where)) is not None:
+            call()
         if self._evicting:
             self._unwind()
 
@@ -126,6 +130,9 @@ class Gate:
         with self._changed:
             if self._state is GateState.STOPPING and not self._waits(where):
                 self._acknowledge(where, GateState.PARKED)
+            if self._is_after_boundary and self.after_boundary is not None:
+                self._is_after_boundary = False
+                return self.after_boundary
             self._take_device(where)
             move, self._move = self._move, None
             self._refresh()
@@ -229,7 +236,7 @@ class Gate:
         elif self._state is GateState.STOPPING:
             self._at_boundary = self._at_boundary and at_boundary
         elif self._state is GateState.AWAY:
-            self._accepted = (turn, next_turn)
+            self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
 
@@ -243,6 +250,7 @@ class Gate:
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
         self._where = where
+        self._is_after_boundary, self._at_boundary = self._at_boundary, False
         self._on_parked(turn, next_turn, where)
 
     def _take_up_grant(self) -> None:

@@ -131,6 +131,13 @@ def keep_freed_memory() -> None:
             log.debug("heap=%s refused", name)
 
 
+def give_freed_memory_back() -> None:
+    """What a step computes with is free between two steps: the next job's is made of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _join_threads() -> None:
     """Wait for the script's threads as the interpreter's end does: one of them may train."""
     shutdown = getattr(threading, "_shutdown", None)  # wakes idle pools first; no public name
