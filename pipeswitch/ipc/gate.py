@@ -20,9 +20,9 @@ RUNNING  | leave                      | AWAY     |
 RUNNING  | grant(larger)              | RUNNING  | the turn grows
 STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
-STOPPING | check in forward, backward | STOPPING | nothing, if the stop is for a boundary and there is
-         |                            |          | no call: what a step computes with is free there
-STOPPING | stop(current turn), now    | STOPPING | one for a boundary is for the next check now
+STOPPING | check in forward, backward | STOPPING | nothing, if the stop is for a boundary and there
+         |                            |          | is no call: what a step computes with is free there
+STOPPING | stop(current turn), now    | STOPPING | one for a boundary is for the next check
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement
 PARKED   | grant(larger)              | RUNNING  | the waiting thread goes on
@@ -57,6 +57,10 @@ Where = Literal["forward", "backward", "boundary", "loader"]
 OnParked = Callable[[int, int, Where], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 class GateState(enum.Enum):
     """See the module's table."""
 
@@ -82,15 +86,15 @@ class Gate:
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
             ``TaskPreempted``: the place to commit. What it raises is raised.
-        after_boundary: called by the main thread without the lock, once for each stop that was for
-            a boundary, before it waits: another job computes now.
+        after_boundary: called by the main thread without the lock, at most once for each stop that
+            was for a boundary, before it waits: another job computes now.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
-        self.after_boundary: Callable[[], None] | None = None
+        self.after_boundary: Callable[[], None] = _nothing
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
@@ -130,8 +134,8 @@ class Gate:
         with self._changed:
             if self._state is GateState.STOPPING and not self._waits(where):
                 self._acknowledge(where, GateState.PARKED)
-            if self._is_after_boundary and self.after_boundary is not None:
-                self._is_after_boundary = False
+            is_after, self._is_after_boundary = self._is_after_boundary, False
+            if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
                 return self.after_boundary
             self._take_device(where)
             move, self._move = self._move, None

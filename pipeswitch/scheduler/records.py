@@ -344,7 +344,7 @@ class Job:
         return (self.sent_to,) if self.sent_to else self.devices
 
     def trained_until_ms(self, now_ms: float) -> float:
-        """Of the device's time in all, with the cycle that it is in (``now_ms``, as in ``view``)."""
+        """Of the device's time in all; ``now_ms`` as in ``view``."""
         return self.trained_ms + (max(0.0, now_ms - self.cycle_began_at_ms) if now_ms else 0.0)
 
     def view(self, now_ms: float) -> JobView:

@@ -83,7 +83,7 @@ class Main:
         ("optimizer stop:1 check evict check", "", S.STOPPING),
         ("optimizer stop:1 check evict check over raises", "1 forward", S.STOPPED),
         ("evict leave stop:1", "1 loader", S.STOPPED),
-        # One for another job: the step goes on to its end, unless it is asked for again, or evicted.
+        # For another job the step goes on to its end, unless it is asked for again, or evicted.
         ("later:1 check grant:3 check", "", S.STOPPING),
         ("later:1 check grant:3 boundary", "1 boundary", S.RUNNING),
         ("later:1 check leave", "1 loader", S.STOPPED),
@@ -163,8 +163,8 @@ def test_a_swallowed_preemption_comes_again_and_commits_once(box: Recorder) -> N
 
 operations = st.lists(
     st.sampled_from(
-        ["stop", "stop later", "stop old", "stop future", "grant", "grant old", "check", "leave", "evict",
-         "optimizer on", "optimizer off"]
+        ["stop", "stop later", "stop old", "stop future", "grant", "grant old", "check", "leave",
+         "evict", "optimizer on", "optimizer off"]
     ),
     max_size=40,
 )  # fmt: skip

@@ -309,7 +309,10 @@ class Training:
             ToWorker(
                 slot=job.slot,
                 message=StopTask(
-                    epoch=job.epoch, turn=job.turn, next_turn=next_turn, next_slot=next_slot,
+                    epoch=job.epoch,
+                    turn=job.turn,
+                    next_turn=next_turn,
+                    next_slot=next_slot,
                     at_boundary=at_boundary,
                 ),
                 channel="signal",
