@@ -20,8 +20,8 @@ RUNNING  | leave                      | AWAY     |
 RUNNING  | grant(larger)              | RUNNING  | the turn grows
 STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
-STOPPING | check in forward, backward | STOPPING | nothing, if the stop is for a boundary and there
-         |                            |          | is no call: what a step computes with is free there
+STOPPING | check in forward, backward | STOPPING | nothing, if it is for a boundary and there is no
+         |                            |          | call: what a step computes with is free there
 STOPPING | stop(current turn), now    | STOPPING | one for a boundary is for the next check
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement

@@ -13,7 +13,7 @@ from process_tools import Checked, checked_server, finish, kill, mlp, run_plain,
 from pipeswitch.client.client import Task
 
 SEED: Final = 17
-ROUNDS: Final = 10
+ROUNDS: Final = 6
 EPOCH_STEPS: Final = 50
 SCRIPT: Final = """
     import hashlib, os, sys
