@@ -83,6 +83,12 @@ class ModelNotFound(PipeSwitchError):
     exit_code = 4
 
 
+class SequenceNotFound(PipeSwitchError):
+    """No sequence of that name: it was never started, or it is over."""
+
+    exit_code = 4
+
+
 class AlreadyExists(PipeSwitchError):
     """The name is taken by something else; the same digest again would have been a no-op."""
 

@@ -106,7 +106,7 @@ VERBS = (
     server.ui,
     models.register, models.chain, models.unregister, models.load, models.unload, models.models,
     models.show, models.profile, models.plan,
-    infer.infer,
+    infer.infer, models.sequences,
     jobs.train, jobs.jobs,
     keys,
     machine.demo, machine.doctor, machine.config, machine.completion,

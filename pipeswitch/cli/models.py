@@ -71,6 +71,10 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--returns", multiple=True, metavar="[NAME=]1..64:bytes",
               help="With --postprocess: shape and dtype of what clients get (repeatable).",
 )  # fmt: skip
+@click.option("--state", multiple=True, metavar="INPUT=OUTPUT",
+              help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
+                   "to along a dimension (cache=rows+1); repeatable.",
+)  # fmt: skip
 @devices_option
 @json_option
 def register(
@@ -81,6 +85,7 @@ def register(
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
     returns: tuple[str, ...],
+    state: tuple[str, ...],
     example: str | None,
     batch: int | None,
     batch_delay: str,
@@ -105,6 +110,11 @@ def register(
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw", texts=True)
     options["returns"] = _signature(returns, "--returns", texts=True)
+    options["state"] = {
+        name: (one, int(axis)) if axis.isdecimal() else source
+        for name, source in _pairs(state).items()
+        for one, _, axis in [source.rpartition("+")]
+    }
     options["example_inputs"] = _arrays(example) if example else None
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
@@ -151,6 +161,21 @@ def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: 
         row = client.register_chain(name, declared, _pairs(outputs))
     text = f"{name}: {', '.join(row['inputs'])} > {' > '.join(s['name'] for s in row['steps'])}"
     print_done(row, f"{text} > {', '.join(row['outputs'])}", as_json)
+
+
+@click.command()
+@click.argument("ids", nargs=-1, metavar="[end ID...]")
+@json_option
+def sequences(ids: tuple[str, ...], as_json: bool) -> None:
+    """Sequences whose state the server keeps; end ID gives that back."""
+    if ids and (ids[0] != "end" or len(ids) == 1):
+        raise click.UsageError("pipeswitch sequences, or pipeswitch sequences end ID")
+    if ids:
+        with connected() as client:
+            for one in ids[1:]:
+                client.end_sequence(one)
+    columns = ("id", "model", "version", "tenant", "steps", "bytes", "idle_ms")
+    listing(lambda c: c.sequences(), lambda rows: views.table(rows, columns), as_json, watch=False)
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from .client import CONNECT_TIMEOUT_S, Client, Task
+from .sequence import Sequenced
 from .tensors import Result
 from .verbs import Awaited, AwaitedVerbs, awaited
 
@@ -47,6 +48,8 @@ class AsyncClient(AwaitedVerbs[Client]):
     register = awaited(Client.register)
     upload = awaited(Client.upload)
     subscribe = awaited(Client.subscribe)
+    sequences = awaited(Client.sequences)
+    end_sequence = awaited(Client.end_sequence)
 
     def submit(self, model: str, inputs: Any = None, /, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
@@ -55,6 +58,10 @@ class AsyncClient(AwaitedVerbs[Client]):
     async def infer(self, model: str, inputs: Any = None, /, **options: Any) -> Result:
         """Send a request and await its result."""
         return await self.submit(model, inputs, **options)
+
+    def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
+        """As ``Client.sequence``; ``async with``, and await ``infer``."""
+        return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
 
     def prefetch(self, model: str) -> None:
         """A hint that requests for ``model`` follow."""
@@ -85,6 +92,19 @@ class AsyncClient(AwaitedVerbs[Client]):
                     await news.wait()
         finally:
             await asyncio.to_thread(subscription.close)
+
+
+class AsyncSequenced(Awaited[Sequenced]):
+    """What ``AsyncClient.sequence`` returns."""
+
+    infer = awaited(Sequenced.infer)
+    close = awaited(Sequenced.close)
+
+    async def __aenter__(self) -> AsyncSequenced:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 class AsyncTask(Awaited[Task]):

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from ..wire.keys import keys_from
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
+from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
 
@@ -200,6 +202,41 @@ class Client(Verbs):
             "convert": partial(from_reply, model, wants_torch),
         }
 
+    def sequence(self, model: str, *, id: str = "", version: int = 0) -> Sequenced:
+        """Requests that go on from what the one before left: of a model with a ``state``.
+
+        ``with client.sequence("cell") as s: s.infer(x)``. Its state stays on the server, and is
+        given back when the block ends.
+
+        Args:
+            id: what ``pipeswitch sequences`` calls it; empty: made up.
+            version: of the model, for all of it; 0: the one that is current as it starts.
+        """
+        return Sequenced(self._step, self.end_sequence, model, id or uuid.uuid4().hex, version)
+
+    def _step(self, model: str, *asked: Any, **sequence: Any) -> Result:
+        """Of a sequence. It is not sent twice: that would be two steps."""
+        request = self._request(model, *asked)
+        request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
+        future = self._connection.request("infer", **request) if self._tracer is None else (
+            self._traced(self._connection.request, model, request)
+        )  # fmt: skip
+        result: Result = future.result()
+        return result
+
+    def sequences(self) -> list[dict[str, Any]]:
+        """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
+        rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
+        return rows
+
+    def end_sequence(self, id: str) -> None:
+        """Give a sequence's state back, as its own client would.
+
+        Raises:
+            SequenceNotFound: there is none of this name.
+        """
+        self._ask("sequences", body={"end": id}, is_safe=False)
+
     def prefetch(self, model: str) -> None:
         """A hint that requests for ``model`` follow; it is not answered."""
         self._connection.notify("prefetch", model=model)
@@ -225,6 +262,7 @@ class Client(Verbs):
         raw: Inputs | None = None,
         postprocess: str = "",
         returns: Inputs | None = None,
+        state: Mapping[str, str | tuple[str, int]] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -268,6 +306,9 @@ class Client(Verbs):
             postprocess: a function as ``preprocess``, which is called with the model's outputs and
                 makes the answer from them.
             returns: shapes and dtypes of that answer, as ``raw``.
+            state: what a ``sequence`` keeps from one request to the next: names of inputs, and of
+                the outputs that they come from, ``{"h": "h_out"}``, of equal shapes; or that are
+                appended along a dimension, ``{"cache": ("rows", 1)}``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -322,6 +363,7 @@ class Client(Verbs):
                     if postprocess or returned
                     else {}
                 ),
+                **({"state": _states(state)} if state else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
@@ -661,6 +703,10 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    return {name: (one, -1) if isinstance(one, str) else tuple(one) for name, one in state.items()}
 
 
 def _folder(stack: contextlib.ExitStack) -> Path:

@@ -82,8 +82,8 @@ class PoolView:
         """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
         cpu, put it out of reach but for what is lent."""
 
-    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Let kernels reach this slab of the pool, and no other."""
+    def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
+        """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""
 
     def take_back(self) -> None:
         """No kernel can reach a slab."""

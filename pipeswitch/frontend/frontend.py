@@ -55,6 +55,7 @@ from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_log import Complaints, RequestLog, tell
 from .request_pool import RequestPool
 from .requests import Pending, Requests
+from .sequences import Sequences
 from .uploads import CREDIT_CHUNKS, Uploads
 from .verbs import VERBS, LogPiece, Rules, ask
 
@@ -138,10 +139,12 @@ class Frontend:
         )
         self._readers = Readers(self._outbox)
         self._request_log = RequestLog(state / "logs", config.log, self.complaints)
-        self.requests = Requests(self.pool, self._request_log)
+        self.sequences = Sequences(self.pool, now_ms)
+        self.requests = Requests(self.pool, self._request_log, self.sequences)
         self.inference = Inference(
             self.pool,
             self.requests,
+            self.sequences,
             take=take,
             answer=self._answer,
             call_soon=self._call_soon,
@@ -158,6 +161,7 @@ class Frontend:
             "events": self._readers.add,
             "caller": self._caller,
             "put": self._put,
+            "sequences": self._ask_sequences,
         }
 
     # ---- life ----------------------------------------------------------------------------------
@@ -212,6 +216,9 @@ class Frontend:
             return 0.0
         until_s = self.connections.next_at_s
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
+        if self.sequences.held:
+            idle_s = self.sequences.expire() / 1000
+            waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
         if not self._outbox.backlogged:
             return waits_s
         if self._outbox.wants_turn:
@@ -385,6 +392,17 @@ class Frontend:
             self._outbox.reply(client, request_id, error=Cancelled("these events were cancelled"))
         self._outbox.reply(client, header.id, body={"found": token is not None or is_reading})
 
+    def _ask_sequences(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("sequences", header.body)
+        caller = admission.tenant_of(body, client.standing.tenant)
+        ends = body.text("end", "")
+        body.done()
+        if ends:
+            self.sequences.end(ends, caller)
+        is_all = client.standing.may_operate and not caller
+        rows = self.sequences.rows(None if is_all else caller)
+        self._outbox.reply(client, header.id, body={"sequences": rows})
+
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
             raise InvalidInput("put: a chunk is one frame")
@@ -498,6 +516,7 @@ class Frontend:
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests),
         )  # fmt: skip
         self.uploads.forget(client.session)
+        self.sequences.forget(client)
         for token in client.requests.values():
             pending = self.requests.waiting(token)
             if VERBS[pending.op].ends_with_client:

@@ -16,7 +16,7 @@ import msgspec
 from .. import failpoints
 from ..errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import ModelName
+from ..ipc.messages import ModelName, SlabTensor
 from ..lane import Lane
 from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
@@ -37,6 +37,7 @@ from .admission import Admitted, Body
 from .clients import Client
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
+from .sequences import Held, Sequences, asked_of
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
@@ -49,6 +50,7 @@ class Inference:
         self,
         pool: RequestPool,
         requests: Requests,
+        sequences: Sequences,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -66,7 +68,7 @@ class Inference:
             deadline_ms: of requests that name none.
         """
         self._pool = pool
-        self._requests = requests
+        self._requests, self._sequences = requests, sequences
         self._take, self._answer, self._call_soon = take, answer, call_soon
         self._now_ms = now_ms
         self._max_bytes = max_bytes
@@ -92,12 +94,13 @@ class Inference:
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
-        trace_id = ""
+        trace_id, asked, held = "", None, None
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
             caller = admission.tenant_of(body, caller)
             trace_id = admission.trace_id_of(body)
+            asked = asked_of(body)
             body.done()
         announced = self.models.get(header.model)
         if announced is None:
@@ -106,25 +109,40 @@ class Inference:
             announced = admission.find_version(header.model, version, self._versions)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models)
-        admitted = self._admit(header, [*map(len, tensors)], announced)
-        priority, deadline_ms = announced.priority, header.deadline_ms
-        if header.priority:
-            if header.priority == URGENT_PRIORITY:
-                client.standing.require(Role.URGENT, "priority high")
-            priority = admission.priority_number(header.priority, priority)
-        if deadline_ms is None:
-            deadline_ms = self._deadline_ms
-        if deadline_ms is not None:
-            deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
-        room = self._pool.reserve(
-            caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
-        )
+        try:
+            if asked is not None:
+                held = self._sequences.of(asked, client, caller, announced)
+                announced = self._of_sequence(held, version)
+                header, tensors = self._sequences.given(held, header, tensors)
+            admitted = self._admit(header, [*map(len, tensors)], announced)
+            if held is not None:
+                admitted = held.apart(admitted)
+            priority, deadline_ms = announced.priority, header.deadline_ms
+            if header.priority:
+                if header.priority == URGENT_PRIORITY:
+                    client.standing.require(Role.URGENT, "priority high")
+                priority = admission.priority_number(header.priority, priority)
+            if deadline_ms is None:
+                deadline_ms = self._deadline_ms
+            if deadline_ms is not None:
+                deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+            room = self._pool.reserve(
+                caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+            )
+        except PipeSwitchError:
+            if held is not None:
+                self._sequences.refused(held)
+            raise
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self._requests.accept(client, header, room)
         pending.caller, pending.trace_id = caller, trace_id
         pending.bytes_in = sum(map(len, payload))
+        if asked is not None and held is not None:
+            pending.sequence = held
+            self._sequences.begin(held, asked)
         if failpoints.is_on:
             reach("frontend.accepted")
+        placed = room.place(admitted.inputs)
         event = InferArrived(
             token=pending.token,
             request_id=header.id,
@@ -132,12 +150,12 @@ class Inference:
             digest=announced.manifest.digest,
             priority=priority,
             deadline_at_ms=deadline_ms,
-            inputs=room.place(admitted.inputs),
+            inputs=placed if held is None else held.among(placed),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             caller=caller,
             tenant=room.tenant,
-            lineage=0 if version else announced.lineage,
+            lineage=0 if version or held is not None else announced.lineage,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:
@@ -146,7 +164,7 @@ class Inference:
             own = priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
         if admitted.input_bytes <= INLINE_COPY_BYTES:
-            self._pool.fill(event.inputs, payload, event.tenant)
+            self._pool.fill(placed, payload, event.tenant)
             if pending.run is None:
                 self._take(event)
             else:
@@ -156,7 +174,19 @@ class Inference:
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            self.copier.put(functools.partial(self._copy, event, payload, event.tenant, copied))
+            self.copier.put(functools.partial(self._copy, placed, payload, event.tenant, copied))
+
+    def _of_sequence(self, held: Held, version: int) -> Announce:
+        """The version that it began with, as it is now.
+
+        Raises:
+            InvalidInput: it is gone, or the request names another.
+        """
+        began = held.announced
+        base = began.base or began.model
+        if version not in (0, began.version):
+            raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
+        return admission.find_version(base, began.version, self._versions)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""
@@ -178,11 +208,11 @@ class Inference:
         return admitted
 
     def _copy(
-        self, event: InferArrived | Prepared, payload: Sequence[Any], tenant: str,
+        self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
         then: Callable[[], None],
     ) -> None:  # fmt: skip
         """On the copier's thread: a large payload into the pool."""
-        self._pool.fill(event.inputs, payload, tenant)
+        self._pool.fill(placed, payload, tenant)
         self._call_soon(then)
 
     def _copied(self, pending: Pending, event: InferArrived) -> None:
@@ -235,7 +265,8 @@ class Inference:
             self._pool.fill(prepared.inputs, payload, room.tenant)
             taken()
         else:
-            self.copier.put(functools.partial(self._copy, prepared, payload, room.tenant, taken))
+            copy = functools.partial(self._copy, prepared.inputs, payload, room.tenant, taken)
+            self.copier.put(copy)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
         """Whether a model takes what its function returned.
@@ -349,7 +380,7 @@ class Inference:
         memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
-        self.copier.put(functools.partial(self._copy, event, payload, event.tenant, taken))
+        self.copier.put(functools.partial(self._copy, event.inputs, payload, event.tenant, taken))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:

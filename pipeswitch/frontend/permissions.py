@@ -214,6 +214,7 @@ def encode_spec(
     raw: Mapping[str, list[Any]] | None = None,
     postprocess: str = "",
     returns: Mapping[str, list[Any]] | None = None,
+    state: Mapping[str, tuple[str, int]] | None = None,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -243,6 +244,7 @@ def encode_spec(
         raw=_declared(raw or {}),
         postprocess=postprocess,
         returns=_declared(returns or {}),
+        state=dict(state or {}),
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

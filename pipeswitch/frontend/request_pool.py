@@ -109,6 +109,10 @@ class RequestPool:
         """The file in which a room lies; None: any."""
         return self._files[room.tenant if room is not None else ""].memory
 
+    def memory_of_tenant(self, tenant: str) -> memoryview:
+        """The file in which this one's rooms lie; it has had one."""
+        return self._files[tenant].memory
+
     def close(self) -> None:
         """Unmap. What still waits to be sent keeps the mapping."""
         for file in self._files.values():

@@ -27,6 +27,7 @@ from .clients import Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
 from .request_log import RequestLog
 from .request_pool import RequestPool, Room
+from .sequences import Held, Sequences
 
 _logger = logging.getLogger(__name__)
 
@@ -63,13 +64,14 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     after: InferArrived | None = None  # its outputs go to a function, which makes the answer
     bill: Bill | None = None  # of the model, whose outputs are there
     run: Run | None = None  # of a chain: how far it is
+    sequence: Held | None = None  # that it goes on with
 
 
 class Requests:
     """All and only the requests that wait for their final answer; the counts of all there were."""
 
-    def __init__(self, pool: RequestPool, log: RequestLog) -> None:
-        self._pool, self._log = pool, log
+    def __init__(self, pool: RequestPool, log: RequestLog, sequences: Sequences) -> None:
+        self._pool, self._log, self._sequences = pool, log, sequences
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
         self.counts = Counters()  # every accepted request, whatever its verb
@@ -167,6 +169,8 @@ class Requests:
             return None
         if pending.run is None:  # else it was, step by step
             answer = self.checked(pending, answer)
+        if pending.sequence is not None:
+            answer = pending.sequence.answered(answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
         if pending.run is not None and pending.run.rooms:  # all of one file
             room = pending.run.rooms[0][0]
@@ -192,7 +196,10 @@ class Requests:
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:
             setattr(counts, name, getattr(counts, name) + 1)
-        if pending.room is not None:
+        if pending.sequence is not None:
+            is_ok = answer.error is None
+            self._sequences.ended(pending.sequence, pending.room, is_ok=is_ok, is_sent=is_sent)
+        elif pending.room is not None:
             self._pool.release_reply(pending.room)
         if pending.run is not None:
             self.read(pending.run)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
-from ..programs.chains import Sources, Steps
+from ..programs.chains import Sources, States, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
@@ -133,10 +133,13 @@ def _register(q: Question) -> Event:
     permissions.check_function("postprocess", postprocess, returns, **code)
     if preprocess or postprocess:
         standing.require(Role.CODE, "to preprocess" if preprocess else "to postprocess")
+    state: dict[str, tuple[str, int]] = body.of_type("state", States, {})
+    if state and (preprocess or postprocess):
+        raise InvalidInput("a model with a state has no preprocess and no postprocess")
     spec, digest = permissions.encode_spec(
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
-        postprocess, returns,
+        postprocess, returns, state,
     )  # fmt: skip
     return RegisterAsked(
         token=q.token,
@@ -272,6 +275,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models
     "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
     "stats": Verb(Role.INFER, _query, is_cut=True),  # to the session's own
+    "sequences": Verb(Role.INFER),  # a caller's own
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
     "chain": Verb(Role.REGISTER, _chain),

@@ -107,6 +107,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     frames: Sequence[Any]  # buffers, or the places where they lie
     priority: str = ""
     deadline_ms: float | None = None
+    sequence: Mapping[str, Any] = {}  # as the body of ``infer`` names it; empty: it stands alone
     outputs: tuple[RequestedOutput, ...] | None = None  # None: all of them
     is_binary: bool = False  # what an output is that does not say it
 
@@ -345,15 +346,17 @@ def schedule(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """``priority`` (1 is the highest, 0 the model's own) and ``timeout`` in microseconds.
 
     Raises:
-        InvalidInput: one is no such number, or a sequence is asked for.
+        InvalidInput: one is no such number.
     """
     priority = _whole("priority", parameters, high=(1 << 64) - 1)
     timeout_us = _whole("timeout", parameters, high=MAX_TIMEOUT_US)
-    if parameters.get("sequence_id"):
-        raise InvalidInput(
-            "sequences are not served here: each request stands alone", hint="leave sequence_id out"
-        )
+    sequence: dict[str, Any] = {}
+    if named := parameters.get("sequence_id"):  # a number or a text; 0 and "" are none
+        sequence = {"sequence": str(named)} | {
+            word: True for word in ("start", "end") if flag(f"sequence_{word}", parameters)
+        }
     return {
+        "sequence": sequence,
         "priority": PRIORITIES[min(priority, len(PRIORITIES) - 1)],
         "deadline_ms": timeout_us / 1000.0 if timeout_us else None,
     }

@@ -19,6 +19,7 @@ from ..errors import (
     PipeSwitchError,
     QueueFull,
     RegistrationRefused,
+    SequenceNotFound,
     ServerUnavailable,
 )
 
@@ -80,6 +81,7 @@ _STATUSES: Final[Mapping[type[PipeSwitchError], Status]] = {
     PermissionDenied: Status(403, "PERMISSION_DENIED"),
     WrongHost: Status(403, "PERMISSION_DENIED"),
     ModelNotFound: Status(404, "NOT_FOUND"),
+    SequenceNotFound: Status(404, "NOT_FOUND"),
     NotFound: Status(404, "NOT_FOUND"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),

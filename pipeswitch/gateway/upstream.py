@@ -59,6 +59,8 @@ class Upstream:
             body["version"] = version
         if traceparent:
             body["traceparent"] = traceparent
+        if asked.sequence:
+            body |= asked.sequence
         return self._connection.ask(
             "infer",
             model=model,
@@ -67,7 +69,7 @@ class Upstream:
             priority=asked.priority,
             deadline_ms=asked.deadline_ms,
             body=body,
-            is_safe=True,
+            is_safe=not asked.sequence,  # twice it would be two steps
             convert=_outputs,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -10,11 +11,12 @@ import msgspec
 
 from ..errors import RegistrationRefused
 from .bundle import check_signature, check_trees
-from .dims import upgraded
+from .dims import extent_text, upgraded
 from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
+from .signature import signature_text
 from .stages import Stage, stage
 
 DEFAULT_MAX_BATCH: Final = 64
@@ -49,6 +51,9 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they send
     postprocess: str = ""  # the same for the answer; empty: the model's outputs are it
     returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they get
+    # inputs of a sequence's request: the outputs of its last one, and the dimension along which
+    # they are appended; -1: they take its place
+    state: dict[str, tuple[str, int]] = {}
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -84,6 +89,36 @@ def needs_more(spec: bytes) -> bool:
     is_data = decoded.source.endswith(".bundle")
     is_named = decoded.source.startswith(("torchvision:", "hf:"))
     return not is_data and (not is_named or decoded.weights == "pretrained")
+
+
+def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
+    """The manifest of a program whose outputs are inputs of a sequence's next request.
+
+    Raises:
+        RegistrationRefused: there is no such input or output, or the two differ.
+    """
+    inputs = {one.name: one for one in manifest.inputs}
+    outputs = {one.name: one for one in manifest.outputs}
+    for name, (source, axis) in state.items():
+        for kind, known, wanted in (("input", inputs, name), ("output", outputs, source)):
+            if wanted not in known:
+                raise RegistrationRefused(
+                    "state", f'there is no {kind} "{wanted[:80]}"',
+                    hint=f"its {kind}s are {', '.join(known)}",
+                )  # fmt: skip
+        into, out = inputs[name], outputs[source]
+        shapes = [list(into.shape), list(out.shape)]
+        if axis >= 0 and all(axis < len(shape) for shape in shapes):
+            for shape in shapes:
+                del shape[axis]
+        if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
+            texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
+            raise RegistrationRefused(
+                "state", f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
+            )
+    if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
+        raise RegistrationRefused("state", "an output is one input, and one input is no state")
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "state": dict(state)})
 
 
 def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:

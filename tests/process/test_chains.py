@@ -61,6 +61,11 @@ def writes(): return Writes()
 """
 
 
+class Joined(torch.nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return 2 * a + b
+
+
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     folder = tmp_path_factory.mktemp("chains")
@@ -155,6 +160,18 @@ def test_texts_in_front_and_labels_behind(running: Checked) -> None:
     bill = found.timing
     assert bill.steps["reads"].preprocess_ms == bill.preprocess_ms > 0.0
     assert bill.steps["labels"].postprocess_ms == bill.postprocess_ms > 0.0
+
+
+def test_values_of_two_steps_lie_anywhere_in_the_pool(running: Checked) -> None:
+    client, x = running.client, rows(2)
+    client.register("joined", Joined(), example_inputs=(torch.zeros(2, WIDTH),) * 2)
+    wanted = {name: client.infer(name, x)["y"] for name in ("encoder", "head")}
+    steps = [{"model": "encoder", "inputs": {"x": "x"}}, {"model": "head", "inputs": {"x": "x"}}]
+    for first, second in (("encoder", "head"), ("head", "encoder")):
+        last = {"model": "joined", "inputs": {"a": f"{first}.y", "b": f"{second}.y"}}
+        client.register_chain(f"{first}-first", [*steps, last])
+        found = client.infer(f"{first}-first", x)["y"]
+        assert same(found, np.float32(2) * wanted[first] + wanted[second])
 
 
 def test_a_value_that_several_read_is_the_same_for_all(running: Checked) -> None:

@@ -942,11 +942,11 @@ pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
 from pipeswitch.devices.cpu.windows import address_of
 view.pin(address_of(pool), len(pool))
-view.lend({2 * PAGE}, {PAGE + 1}, writable=False)
+view.lend((({2 * PAGE}, {3 * PAGE + 1}), ({9 * PAGE}, {9 * PAGE + 1})), writable=False)
 last = pool[{4 * PAGE} - 1]
-view.lend({6 * PAGE}, 10, writable=True)
+view.lend((({6 * PAGE}, {6 * PAGE + 10}),), writable=True)
 pool[{6 * PAGE}] = last
-view.lend({2 * PAGE}, 1, writable=False)
+view.lend((({2 * PAGE}, {2 * PAGE + 1}),), writable=False)
 say(pool[{2 * PAGE}])
 match arguments[0]:
     case "behind":

@@ -66,5 +66,5 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
 
 
 def test_verbs_are_awaited() -> None:
-    for name in public_verbs(Client) - {"submit", "prefetch", "task", "events"}:
+    for name in public_verbs(Client) - {"submit", "prefetch", "task", "events", "sequence"}:
         assert inspect.iscoroutinefunction(getattr(AsyncClient, name)), name

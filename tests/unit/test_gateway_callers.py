@@ -126,6 +126,7 @@ def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
         "InvalidInput": 400, "SharedInputRefused": 400, "RegistrationRefused": 400,
         "Unauthenticated": 401,
         "PermissionDenied": 403, "WrongHost": 403, "ModelNotFound": 404, "NotFound": 404,
+        "SequenceNotFound": 404,
         "MethodNotAllowed": 405, "RequestTimeout": 408, "AlreadyExists": 409, "TooLarge": 413,
         "UnknownCoding": 415,
         "QueueFull": 429, "HeadTooLarge": 431, "Cancelled": 499, "ServerUnavailable": 503,

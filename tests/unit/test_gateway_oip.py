@@ -227,7 +227,12 @@ def test_very_much_json_is_refused_with_the_way_that_is_made_for_it() -> None:
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"priority": -1}, {"timeout": "soon"}, {"binary_data_output": 1}, {"sequence_id": 4}],
+    [
+        {"priority": -1},
+        {"timeout": "soon"},
+        {"binary_data_output": 1},
+        {"sequence_id": 4, "sequence_start": "yes"},
+    ],
 )
 def test_parameters_that_cannot_be_are_refused(parameters: dict[str, Any]) -> None:
     ask = json.loads(body()) | {"parameters": parameters}

@@ -23,6 +23,7 @@ from pipeswitch.frontend.request_log import (
 )
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
+from pipeswitch.frontend.sequences import Sequences
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.roles import OWNER
@@ -46,7 +47,7 @@ def pool() -> Iterator[RequestPool]:
 @pytest.fixture
 def requests(pool: RequestPool, tmp_path: Path) -> Iterator[Requests]:
     log = RequestLog(tmp_path, LogConfig(requests=1.0), Complaints(lambda: 0.0))
-    yield Requests(pool, log)
+    yield Requests(pool, log, Sequences(pool, lambda: 0.0))
     log.close()
 
 

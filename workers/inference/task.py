@@ -26,7 +26,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import landed_tensors, regrouped
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
@@ -283,11 +283,19 @@ def infer(
 def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
     """A graph that writes to its inputs is refused when it is registered; the operator's own
     module may, and reads its own request's alone. They stay open until the next task. Joined
-    requests are copied, so nothing is opened."""
-    if message.inputs and not message.joined:  # they lie in one slab, in this order
-        start, last = message.inputs[0].offset_bytes, message.inputs[-1]
-        end = last.offset_bytes + last.size_bytes
-        view.lend(start, end - start, writable=manifest.mode == "module")
+    requests are copied, so nothing is opened.
+
+    They lie in one slab, in this order; what a chain or a sequence kept lies in slabs of its own,
+    and between two slabs are other requests'."""
+    slabs: list[tuple[int, int]] = []
+    for one in message.inputs if not message.joined else ():
+        start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
+        if slabs and 0 <= start - slabs[-1][1] < TENSOR_ALIGN_BYTES:
+            slabs[-1] = slabs[-1][0], end
+        else:
+            slabs.append((start, end))
+    if slabs:
+        view.lend(tuple(slabs), writable=manifest.mode == "module")
     else:
         view.take_back()
 

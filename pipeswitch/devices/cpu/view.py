@@ -72,7 +72,7 @@ class CpuPoolView(PoolView):
         if work is not None:
             self._map_work(work)
         self._pool_windows: Guarded | None = None
-        self._lent: tuple[int, int, bool] | None = None
+        self._lent: tuple[tuple[tuple[int, int], ...], bool] | None = None
 
     device = "cpu"
 
@@ -207,16 +207,17 @@ class CpuPoolView(PoolView):
         """Close it: each task opens its slabs (``lend``)."""
         self._pool_windows = Guarded(pointer, size_bytes)
 
-    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Open a slab, and close the one before; the next request often lies where it did.
+    def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
+        """Open slabs, and close those before; the next request often lies where it did.
 
         Raises:
             RemoteProtocolError: outside of the pool.
         """
-        wanted = (offset_bytes, size_bytes, writable)
+        wanted = (slabs, writable)
         if self._pool_windows is not None and self._lent != wanted:
             self.take_back()
-            self._pool_windows.open(offset_bytes, size_bytes, writable=writable)
+            for start, end in slabs:
+                self._pool_windows.open(start, end - start, writable=writable)
             self._lent = wanted
 
     def take_back(self) -> None:

@@ -31,7 +31,7 @@ from ..nesting import argument_names
 from ..operators import checked_by
 from ..partition import Weight as GraphWeight
 from ..partition import default_plan, layers_of_graph, place
-from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
+from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest, with_state
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
@@ -73,6 +73,8 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.batch:
             manifest = with_batching(manifest, spec, out_dir)
+        if spec.state:
+            manifest = with_state(manifest, spec.state)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest

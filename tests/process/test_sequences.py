@@ -1,0 +1,231 @@
+"""Sequences: state that stays on the server, bit-equal to a plain loop, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import Checked, checked_server, eager, is_bit_equal, kill, mlp, until
+
+from pipeswitch.errors import InvalidInput, RegistrationRefused, SequenceNotFound
+
+WIDTH, STEPS = 32, 40
+
+
+class Cell(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = torch.nn.LSTMCell(8, WIDTH), torch.nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> dict[str, torch.Tensor]:
+        h, c = self.cell(x, (h, c))
+        return {"y": self.head(h), "h_out": h, "c_out": c}
+
+
+class Sliding(torch.nn.Module):
+    """A causal convolution that is given a sound piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(2, 3, kernel_size=9)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.cat((past, x), -1)
+        return torch.tanh(self.conv(whole)), whole[..., -8:].clone()
+
+
+class Recalls(torch.nn.Module):
+    """Attends to all that its sequence has had; before the first there is a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.made(x)
+        whole = torch.cat((past, rows), 1)
+        return {"y": torch.softmax(x @ whole.transpose(1, 2), -1) @ whole, "rows": rows}
+
+
+CELL = {"h": "h_out", "c": "c_out"}
+
+
+def seeded(make: Any) -> Any:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def cell_inputs(batch: int) -> tuple[torch.Tensor, ...]:
+    return torch.zeros(batch, 8), torch.zeros(batch, WIDTH), torch.zeros(batch, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(
+        arena="16MiB", host_store="64MiB", http=True, tcp_roles=("infer",)
+    ) as checked:
+        client = checked.client
+        client.register("cell", seeded(Cell), example_inputs=cell_inputs(2), state=CELL)
+        example = (torch.zeros(1, 2, 16), torch.zeros(1, 2, 8))
+        dynamic = {"x": {2: (1, 64)}}
+        client.register("sliding", seeded(Sliding), example_inputs=example, dynamic=dynamic,
+                        state={"past": "y1"})  # fmt: skip
+        example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
+        dynamic = {"x": {1: ("length", 1, 64)}, "past": {1: ("past", 1, 400)}}
+        client.register("recalls", seeded(Recalls), example_inputs=example, dynamic=dynamic,
+                        state={"past": ("rows", 1)})  # fmt: skip
+        client.register("plain", mlp(8, 2, 0), example_inputs=torch.zeros(2, 8))
+        yield checked
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(running: Checked) -> Iterator[None]:
+    yield
+    until(lambda: running.stats()["pool_slabs"] == 0, "the pool is empty")
+    assert running.client.sequences() == []
+
+
+def pieces(batch: int, seed: int, count: int = STEPS) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, 8, generator=made) for _ in range(count)]
+
+
+def plain_loop(given: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+    cell, found = seeded(Cell), []
+    with torch.inference_mode():
+        for x in given:
+            out = eager(cell, x, h, c)
+            h, c = out["h_out"], out["c_out"]
+            found.append(out["y"])
+    return found
+
+
+def strike(running: Checked, are_over: threading.Event) -> None:
+    """At whatever the workers do; a request is tried three times at most."""
+    while not are_over.wait(0.15):
+        for pid in list(running.worker_pids().values())[:1]:
+            kill(pid)
+
+
+def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checked) -> None:
+    """Each of another batch; one begins with a state of its own."""
+    client = running.client
+    given = [pieces(1 + seed % 3, seed) for seed in range(6)]
+    starts = [cell_inputs(len(one[0]))[1:] for one in given]
+    starts[0] = tuple(torch.randn(s.shape) for s in starts[0])
+    wanted = [plain_loop(one, *start) for one, start in zip(given, starts, strict=True)]
+    open_ones = [client.sequence("cell") for _ in given]
+    strikes = threading.Event()
+    striking = threading.Thread(target=strike, args=(running, strikes))
+    striking.start()
+    for step in range(STEPS):
+        for number, one in enumerate(open_ones):
+            x = given[number][step]
+            brought = dict(zip("hc", starts[0], strict=True)) if step == number == 0 else {}
+            found = one.infer(x=x, **brought)
+            assert [*found] == ["y"]
+            assert is_bit_equal(torch.as_tensor(found["y"]), wanted[number][step])
+    strikes.set()
+    striking.join()
+    rows = {row["id"]: row for row in client.sequences()}
+    assert {row["steps"] for row in rows.values()} == {STEPS}
+    assert rows[open_ones[2].id]["bytes"] == 2 * 3 * WIDTH * 4
+    for one in open_ones:
+        one.close()
+
+
+def test_pieces_of_any_length(running: Checked) -> None:
+    sliding, past = seeded(Sliding), torch.zeros(1, 2, 8)
+    with running.client.sequence("sliding") as one, torch.inference_mode():
+        for length in (1, 16, 64, 3, 1, 1, 40):
+            x = torch.randn(1, 2, length)
+            wanted, past = eager(sliding, x, past)
+            assert is_bit_equal(torch.as_tensor(one.infer(x).outputs["y0"]), wanted)
+
+
+def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
+    client, recalls, strikes = running.client, seeded(Recalls), threading.Event()
+    striking = threading.Thread(target=strike, args=(running, strikes))
+    striking.start()
+    with client.sequence("recalls") as one, torch.inference_mode():
+        past, count = torch.zeros(1, 1, 8), 0
+        for length in (40, *[1] * 150, 64, 64, 64, 10, 8):
+            x = torch.randn(1, length, 8)
+            wanted = eager(recalls, x, past)
+            assert is_bit_equal(torch.as_tensor(one.infer(x)["y"]), wanted["y"])
+            past = torch.cat((past[:, :0] if not count else past, wanted["rows"]), 1)
+            count += length
+        strikes.set()
+        striking.join()
+        assert count == 400
+        with pytest.raises(InvalidInput, match="would have 401 rows, the model takes 400"):
+            one.infer(torch.zeros(1, 1, 8))
+        assert client.sequences()[0]["bytes"] == 400 * 8 * 4
+    with pytest.raises(InvalidInput, match="grows from nothing"):
+        client.sequence("recalls").infer(x=torch.zeros(1, 1, 8), past=torch.zeros(1, 1, 8))
+
+
+def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) -> None:
+    client, (x, y) = running.client, pieces(2, 7, 2)
+    wanted = plain_loop([x, y], *cell_inputs(2)[1:])
+    with client.sequence("cell") as one:
+        one.infer(x)
+        with pytest.raises(InvalidInput, match="expects float32"):
+            one.infer(x.double())
+        with pytest.raises(InvalidInput, match='"h" is the state'):
+            one.infer(x=x, h=torch.zeros(2, WIDTH))
+        with pytest.raises(InvalidInput, match="batch=3"):
+            one.infer(torch.zeros(3, 8))
+        assert is_bit_equal(torch.as_tensor(one.infer(y)["y"]), wanted[1])
+        client.end_sequence(one.id)
+        with pytest.raises(SequenceNotFound, match="idle for 5 minutes"):
+            one.infer(y)
+    with pytest.raises(InvalidInput, match="is over"):
+        one.infer(y)
+    with pytest.raises(InvalidInput, match="without a state"):
+        client.sequence("plain").infer(x)
+    with pytest.raises(SequenceNotFound):
+        client.end_sequence("nothing")
+    with pytest.raises(RegistrationRefused, match='no output "h_uot"'):
+        client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
+                        state={"h": "h_uot"})  # fmt: skip
+
+
+def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: Checked) -> None:
+    (x,) = pieces(1, 3, 1)
+    with running.running.client() as gone:
+        mine = gone.sequence("cell", id="shared-name")
+        mine.infer(x)
+        with running.running.client(tcp=True) as other:
+            theirs = other.sequence("cell", id="shared-name")
+            theirs._is_started = True  # it says so
+            with pytest.raises(SequenceNotFound):
+                theirs.infer(x)
+
+
+def test_sequences_over_http(running: Checked) -> None:
+    given = pieces(1, 5, 3)
+    wanted = plain_loop(given, *cell_inputs(1)[1:])
+    url = f"http://{running.running.http_address}/v2/models/cell/infer"
+
+    def ask(x: torch.Tensor, **parameters: Any) -> dict[str, Any]:
+        tensor = {"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()}
+        body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+        with urllib.request.urlopen(url, body) as answer:
+            return json.load(answer)
+
+    for step, x in enumerate(given):
+        flags = {"sequence_start": step == 0, "sequence_end": step == 2}
+        (row,) = ask(x, sequence_id=42, **flags)["outputs"]
+        assert np.array_equal(np.float32(row["data"]), wanted[step].numpy().ravel())
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(given[0], sequence_id=42)
+    with refused.value as answer:
+        assert answer.code == 404

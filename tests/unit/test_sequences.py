@@ -1,0 +1,155 @@
+"""Sequences' bookkeeping in the request pool, over random lives with a clock of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pipeswitch.errors import InvalidInput, SequenceNotFound
+from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend.request_pool import RequestPool, Room
+from pipeswitch.frontend.sequences import IDLE_MS, Asked, Held, Sequences, asked_of
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.scheduler.events import Answer, Token
+from pipeswitch.wire.frames import RequestHeader, WireTensor
+
+MOST = 500  # rows of what grows
+BYTES = 16  # of the state, whose last answer is always the number of steps
+MANIFEST: Any = SimpleNamespace(
+    extra={"state": {"h": ("h_out", -1), "cache": ("rows", 1)}},
+    mode="graph",
+    dims=[Dim("batch", 1, 4), Dim("length", 1, 8), Dim("past", 1, MOST)],
+    inputs=[
+        ValueSpec(name="x", dtype="uint8", shape=("batch", "length")),
+        ValueSpec(name="h", dtype="uint8", shape=("batch", BYTES)),
+        ValueSpec(name="cache", dtype="uint8", shape=("batch", "past", 3)),
+    ],
+    outputs=[
+        ValueSpec(name="h_out", dtype="uint8", shape=("batch", BYTES)),
+        ValueSpec(name="rows", dtype="uint8", shape=("batch", "length", 3)),
+    ],
+)
+MODEL: Any = SimpleNamespace(base="m", model="m", version=1, manifest=MANIFEST, tenant="")
+
+
+class Rig:
+    def __init__(self) -> None:
+        descriptor = sealed_memfd("pool", 1 << 20)
+        self.pool, self.now_ms = RequestPool(descriptor), 0.0
+        os.close(descriptor)
+        self.sequences = Sequences(self.pool, lambda: self.now_ms)
+        self.rows: dict[int, bytes] = {}  # that each has been given, by identity
+        self.ever: list[Held] = []
+        self.refuses = False  # the next request, behind its sequence
+        self.under_way: dict[tuple[str, str], tuple[Held, Room, int]] = {}
+
+    def ask(self, caller: str, name: str, client: Any, length: int = 1, **flags: bool) -> bool:
+        """Whether it was taken; ``under_way`` has it then, with what its state was."""
+        flags = {"starts": False, "ends": False} | flags
+        asked = Asked(id=name, **flags)
+        try:
+            held = self.sequences.of(asked, client, caller, MODEL)
+        except (InvalidInput, SequenceNotFound):
+            return False
+        x = WireTensor(name="", dtype="uint8", shape=(1, length), frame=0)
+        header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
+        try:
+            header, frames = self.sequences.given(held, header, [bytes(length)])
+        except InvalidInput:
+            self.sequences.refused(held)
+            return False
+        _, h, cache = header.inputs
+        state, rows = bytes(frames[h.frame]), bytes(frames[cache.frame])
+        assert len(set(state)) == 1
+        assert rows == (self.rows.get(id(held), b"") or bytes(3))
+        assert cache.shape == (1, len(rows) // 3, 3)
+        if self.refuses:
+            self.sequences.refused(held)
+            return True
+        room = self.pool.reserve(caller, 32, BYTES + 3 * length)
+        self.sequences.begin(held, asked)
+        self.under_way[held.key] = (held, room, state[0])
+        return True
+
+    def answer(self, key: tuple[str, str], error: Any = None, *, is_sent: bool = True) -> int:
+        held, room, count = self.under_way.pop(key)
+        at, size = room.reply_offset_bytes, room.reply_bytes
+        self.pool.memory[at : at + size] = bytes([(count + 1) % 251]) * size
+        state = SlabTensor(name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at,
+                           size_bytes=BYTES)  # fmt: skip
+        rows = SlabTensor(name="rows", dtype="uint8", shape=(1, (size - BYTES) // 3, 3),
+                          offset_bytes=at + BYTES, size_bytes=size - BYTES)  # fmt: skip
+        answer = Answer(token=Token(1), outputs=() if error else (state, rows), error=error)
+        if error is None:
+            told = bytes(self.pool.memory[at + BYTES : at + size])
+            self.rows[id(held)] = self.rows.get(id(held), b"") + told
+        self.ever.append(held)
+        self.pool.release_inputs(room)
+        assert held.answered(answer).outputs == ()
+        self.sequences.ended(held, room, is_ok=error is None, is_sent=is_sent)
+        return count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> None:
+    rig, chance = Rig(), random.Random(seed)
+    clients: list[Any] = [SimpleNamespace(name=n) for n in range(2)]
+    steps: dict[tuple[str, str], int] = {}  # what each one's state must be
+    for _ in range(1500):
+        key = (chance.choice(["a", "b"]), chance.choice(["one", "two"]))
+        move = chance.random()
+        if move < 0.5 and key not in rig.under_way:
+            starts = chance.random() < 0.2
+            rig.sequences.expire()
+            was_there = key in rig.sequences.held
+            rig.refuses = chance.random() < 0.1
+            held, length = rig.sequences.held.get(key), chance.choice([1, 1, 8])
+            taken = rig.ask(*key, clients[key[0] == "a"], length, starts=starts,
+                            ends=chance.random() < 0.05)  # fmt: skip
+            is_full = len(rig.rows.get(id(held), b"")) // 3 + length > MOST
+            assert taken == (starts or (was_there and not is_full))
+            if taken and not rig.refuses:
+                assert rig.under_way[key][2] == (0 if starts else steps[key] % 251)
+        elif move < 0.9 and key in rig.under_way:
+            error = ValueError() if chance.random() < 0.2 else None
+            count = rig.answer(key, error, is_sent=chance.random() < 0.9)
+            steps[key] = count if error else count + 1
+        elif move < 0.93:
+            rig.sequences.forget(clients[0])
+        elif move < 0.95 and key in rig.sequences.held and key not in rig.under_way:
+            rig.sequences.end(key[1], key[0])
+        elif move < 0.97:
+            rig.now_ms += IDLE_MS / 3
+        rig.pool.check()
+    for key in list(rig.under_way):
+        rig.answer(key)
+    rig.now_ms += IDLE_MS
+    assert rig.sequences.rows(None) == []
+    assert rig.pool.is_empty
+    rig.pool.close()
+
+
+def test_one_request_at_a_time_and_no_flag_without_a_name() -> None:
+    rig, client = Rig(), cast(Any, None)
+    assert rig.ask("a", "one", client, starts=True)
+    assert not rig.ask("a", "one", client)  # it has a request under way
+    assert not rig.ask("a", "one", client, starts=True)
+    with pytest.raises(InvalidInput, match="under way"):
+        rig.sequences.end("one", "a")
+    rig.answer(("a", "one"))
+    assert rig.ask("a", "one", client, ends=True)
+    rig.answer(("a", "one"))
+    assert not rig.sequences.held
+    assert rig.pool.is_empty
+    assert asked_of(Body("infer", {})) is None
+    for wrong in ({"start": True}, {"sequence": "x" * 65}, {"sequence": "a\nb"}):
+        with pytest.raises(InvalidInput):
+            asked_of(Body("infer", wrong))
+    rig.pool.close()
