@@ -343,16 +343,14 @@ class Job:
         """The devices that it may be on now; none named: all."""
         return (self.sent_to,) if self.sent_to else self.devices
 
-    def trained_until_ms(self, now_ms: float) -> float:
-        """Of the device's time in all; ``now_ms`` as in ``view``."""
-        return self.trained_ms + (max(0.0, now_ms - self.cycle_began_at_ms) if now_ms else 0.0)
-
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
         left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
         return JobView(
             self.place,
-            self.trained_until_ms(now_ms) - self.counted_from_ms,
+            self.trained_ms
+            - self.counted_from_ms
+            + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
             max(0.0, 1000.0 * left_s),
             self.commit_slot_bytes,
             self.born_epoch,

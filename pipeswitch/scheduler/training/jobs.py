@@ -275,7 +275,8 @@ class Jobs:
         job.epoch_index = _number(values.get("epoch"), job.epoch_index)
         job.steps_left = _number(values.get("left"), -1)
         has_device = self.home(job).state.training == job.name
-        trained_ms = job.trained_until_ms(self._core.now_ms if has_device else 0.0)
+        share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
+        trained_ms = share_ms + job.counted_from_ms
         elapsed_ms = trained_ms - job.reported_trained_ms
         if job.step > before and job.reported_epoch == job.epoch and elapsed_ms > 0:
             rate = (job.step - before) * 1000.0 / elapsed_ms
