@@ -56,7 +56,7 @@ from .inference.pool import RequestPool
 from .inference.task import Programs, infer, warm_up
 from .training.hooks import use_pace
 from .training.host import JobHost
-from .training.script import run_script
+from .training.script import give_freed_memory_back, run_script
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
@@ -229,6 +229,7 @@ class Worker:
         if message.turn:
             self._gate.grant(message.turn)
         self._keep_in_step()
+        self._gate.after_boundary = give_freed_memory_back
         ended = run_script(message, self._host, self._gate)
         self._host.ended()
         reach("job.ended")
@@ -297,7 +298,9 @@ class Worker:
             case StopTask():
                 self._stop_asked_at_ms = now_ms()
                 self._next_slot = message.next_slot
-                self._gate.request_stop(message.turn, message.next_turn)
+                self._gate.request_stop(
+                    message.turn, message.next_turn, at_boundary=message.at_boundary
+                )
             case GrantTurn():
                 self._gate.grant(message.turn)
             case EvictTask():

@@ -105,7 +105,9 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
 
     def shown(rows: list[dict[str, Any]]) -> Any:
-        told = [row | {"why": row["error"] or row["why"]} for row in rows]
+        told = [
+            row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
+        ]
         return views.table(told, views.JOB_COLUMNS)
 
     listing(lambda c: c.jobs(), shown, as_json, watch)

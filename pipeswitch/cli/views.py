@@ -37,8 +37,9 @@ MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "
                         "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
                           "requests", "source")  # fmt: skip
-JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "persisted_step",
-                      "steps_per_s", "suspensions", "evictions", "restarts", "why")  # fmt: skip
+JOB_COLUMNS: Final = ("name", "state", "on", "bytes", "step", "committed_step",
+                      "persisted_step", "steps_per_s", "suspensions", "evictions", "restarts",
+                      "why")  # fmt: skip
 BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 

@@ -20,6 +20,9 @@ RUNNING  | leave                      | AWAY     |
 RUNNING  | grant(larger)              | RUNNING  | the turn grows
 STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
+STOPPING | check in forward, backward | STOPPING | nothing, if it is for a boundary and there is no
+         |                            |          | call: what a step computes with is free there
+STOPPING | stop(current turn), now    | STOPPING | one for a boundary is for the next check
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement
 PARKED   | grant(larger)              | RUNNING  | the waiting thread goes on
@@ -54,6 +57,10 @@ Where = Literal["forward", "backward", "boundary", "loader"]
 OnParked = Callable[[int, int, Where], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 class GateState(enum.Enum):
     """See the module's table."""
 
@@ -79,18 +86,23 @@ class Gate:
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
             ``TaskPreempted``: the place to commit. What it raises is raised.
+        after_boundary: called by the main thread without the lock, at most once for each stop that
+            was for a boundary, before it waits: another job computes now.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
+        self.after_boundary: Callable[[], None] = _nothing
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
         self._turn = 0  # the newest turn taken up; given up already in PARKED and STOPPED
         self._granted = 0  # the newest turn granted, >= _turn
         self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
+        self._at_boundary = False  # that one is for the end of the step
+        self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "boundary"  # where the main thread last waited or left
         self._move: Callable[[], None] | None = None
@@ -112,16 +124,19 @@ class Gate:
         """The slow half of ``check``: something is asked, or the device was left."""
         if self.in_optimizer_step:
             return
-        while (move := self._answer(where)) is not None:
-            move()
+        while (call := self._answer(where)) is not None:
+            call()
         if self._evicting:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
         """What is to be called without the lock before the next look; None: nothing."""
         with self._changed:
-            if self._state is GateState.STOPPING:
+            if self._state is GateState.STOPPING and not self._waits(where):
                 self._acknowledge(where, GateState.PARKED)
+            is_after, self._is_after_boundary = self._is_after_boundary, False
+            if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
+                return self.after_boundary
             self._take_device(where)
             move, self._move = self._move, None
             self._refresh()
@@ -149,14 +164,18 @@ class Gate:
 
     # ------------------------------------------------------------------ termination thread
 
-    def request_stop(self, turn: int, next_turn: int) -> None:
-        """Ask for the device held under ``turn``; it goes to ``next_turn``."""
+    def request_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
+        """Ask for the device held under ``turn``; it goes to ``next_turn``.
+
+        Args:
+            at_boundary: not before the end of the step, unless it is asked for again.
+        """
         with self._changed:
             if turn > self._turn:  # it overtook its grant
                 if self._future is None or turn > self._future[0]:
                     self._future = (turn, next_turn)
             elif turn == self._turn:
-                self._accept_stop(turn, next_turn)
+                self._accept_stop(turn, next_turn, at_boundary=at_boundary)
                 self._refresh()
 
     def grant(self, turn: int) -> None:
@@ -195,6 +214,11 @@ class Gate:
         return self._evicting or self._move is not None
 
     @property
+    def waits_for_boundary(self) -> bool:
+        """It was asked to stop, and goes on until the step's end."""
+        return self._state is GateState.STOPPING and self._waits("forward")
+
+    @property
     def state(self) -> GateState:
         """For showing and for tests; deciding on it is a race."""
         with self._changed:
@@ -208,15 +232,21 @@ class Gate:
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _accept_stop(self, turn: int, next_turn: int) -> None:
+    def _accept_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
         """A stop for the current turn; dropped where that turn is given up or asked back."""
         if self._state is GateState.RUNNING:
-            self._accepted = (turn, next_turn)
+            self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._state = GateState.STOPPING
+        elif self._state is GateState.STOPPING:
+            self._at_boundary = self._at_boundary and at_boundary
         elif self._state is GateState.AWAY:
-            self._accepted = (turn, next_turn)
+            self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
+
+    def _waits(self, where: Where) -> bool:
+        """Whether the accepted stop is not for a check there."""
+        return self._at_boundary and where in ("forward", "backward") and not self.has_call
 
     def _acknowledge(self, where: Where, then: GateState) -> None:
         """Answer the accepted stop, once; from here on the turn is no longer ours."""
@@ -224,6 +254,7 @@ class Gate:
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
         self._where = where
+        self._is_after_boundary, self._at_boundary = self._at_boundary, False
         self._on_parked(turn, next_turn, where)
 
     def _take_up_grant(self) -> None:
@@ -252,7 +283,8 @@ class Gate:
         while not self.has_call and self._state in (GateState.STOPPED, GateState.PARKED):
             self._state, self._where = GateState.PARKED, where
             self._changed.wait()
-            if self._state is GateState.STOPPING:  # asked back before this thread woke up
+            # asked back before this thread woke up
+            if self._state is GateState.STOPPING and not self._waits(where):
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
         if self._evicting and self._state is GateState.PARKED:

@@ -440,6 +440,7 @@ class StopTask(Message, frozen=True):
     turn: Turn
     next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
     next_slot: Slot
+    at_boundary: bool = False  # for another job: the step ends first, unless it is told again
 
 
 class Parked(Message, frozen=True):

@@ -286,6 +286,7 @@ class Job:
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
     stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
+    stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
@@ -321,7 +322,8 @@ class Job:
     evictions: int = 0
     restarts: int = 0  # after a crash of its worker
     deaths_without_progress: int = 0
-    reported_at_ms: float = 0.0
+    reported_epoch: Epoch = NO_EPOCH  # the dispatch that its last report was of
+    reported_trained_ms: float = 0.0  # what it had had of the device's time by then
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
     activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
@@ -352,6 +354,7 @@ class Job:
             + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
             max(0.0, 1000.0 * left_s),
             self.commit_slot_bytes,
+            self.born_epoch,
         )
 
     @property

@@ -117,8 +117,8 @@ class SimulatedScript:
 
     def hears(self, message: Message) -> None:
         match message:
-            case StopTask(turn=turn, next_turn=next_turn):
-                self.gate.request_stop(turn, next_turn)
+            case StopTask(turn=turn, next_turn=next_turn, at_boundary=at_boundary):
+                self.gate.request_stop(turn, next_turn, at_boundary=at_boundary)
             case GrantTurn(turn=turn):
                 computed = self.computes
                 self.gate.grant(turn)
@@ -176,7 +176,7 @@ class SimulatedScript:
                     what, act = "fetches", self._fetch
                 elif self.phase == "taking":
                     what, cost_ms = "takes", 0.0 if state in COMPUTES else plan.loader_ms
-                elif gate.asked:
+                elif gate.asked and not gate.waits_for_boundary:
                     what, cost_ms, act = "stops", costs.park_ms, self._train
                 else:
                     what, cost_ms, act = "trains", self._left_ms, self._train

@@ -12,6 +12,7 @@ from typing import Any
 from ..ipc.messages import (
     BuildDone,
     CancelTransmit,
+    JobName,
     LeaseGranted,
     Message,
     MoveTask,
@@ -214,7 +215,7 @@ class World:
                     if builder.order.epoch == epoch:
                         builder.end(-9)
             case ev.CreateCommits(job=job):
-                commits[job] = self.new_area()
+                commits[job] = self.new_area(job)
             case ev.DropCommits(job=job):
                 del commits[job]
             case ev.Leave(status=status):
@@ -234,7 +235,7 @@ class World:
         """The processes in a device's slots."""
         return [worker for worker in self.workers.values() if worker.scene.index == index]
 
-    def new_area(self) -> SimulatedArea:
+    def new_area(self, job: JobName) -> SimulatedArea:
         """A job's commit area."""
         return SimulatedArea()
 

@@ -27,9 +27,10 @@ from .frozen import Add, Codec, Next, Still
 SHOWN_OF_JOB = (
     "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
     "parked_at_ms", "preempted_ms",
-    "reported_at_ms", "steps_recomputed", "last_log", "steps_per_s", "error", "why",
+    "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
+    "error", "why",
     "moves", "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
-    "born_epoch",  # tells the messages of an older job of that name; there is only one job here
+    "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
 )  # fmt: skip
 # What profiles are made of: nothing is measured in this world, so nothing follows from it.
 MEASURED = ("transmission", "drift")
@@ -279,14 +280,14 @@ class Sight(NamedTuple):
     now_ms: float
     due_ms: tuple[float, ...]  # when it wants to look again
     has_upcoming: tuple[bool, ...]  # of each device: a task waits for its turn
-    promised_step: int  # the newest that it takes for committed; -1: none
+    promised: dict[str, int]  # of each job, the newest step it takes for committed; -1: none
 
 
 def sight(frozen: Any) -> Sight:
     """Of a frozen scheduler."""
     now_ms, due_ms, *_, devices = frozen
     jobs = [job for device in devices for job in device[2]]
-    promised = max([job[_COMMITTED_STEP] for job in jobs], default=-1)
+    promised = {job[0]: job[_COMMITTED_STEP] for job in jobs}
     return Sight(now_ms, due_ms, tuple([device[5] is not None for device in devices]), promised)
 
 

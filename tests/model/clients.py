@@ -12,16 +12,10 @@ from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.device import require
 
-JOB: Final = JobName("job")
-TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, REGISTER = (
-    101,
-    102,
-    103,
-    104,
-    105,
-    106,
-    200,
-)  # tokens; requests have 1, 2, …
+JOBS: Final = JobName("job"), JobName("other")
+JOB: Final = JOBS[0]
+# Tokens; requests have 1, 2, …, and the second job its own.
+TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
 DEADLINE_MS: Final = 1000.0  # shorter than any grace: no worker is suspected when one passes
 
 
@@ -34,9 +28,10 @@ class Clients(SimulatedClients):
         self._world = world
         self._next_token = REGISTER
         # Known before it is asked for: a process may thaw a state in which another one has asked.
-        self._script = world.scene.scripts[JOB] = Training(
+        self._script = Training(
             steps=scope.steps, slice_bytes=scope.slice_bytes, state_bytes=scope.state_bytes
         )
+        world.scene.scripts.update(dict.fromkeys(JOBS, self._script))
         self.asked = 0  # requests that were sent
         self.is_trained = not scope.has_job
         self.is_paused = False
@@ -96,6 +91,9 @@ class Clients(SimulatedClients):
         self._next_token = TRAIN
         self.train(JOB, self._script)
         self._asks(WAIT, "wait")
+        for job in JOBS[1 : self._world.scope.jobs]:
+            self._next_token = OTHER
+            self.train(job, self._script)
 
     def do_ask(self) -> None:
         """The next request."""
@@ -224,4 +222,4 @@ class Clients(SimulatedClients):
                 return token in (PAUSE, RESUME)  # 1.
 
 
-__all__ = ["JOB", "Clients"]
+__all__ = ["JOB", "JOBS", "Clients"]

@@ -49,10 +49,10 @@ EMPTY: Final = _Memory().save()
 
 
 class Area(SimulatedArea):
-    """The one area of a world, and what invariant I2 asks of it."""
+    """A job's area, and what invariant I2 asks of it."""
 
-    def __init__(self, world: Any) -> None:
-        self._world = world
+    def __init__(self, world: Any, job: str) -> None:
+        self._world, self._job = world, job
         self._real = _Memory()
         self._content: Any = EMPTY  # None: it was written since
         self._loaded: Any = EMPTY  # what is in ``_real``
@@ -87,7 +87,7 @@ class Area(SimulatedArea):
             commit = area.newest()
         except RemoteProtocolError as error:
             raise Violation(f"no commit is whole (I2): {error}") from None
-        promised = self._world.recall.moment.seen.promised_step
+        promised = self._world.recall.moment.seen.promised.get(self._job, -1)
         if commit is None:
             require(promised < 0, f"the commit of step {promised} is lost (I2)")
             return None

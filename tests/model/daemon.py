@@ -49,7 +49,7 @@ class Daemon(SimulatedDaemon):
 
     def say(self, channel: str, message: Message) -> None:
         if isinstance(message, CommitPersisted):
-            self._world.area.on_disk = message.step
+            self._world.areas[message.job].on_disk = message.step
         super().say(channel, plain(message))
 
     def hear(self, channel: str, message: Message) -> None:
@@ -90,7 +90,7 @@ class Daemon(SimulatedDaemon):
     def accepts(self, order: CommitCopy) -> bool:
         commits = Commits(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
         if order.job in self._areas:
-            commits._areas[order.job] = self._world.area.real
+            commits._areas[order.job] = self._world.areas[order.job].real
             commits._newest[order.job] = self._areas[order.job]
         if commits.was_accepted(order):
             return False

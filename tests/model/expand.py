@@ -20,7 +20,7 @@ from .world import World
 FAULTS = frozenset({
     "kill", "kill_early", "struck_early", "kill_daemon", "suspect", "tells_twice",
     "hears_twice", "daemon_hears_again", "daemon_tells_twice",
-    "cancel", "drain", "hint", "passes",
+    "cancel", "drain", "hint", "passes", "cycle",
 })  # fmt: skip
 
 CHUNK = 64  # states that go to a process at once
@@ -67,6 +67,8 @@ class Expander:
         possible, later = actions(world), jumps(world)
         if world.suspicions:
             possible += [("suspect", *jump[1:]) for jump in later]
+        if world.cycles and later:
+            possible.append(("cycle", later[0][1]))
         goes_on = is_suspected = False
         for action in possible:
             if action[0] == "suspect" and is_suspected and world.scope.is_coarse:

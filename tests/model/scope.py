@@ -8,6 +8,7 @@ from typing import Final
 from .channel import IMAGE_BYTES
 
 MIB: Final = 1 << 20
+CYCLE_MS: Final = 1000.0  # of training, in turns
 GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them run out
 
 
@@ -33,6 +34,8 @@ class Scope:
     name: str
     steps: int = 3
     has_job: bool = True
+    jobs: int = 1
+    cycles: int = 0  # that end while the other job waits, or a step that was to end has not
     requests: int = 2
     kills: int = 0
     daemon_kills: int = 0

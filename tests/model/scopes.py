@@ -31,6 +31,7 @@ QUICK: Final = (
           daemon_restarts=0, is_coarse=True),
     Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A", devices=2,
           pins=1, is_coarse=True),
+    Scope(name="jobs", jobs=2, steps=2, requests=0, models=1, cycles=2, is_coarse=True),
     Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1, is_coarse=True),
 )  # fmt: skip
 FULL: Final = (
@@ -57,6 +58,9 @@ FULL: Final = (
     Scope(name="move-daemon", steps=2, requests=1, models=1, devices=2, moves=1, daemon_kills=1,
           is_coarse=True),
     Scope(name="move-pause", steps=2, requests=0, models=1, devices=2, moves=2, kills=1, pauses=1,
+          is_coarse=True),
+    Scope(name="jobs-request", jobs=2, steps=1, requests=1, models=1, cycles=1, is_coarse=True),
+    Scope(name="jobs-kill", jobs=2, steps=1, requests=0, models=1, cycles=2, kills=1,
           is_coarse=True),
     Scope(name="stream-kill", has_job=False, requests=2, models=1, groups=6, model_mib=12,
           arena_mib=12, kills=1, daemon_kills=1, is_coarse=True),

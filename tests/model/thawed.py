@@ -7,7 +7,6 @@ from typing import Any
 from pipeswitch.ipc.messages import Slot
 from pipeswitch.simulator.world import key_of
 
-from .clients import JOB
 from .frozen import Kept
 from .recall import Moment
 
@@ -17,7 +16,7 @@ class Thawed:
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen
-        (slots, ghosts, self._area, self._clients, self._left, self._budgets,
+        (slots, ghosts, self._areas, self._clients, self._left, self._budgets,
          generations) = rest  # fmt: skip
         parts: list[Kept] = []
         begin = 0
@@ -51,16 +50,18 @@ class Thawed:
         world.clock.now_ms, world.left = self._moment.seen.now_ms, self._left
         world.workers, world.ghosts = self._workers.copy(), self._ghosts.copy()
         world.daemons = self._daemons.copy()
-        commits = {} if self._area is None else {JOB: world.area}
-        if self._area is not None:
-            world.area.thaw(*self._area)
+        commits = {}
+        for (job, area), frozen in zip(world.areas.items(), self._areas, strict=True):
+            if frozen is not None:
+                area.thaw(*frozen)
+                commits[job] = area
         for scene, (values, _) in zip(world.scenes, self._kept_devices, strict=True):
             vars(scene.device).update(values)
             scene.commits = commits
         world.kept_devices = self._kept_devices.copy()
         world.clients.thaw(self._clients)
         (world.kills, world.daemon_kills, world.suspicions, world.late,
-         world.repeats) = self._budgets  # fmt: skip
+         world.repeats, world.cycles) = self._budgets  # fmt: skip
 
 
 __all__ = ["Thawed"]

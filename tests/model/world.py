@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pipeswitch.ipc.messages import (
+    JobName,
     Message,
     ModelName,
     ModelPrepared,
@@ -36,13 +37,13 @@ from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
 from .brain import Equal, Known
 from .choices import Action
-from .clients import DEADLINE_MS, JOB, Clients
+from .clients import DEADLINE_MS, JOBS, Clients
 from .commits import EMPTY, Area
 from .daemon import OUT, TO_HOST, Daemon, freeze_daemon, thaw_daemon
 from .device import freeze_device, thaw_device
 from .frozen import Kept, frozen_part, reader, renumbered
 from .recall import Recall
-from .scope import GRACE_MS, Scope
+from .scope import CYCLE_MS, GRACE_MS, Scope
 from .thawed import Thawed
 from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
@@ -64,9 +65,10 @@ class World(simulator.World):
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.area = Area(self)
+        self.areas = {job: Area(self, job) for job in JOBS[: scope.jobs]}
         self.kills, self.daemon_kills = scope.kills, scope.daemon_kills
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
+        self.cycles = scope.cycles
         self._prepares: list[tuple[Worker, PrepareModel]] = []
         # All that was thawed, by what it was frozen to: states share it.
         self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
@@ -78,7 +80,8 @@ class World(simulator.World):
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
             standby=scope.standby, max_deaths=scope.max_deaths,
-            training_cycle_ms=GRACE_MS, stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
+            training_cycle_ms=CYCLE_MS if scope.cycles else GRACE_MS,
+            stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
             max_compute_ms=0.0, max_daemon_restarts=scope.daemon_restarts,
             placement=scope.placement,
         )  # fmt: skip
@@ -126,7 +129,8 @@ class World(simulator.World):
         """What is neither an action nor a fault of the scope (see ``Choices``)."""
         match what:
             case "commit":
-                (script,) = [w.script for w in self.workers.values() if w.script is not None]
+                scripts = [w.script for w in self.workers.values() if w.script is not None]
+                (script,) = [one for one in scripts if one.order.job == name]
                 return script.step in self.scope.commit_steps
             case _:
                 return what == "unclean"
@@ -141,9 +145,9 @@ class World(simulator.World):
     def new_daemon(self, generation: int, scene: Scene) -> Daemon:
         return Daemon(self, generation, scene, self.from_daemon, self.reap_daemon)
 
-    def new_area(self) -> Area:
-        self.area.thaw(EMPTY, -1)
-        return self.area
+    def new_area(self, job: JobName) -> Area:
+        self.areas[job].thaw(EMPTY, -1)
+        return self.areas[job]
 
     # -- states --------------------------------------------------------------------------------
 
@@ -161,9 +165,11 @@ class World(simulator.World):
             epochs += its_epochs
         rest = (
             tuple(slots), tuple(map(_key, self.ghosts)),
-            self.area.freeze() if JOB in self.scene.commits else None,
+            tuple([area.freeze() if job in self.scene.commits else None
+                   for job, area in self.areas.items()]),
             self.clients.freeze(), self.left,
-            (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats),
+            (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats,
+             self.cycles),
             self._generations(),
         )  # fmt: skip
         state = (
@@ -267,8 +273,9 @@ class World(simulator.World):
     def _check(self) -> None:
         self.require_one()
         halves = [daemon for daemon in self.daemons.values() if daemon and daemon.is_half]
-        if halves and JOB in self.scene.commits:
-            self.area.last()
+        for job, area in self.areas.items():
+            if halves and job in self.scene.commits:
+                area.last()
 
     def _hurry(self) -> None:
         """What takes no time in a coarse scope."""
@@ -308,6 +315,10 @@ class World(simulator.World):
         self.do_clock(due_ms)
         is_suspected = any(worker.is_doomed for worker in self.workers.values())
         return is_suspected or not self.scope.is_coarse
+
+    def do_cycle(self, due_ms: float) -> None:
+        self.cycles -= 1
+        self.do_clock(due_ms)
 
     def do_ready(self, slot: Slot) -> None:
         (move,) = self.own(slot).steps()
@@ -452,8 +463,8 @@ class World(simulator.World):
             case ev.SpawnWorker(slot=slot, device=index):
                 is_free = key_of(index, slot) not in self.workers
                 require(is_free, f"slot {slot} has two processes")
-            case ev.DropCommits():
-                is_last = self.area.step == self.scope.steps
+            case ev.DropCommits(job=job):
+                is_last = self.areas[job].step == self.scope.steps
                 require(is_last, "the job is over and its last step is not committed (I2)")
             case ev.Leave(reason=reason):
                 self._leaves(reason)
@@ -503,8 +514,9 @@ class World(simulator.World):
                        for one in daemon.readers()]  # fmt: skip
             require(not any("CommitCopy" in who for who, _ in readers),
                     "it left while a commit was copied")  # fmt: skip
-            if JOB in self.scene.commits:
-                self.area.require_on_disk()
+            for job, area in self.areas.items():
+                if job in self.scene.commits:
+                    area.require_on_disk()
 
     # -- what holds in every state -------------------------------------------------------------
 
@@ -527,7 +539,7 @@ class World(simulator.World):
         models = {model.owner for model in machine.devices[0].state.replicas.values()}
         kept = {region.owner for region in machine.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
-        require(JOB not in self.scene.commits, "a commit area is left over (I3)")
+        require(not self.scene.commits, "a commit area is left over (I3)")
         for device in machine.devices:
             self._check_rest_of(device, models)
 

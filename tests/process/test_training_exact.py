@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -448,24 +449,40 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
     assert result.final == expected.final
 
 
-def test_suspended_in_place_at_random_nothing_is_lost() -> None:
+class Saved:
+    """A tensor that forward keeps for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        LIVING.add(self)
+
+
+LIVING: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+
+@pytest.mark.parametrize("at_boundary", [False, True], ids=["for a request", "for another job"])
+def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None:
+    """For another job it is between two steps, where nothing is kept for a backward pass."""
     expected = undisturbed(epochs=20)
     host, result, dice = FakeHost(), Result(), random.Random(3)
     parked = threading.Semaphore(0)
     places: list[str] = []
+    kept, calls = [], list[int]()
 
     def on_parked(turn: int, next_turn: int, where: str) -> None:
         places.append(where)
+        kept.append(len(LIVING))
         parked.release()
 
     gate = Gate(on_parked)
+    gate.after_boundary = lambda: calls.append(gate.turn)
     over = threading.Event()
 
     def terminator() -> None:
         turn = 1
         gate.grant(turn)
         while not over.is_set():
-            gate.request_stop(turn, turn + 1)
+            gate.request_stop(turn, turn + 1, at_boundary=at_boundary)
             while not parked.acquire(timeout=0.05):
                 if over.is_set():
                     return
@@ -477,13 +494,22 @@ def test_suspended_in_place_at_random_nothing_is_lost() -> None:
     thread = threading.Thread(target=terminator)
     thread.start()
     try:
-        script(result, epochs=20)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            script(result, epochs=20)
         session.finish()
     finally:
         over.set()
         thread.join()
     assert len(places) > 40
-    assert {"forward", "backward"} & set(places)
+    if at_boundary:
+        assert set(places) <= {"boundary", "loader"}
+        assert not any(kept)
+        assert len(calls) > 20
+    else:
+        assert {"forward", "backward"} & set(places)
+        assert any(kept)
+        assert not calls
+    assert len(set(calls)) == len(calls)
     assert result.trace == expected.trace
     assert result.final == expected.final
     assert "committed" in host.kinds()
@@ -590,6 +616,28 @@ for _ in range(20):
     del block
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+
+
+FREED = """
+import os
+from workers.training import script
+script.keep_freed_memory()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = resident()
+blocks = [b"x" * (48 << 20), b"y" * (1 << 20)]
+del blocks[0]
+for room in (1 << 40, 0):
+    script.available_bytes = lambda: room
+    script.give_freed_memory_back()
+    print(resident() - before >= 48 << 20)
+"""
+
+
+def test_a_job_that_waits_for_another_one_gives_freed_memory_back_where_it_is_short() -> None:
+    command = [sys.executable, "-c", FREED]
+    kept = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert kept.split() == ["True", "False"]
 
 
 def test_a_job_takes_the_page_faults_of_a_block_once() -> None:

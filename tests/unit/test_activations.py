@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.errors import OutOfDeviceMemory, TaskPreempted
-from pipeswitch.ipc.gate import Gate
+from pipeswitch.ipc.gate import Gate, GateState
 from workers.training.activations import Activations, Place
 
 Model = Callable[[torch.Tensor], torch.Tensor]
@@ -370,6 +370,19 @@ def test_bytes_are_asked_back_one_layer_ahead_of_their_use() -> None:
     ]  # fmt: skip
     figures = limit.figures
     assert (figures["fetched_late"], figures["fetched_ahead"]) == (1, 4)
+
+
+def test_a_step_that_ends_for_another_job_goes_on_with_its_copies() -> None:
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    gate.enter()
+    copies = Told(2, lambda: gate.request_stop(1, 2, at_boundary=True))
+    limit = limited("all", 3 << 20, copies, gate)
+    x = torch.randn(1 << 19, requires_grad=True)  # 2 MiB, 8 pieces
+    with limit.body(()):
+        x.sigmoid().tanh().sigmoid().sum().backward()
+    assert copies.pieces_come > 2
+    assert gate.state is GateState.STOPPING
 
 
 def test_a_main_thread_that_waits_for_a_copy_parks_and_the_lane_is_quiet() -> None:

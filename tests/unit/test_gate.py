@@ -83,20 +83,31 @@ class Main:
         ("optimizer stop:1 check evict check", "", S.STOPPING),
         ("optimizer stop:1 check evict check over raises", "1 forward", S.STOPPED),
         ("evict leave stop:1", "1 loader", S.STOPPED),
+        # For another job the step goes on to its end, unless it is asked for again, or evicted.
+        ("later:1 check grant:3 check", "", S.STOPPING),
+        ("later:1 check grant:3 boundary", "1 boundary", S.RUNNING),
+        ("later:1 check leave", "1 loader", S.STOPPED),
+        ("leave later:1", "1 loader", S.STOPPED),
+        ("later:1 grant:3 stop:1 check", "1 forward", S.RUNNING),
+        ("stop:1 grant:3 later:1 check", "1 forward", S.RUNNING),
+        ("later:1 evict raises", "1 forward", S.STOPPED),
+        ("later:1 leave grant:3 stop:3 grant:5 check", "1 loader, 3 loader", S.RUNNING),
     ],
 )
 def test_a_turn_is_given_up_where_it_is_asked_for(
     box: Recorder, steps: str, parked: str, state: GateState
 ) -> None:
-    """``stop:1`` asks for turn 1, in favour of the next."""
+    """``stop:1`` asks for turn 1, in favour of the next; ``later:1`` for the end of its step."""
     gate = running(box)
     for step in steps.split():
         what, _, turn = step.partition(":")
         match what:
-            case "stop":
-                gate.request_stop(int(turn), int(turn) + 1)
+            case "stop" | "later":
+                gate.request_stop(int(turn), int(turn) + 1, at_boundary=what == "later")
             case "grant":
                 gate.grant(int(turn))
+            case "boundary":
+                gate.check("boundary")
             case "optimizer" | "over":
                 gate.in_optimizer_step = what == "optimizer"
             case "raises":
@@ -152,8 +163,8 @@ def test_a_swallowed_preemption_comes_again_and_commits_once(box: Recorder) -> N
 
 operations = st.lists(
     st.sampled_from(
-        ["stop", "stop old", "stop future", "grant", "grant old", "check", "leave", "evict",
-         "optimizer on", "optimizer off"]
+        ["stop", "stop later", "stop old", "stop future", "grant", "grant old", "check", "leave",
+         "evict", "optimizer on", "optimizer off"]
     ),
     max_size=40,
 )  # fmt: skip
@@ -175,6 +186,8 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
         match step:
             case "stop":
                 gate.request_stop(gate.turn, newest + 1)
+            case "stop later":
+                gate.request_stop(gate.turn, newest + 1, at_boundary=True)
             case "stop old":
                 gate.request_stop(gate.turn - 1, newest + 1)
             case "stop future":

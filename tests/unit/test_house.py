@@ -53,7 +53,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
-    "workers/training/": "commits devices errors failpoints inputs ipc job planning programs units",
+    "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
+    "programs units",
     "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",

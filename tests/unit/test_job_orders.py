@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeswitch import config
 from pipeswitch.ipc.messages import JobName
@@ -38,8 +40,11 @@ class Server(World):
             if isinstance(command, ev.Answer) and command.token in self._names:
                 self.ends_ms[self._names[command.token]] = self.now_ms - self.began_ms
 
-    def start(self, name: str, seconds: float, *, mib: int = 2, priority: int = 1) -> None:
-        training = Training(steps=round(seconds * 1000.0 / STEP_MS), step_ms=STEP_MS,
+    def start(
+        self, name: str, seconds: float, *, mib: int = 2, priority: int = 1,
+        step_ms: float = STEP_MS,
+    ) -> None:  # fmt: skip
+        training = Training(steps=round(seconds * 1000.0 / step_ms), step_ms=step_ms,
                             slice_bytes=2 * mib * MIB, state_bytes=mib * MIB)  # fmt: skip
         self.clients.train(JobName(name), training, priority=priority)
         self._names[self.clients.ask(JobName(name), "wait")] = name
@@ -77,6 +82,19 @@ def test_by_fair_one_that_comes_late_has_half_from_then_on(comes: str) -> None:
     assert had == pytest.approx([3000.0, 3000.0], abs=CYCLE_MS)
     server.run(server.now_ms + 90000.0)
     assert server.ends_ms.keys() == {"first", "second"}
+
+
+@given(steps_ms=st.lists(st.floats(50.0, 900.0), min_size=2, max_size=4))
+def test_by_fair_jains_index_is_near_one_however_long_their_steps_are(
+    steps_ms: list[float],
+) -> None:
+    server = Server("fair")
+    for index, step_ms in enumerate(steps_ms):
+        server.start(f"j{index}", 100.0, step_ms=step_ms)
+    for _ in range(2):
+        server.run(server.now_ms + 15.0 * CYCLE_MS)
+        had = [server.trained_ms(f"j{index}") for index in range(len(steps_ms))]
+        assert sum(had) ** 2 / (len(had) * sum(ms * ms for ms in had)) >= 0.95
 
 
 def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:

@@ -112,7 +112,7 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
                    ("tells", 1, "task"), ("moves", 1)]:  # fmt: skip
         world.apply(action)
     assert world.scheduler.machine.devices[0].state.jobs["job"].slot is None
-    assert world.area.on_disk == -1
+    assert world.areas["job"].on_disk == -1
     for action in [
         ("drain",),
         ("moves", 0),
@@ -123,7 +123,7 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
         assert world.left is None
         world.apply(action)
     assert world.left == 0
-    assert world.area.on_disk == 0
+    assert world.areas["job"].on_disk == 0
 
 
 def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:

@@ -1011,7 +1011,7 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     assert not rig.sent(StopTask)
     rig.tick(1000.0)
     (stop,) = rig.sent(StopTask)
-    assert (stop.epoch, stop.next_turn) == (one.epoch, 0)
+    assert (stop.epoch, stop.next_turn, stop.at_boundary) == (one.epoch, 0, True)
     rig.park(one)
     (run,) = rig.sent(RunJob)
     assert run.job == "two"
@@ -1019,6 +1019,31 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     rig.tick(2000.0)
     rig.park(two)
     assert one.state.state is TaskState.RUNNING
+
+
+@pytest.mark.parametrize("comes", ["request", "late"])
+def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
+    rig: Rig, comes: str
+) -> None:
+    """A request; or a step that outlasts a cycle, which is then shared in the middle."""
+    rig.register("a")
+    one = rig.start_training("one")
+    rig.train("two")
+    rig.tick(1000.0)
+    assert [stop.at_boundary for stop in rig.sent(StopTask)] == [True]
+    rig.tick(1999.0)
+    assert not rig.sent(StopTask)
+    if comes == "request":
+        rig.infer("a")
+    else:
+        rig.tick(2000.0)
+    (again,) = rig.sent(StopTask)
+    assert (again.turn, again.next_turn, again.at_boundary) == (one.turn, 0, False)
+    rig.infer("a")
+    assert not rig.sent(StopTask)
+    rig.park(one)
+    assert rig.state.current is not None
+    assert rig.state.workers[one.slot].may_raise == 0
 
 
 def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycles(

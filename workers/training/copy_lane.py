@@ -171,4 +171,6 @@ class CopyLanes:
 
     def _must_stand_aside(self) -> bool:
         """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
-        return self._gate.asked and not (self._gate.in_optimizer_step or self._is_closed)
+        gate = self._gate
+        is_stopping = gate.asked and not gate.waits_for_boundary
+        return is_stopping and not (gate.in_optimizer_step or self._is_closed)

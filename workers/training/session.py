@@ -571,7 +571,7 @@ class TrainingSession:
     def _before_optimizer(self) -> None:
         """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
         if self._optimizer_depth == 0:
-            self._gate.check("boundary")
+            self._gate.check("backward")
             if self._point is not None and self._committer is not None and not self._stepped:
                 is_intact = self._committer.parameters_are_intact(self._point)
                 if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):

@@ -16,10 +16,13 @@ class JobView(NamedTuple):
     share_ms: float  # of the device's time, since a job came to it last
     left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
     state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
+    born: int = 0  # the smaller, the earlier it was submitted
 
 
 class JobOrder:
     """Round robin: each has a cycle, then the next. Derive from it."""
+
+    has_cycles = True  # False: one yields at the end of any step
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         """The smallest goes next."""
@@ -37,6 +40,13 @@ class _Ranked(JobOrder):
         return self.rank(waiting) < self.rank(running)
 
 
+class Fifo(_Ranked):
+    """One after the other, as they were submitted; while one cannot go on, the next."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        return (job.born,)
+
+
 class Fair(_Ranked):
     """Who has had the least of the device's time, since the last of them came, goes next."""
 
@@ -46,6 +56,8 @@ class Fair(_Ranked):
 
 class ShortestFirst(_Ranked):
     """The one that would end first (srtf). One of which that is not known runs until it is."""
+
+    has_cycles = False
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)
@@ -59,5 +71,5 @@ class Pack(_Ranked):
 
 
 JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
-    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "pack": Pack(),
+    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "fifo": Fifo(), "pack": Pack(),
 }  # fmt: skip

@@ -271,16 +271,19 @@ class Jobs:
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
-        """Steps done, and how fast since the last report that was not interrupted."""
-        core, before = self._core, job.step
+        """Steps done, and how fast while it had the device, since the last report."""
+        before = job.step
         job.step = _number(values.get("step"), job.step)
         job.epoch_index = _number(values.get("epoch"), job.epoch_index)
         job.steps_left = _number(values.get("left"), -1)
-        elapsed_ms = core.now_ms - job.reported_at_ms
-        if job.step > before and job.reported_at_ms and elapsed_ms > 0:
+        has_device = self.home(job).state.training == job.name
+        share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
+        trained_ms = share_ms + job.counted_from_ms
+        elapsed_ms = trained_ms - job.reported_trained_ms
+        if job.step > before and job.reported_epoch == job.epoch and elapsed_ms > 0:
             rate = (job.step - before) * 1000.0 / elapsed_ms
             job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
-        job.reported_at_ms = core.now_ms
+        job.reported_epoch, job.reported_trained_ms = job.epoch, trained_ms
         if isinstance(values.get("log"), dict):
             job.last_log = values["log"] or job.last_log
         if isinstance(values.get("activations"), dict):

@@ -217,11 +217,17 @@ class Training:
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
             is_wanted = self._waiting_behind(job)
-            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms
+            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms * self._order.has_cycles
             if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
-                self.stop(job.name, Turn(0), Slot(0))
+                self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
             elif is_wanted:
                 core.look_again(ends_at_ms, JOBS)
+        elif state is TaskState.STOPPING and job.stops_at_boundary:
+            step_late_at_ms = job.stop_asked_at_ms + settings.training_cycle_ms
+            if core.now_ms >= step_late_at_ms:  # it shares the device in the middle of its steps
+                self.stop(job.name, Turn(0), Slot(0))
+            else:
+                core.look_again(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
 
@@ -275,17 +281,27 @@ class Training:
                 else:
                     core.look_again(worker.retired_at_ms + grace_ms, JOBS)
 
-    def stop(self, name: JobName, next_turn: Turn, next_slot: Slot) -> None:
+    def stop(
+        self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
+    ) -> None:
         """Ask the job that holds the device to step aside and to hand the turn on by itself.
 
         Once for each of its turns: a later request is served when it has parked. One that is
-        being evicted is asked too; it answers before it commits and unwinds.
+        being evicted is asked too; it answers before it commits and unwinds. For another job it
+        may end its step (``at_boundary``), so that its activations are gone when that one makes
+        its own; who cannot wait for that asks once more, and the controller hands the turn on: the
+        answer to the first may be on its way.
         """
         core, device, job = self._core, self._device, self._device.jobs[name]
-        if job.slot is None or job.stopped_turn == job.turn:
+        if job.slot is None:
             return
-        job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
-        job.stopped_turn = job.turn
+        if job.stopped_turn == job.turn:
+            if at_boundary or not job.stops_at_boundary:
+                return
+            next_turn, next_slot = Turn(0), Slot(0)
+        else:
+            job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
+        job.stopped_turn, job.stops_at_boundary = job.turn, at_boundary
         job.stop_asked_at_ms = core.now_ms
         device.workers[job.slot].may_raise = next_turn
         core.touched |= JOBS
@@ -294,7 +310,11 @@ class Training:
             ToWorker(
                 slot=job.slot,
                 message=StopTask(
-                    epoch=job.epoch, turn=job.turn, next_turn=next_turn, next_slot=next_slot
+                    epoch=job.epoch,
+                    turn=job.turn,
+                    next_turn=next_turn,
+                    next_slot=next_slot,
+                    at_boundary=at_boundary,
                 ),
                 channel="signal",
             )

@@ -1,0 +1,99 @@
+"""Three jobs whose slices fit: side by side on the device, switched between two steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
+
+from pipeswitch.client.client import Task
+
+SEED: Final = 17
+ROUNDS: Final = 6
+EPOCH_STEPS: Final = 50
+SCRIPT: Final = """
+    import hashlib, os, sys
+    import torch
+    from pipeswitch import job
+    out, epochs, width = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.manual_seed(width)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(width, 8)
+    ).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.001)
+    data = [torch.full((256, 64), float(i % 7)) for i in range(50)]
+
+    def persistent():
+        moments = [t for s in optimizer.state.values() for t in s.values()]
+        tensors = [*net.parameters(), *(t for t in moments if isinstance(t, torch.Tensor))]
+        return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+    before = None
+    for epoch in job.epochs(epochs):
+        if os.path.exists(f"{out}.enough-{epoch}"):
+            break
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            assert before in (None, persistent()), "another job wrote to its slice"
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before = persistent()
+    with open(out, "w") as file:
+        file.write(f"{job.step} {persistent()} {torch.rand(1).item().hex()}")
+"""
+
+
+def hurt(checked: Checked, task: Task, how: str) -> None:
+    """One job loses its process or its memory; the others are not asked."""
+    before = task.status()["restarts"]
+    pid = until(lambda: checked.row(task.name)["pid"], "it has a worker")
+    if how == "kill":
+        assert kill(pid)
+        until(lambda: task.status()["restarts"] > before, "its death is known")
+    else:
+        task.pause()
+        task.resume()
+
+
+@pytest.mark.timeout(240)
+def test_three_jobs_under_requests_evictions_and_kills_end_as_each_alone(tmp_path: Path) -> None:
+    script, dice = write_script(tmp_path, "one.py", SCRIPT), random.Random(SEED)
+    environment = {
+        "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
+        "PIPESWITCH_SCHEDULER__TRAINING": "fair",
+        "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+    }
+    with checked_server(arena="64MiB", environment=environment) as checked:
+        checked.client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
+        out = {width: tmp_path / f"served-{width}" for width in (32, 48, 64)}
+        tasks = {
+            width: checked.client.train(
+                script, name=f"j{width}", args=[str(path), "1000000", str(width)]
+            )
+            for width, path in out.items()
+        }
+
+        def are_resident() -> bool:
+            rows = [task.status() for task in tasks.values()]
+            trained = all(row["lease_bytes"] and row["suspensions"] for row in rows)
+            return trained and [row["state"] for row in rows].count("suspended") == 2
+
+        until(are_resident, "each has trained, and two wait in place")
+        for _ in range(ROUNDS):
+            for _ in range(dice.randrange(4)):
+                assert checked.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)
+            hurt(checked, tasks[dice.choice([*tasks])], dice.choice(("kill", "evict")))
+        until(are_resident, "all are side by side again", 60.0)
+        for width, task in tasks.items():
+            Path(f"{out[width]}.enough-{task.status()['step'] // EPOCH_STEPS + 5}").touch()
+        rows = {width: finish(task) for width, task in tasks.items()}
+        assert sum(row["restarts"] for row in rows.values()) > 1
+        assert sum(row["evictions"] for row in rows.values()) > 1
+        for width, row in rows.items():
+            alone = tmp_path / f"alone-{width}"
+            run_plain(script, str(alone), str(row["step"] // EPOCH_STEPS), str(width))
+            assert out[width].read_text() == alone.read_text(), row
