@@ -16,9 +16,26 @@ from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.ipc.gate import Gate, GateState
 from workers.training.activations import Activations, Place
+from workers.training.copy_lane import CopyLanes
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Grads = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def lanes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Their threads: a log of more than a hundred is cut off."""
+    made: list[CopyLanes] = []
+    begin = CopyLanes.__init__
+
+    def recorded(self: CopyLanes, *given: Any) -> None:
+        made.append(self)
+        begin(self, *given)
+
+    monkeypatch.setattr(CopyLanes, "__init__", recorded)
+    yield
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,8 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-MOST_PRODUCT_LINES = 62_600  # with "more than fits" (1.9 of 2.5 thousand); to become 48,000
-MOST_TEST_LINES = 59_300  # to become 47,000
+MOST_PRODUCT_LINES = 64_300  # with "more than fits" (1.9 of 2.5 thousand); to become 48,000
+MOST_TEST_LINES = 59_800  # to become 47,000
 
 
 def lines_of(*tops: str) -> int:
