@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import InvalidInput, SequenceNotFound
+from ..errors import InvalidInput, SequenceNotFound, TaskFailed
 from ..ipc.messages import SlabTensor
 from ..programs.dims import NoExtent, Values, match, shape_at
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, ValueSpec, aligned
@@ -45,6 +45,13 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
     capacity: int  # rows
     least: int  # that its input has: of zeros, until there are as many
     used: int = 0
+
+    def has_room_for(self, made: SlabTensor | None) -> bool:
+        """Whether these are whole rows, no more than were foreseen."""
+        if made is None:
+            return False
+        left_bytes = (self.capacity - self.used) * self.row_bytes
+        return made.size_bytes <= left_bytes and made.size_bytes % self.row_bytes == 0
 
 
 class Held(msgspec.Struct, kw_only=True, eq=False):
@@ -86,11 +93,17 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Answer) -> Answer:
-        """What its client gets: the state stays."""
+        """What its client gets: the state stays. What a worker claims may be wrong: then it is as
+        before, and the answer says so."""
         if answer.error is not None:
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}
-        self.made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
+        made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
+        fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
+        if made.keys() != self.state.keys() or not fits:
+            error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
+            return Answer(token=answer.token, error=error)
+        self.made = made
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
         return msgspec.structs.replace(answer, outputs=told, body=body)
@@ -123,6 +136,7 @@ class Sequences:
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, Held] = {}
+        self._look_at_ms = 0.0  # none is abandoned before
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
         """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
@@ -307,6 +321,8 @@ class Sequences:
     def expire(self) -> float:
         """Drop those that were abandoned; milliseconds until the next one may be."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
+        if now_ms < self._look_at_ms:
+            return self._look_at_ms - now_ms
         for held in list(self.held.values()):
             left_ms = held.used_at_ms + IDLE_MS - now_ms
             if held.is_busy:
@@ -315,6 +331,7 @@ class Sequences:
                 self.drop(held)
             else:
                 next_ms = min(next_ms, left_ms)
+        self._look_at_ms = now_ms + next_ms
         return next_ms
 
     def end(self, name: str, caller: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeswitch.errors import InvalidInput, SequenceNotFound
+from pipeswitch.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.frontend.sequences import IDLE_MS, Asked, Held, Sequences, asked_of
@@ -132,6 +132,31 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
         rig.answer(key)
     rig.now_ms += IDLE_MS
     assert rig.sequences.rows(None) == []
+    assert rig.pool.is_empty
+    rig.pool.close()
+
+
+@pytest.mark.parametrize("claim", ["no rows", "no state", "too many rows", "half a row"])
+def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
+    rig, client = Rig(), cast(Any, None)
+    for step in range(3):
+        assert rig.ask("a", "one", client, starts=step == 0)
+        if step < 2:
+            rig.answer(("a", "one"))
+    held, room, _ = rig.under_way.pop(("a", "one"))
+    before, at = (dict(held.values), held.room, held.steps), room.reply_offset_bytes
+    sizes = {"no rows": 0, "too many rows": 3 * 64, "half a row": 2}
+    state = SlabTensor(name="h_out", dtype="uint8", shape=(1, BYTES), offset_bytes=at,
+                       size_bytes=BYTES)  # fmt: skip
+    size = sizes.get(claim, 3)
+    rows = SlabTensor(name="rows", dtype="uint8", shape=(size,), offset_bytes=at, size_bytes=size)
+    outputs = {"no rows": (state,), "no state": (rows,)}.get(claim, (state, rows))
+    answer = held.answered(Answer(token=Token(1), outputs=outputs))
+    assert isinstance(answer.error, TaskFailed)
+    rig.pool.release_inputs(room)
+    rig.sequences.ended(held, room, is_ok=False, is_sent=True)
+    assert (held.values, held.room, held.steps) == before
+    rig.sequences.end("one", "a")
     assert rig.pool.is_empty
     rig.pool.close()
 
