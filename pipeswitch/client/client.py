@@ -775,8 +775,8 @@ def _decoder(model: Any, tokenizer: Any, max_batch: int, folder: Path, notes: li
     return path
 
 
-def _states(state: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    return {name: (one, -1) if isinstance(one, str) else tuple(one) for name, one in state.items()}
+def _states(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: (one, -1) if isinstance(one, str) else one for name, one in state.items()}
 
 
 def _folder(stack: contextlib.ExitStack) -> Path:

@@ -115,7 +115,9 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
         if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
             texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
             raise RegistrationRefused(
-                "state", f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
+                "state",
+                f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
+                + (f", to be appended along dimension {axis}" if axis >= 0 else ""),
             )
     if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
         raise RegistrationRefused("state", "an output is one input, and one input is no state")

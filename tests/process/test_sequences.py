@@ -196,6 +196,12 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
     with pytest.raises(RegistrationRefused, match='no output "h_uot"'):
         client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
                         state={"h": "h_uot"})  # fmt: skip
+    with pytest.raises(RegistrationRefused, match="appended along dimension 5"):
+        client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
+                        state={"h": ("h_out", 5)})  # fmt: skip
+    for odd in ({"h": 5}, {"h": ("h_out", -2)}):
+        with pytest.raises(InvalidInput, match="register: state"):
+            client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2), state=odd)
 
 
 def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: Checked) -> None:
