@@ -384,7 +384,7 @@ def test_a_number_that_is_no_socket_leaves_no_descriptor(tmp_path: Path) -> None
         for number in (folder, wake, 10_000):
             assert keyed.inode_of(number, 5555) == 0
             assert keyed.received_bytes(number) == 0
-        assert set(descriptors()) == before
+        assert set(descriptors()) <= before
     finally:
         os.close(folder)
         os.close(wake)

@@ -25,6 +25,7 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     TransmitModel,
 )
+from tests.open_files import open_files
 
 MIB = 1 << 20
 ARENA_BYTES = STORE_BYTES = 8 * MIB
@@ -284,7 +285,7 @@ def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyP
 
 def test_closing_gives_everything_back() -> None:
     gc.collect()  # mappings that other tests left
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files("memfd")
     rig = Rig()
     rig.fill_store(0, bytes(MIB))
     rig.run(order(1, [MIB]))
@@ -292,4 +293,4 @@ def test_closing_gives_everything_back() -> None:
     world = rig.world
     assert (world.used_bytes, world.registered, world.streams, world.events) == (0, {}, {}, {})
     assert world.host_blocks == {}
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_files("memfd") == descriptors

@@ -14,6 +14,7 @@ from pipeswitch.gateway.oip import InferRequest, Output, Place, RequestedOutput,
 from pipeswitch.gateway.refusals import NotFound, TooLarge
 from pipeswitch.gateway.regions import FOLDER, MAX_REGIONS, Regions
 from pipeswitch.roles import OWNER, Role, Standing
+from tests.open_files import open_files
 
 SIZE = 10_000
 KEY = f"/pipeswitch-test-{os.getpid()}"
@@ -86,13 +87,13 @@ def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
 
 
 def test_the_files_of_regions_are_closed(regions: Regions) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(KEY)
     regions.register(OWNER, "another", {"key": KEY, "byte_size": 1})
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert open_files(KEY) == before + 1
     regions.unregister(OWNER, "another")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(KEY) == before
     regions.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 2
+    assert open_files(KEY) == before - 2
 
 
 def test_no_caller_sees_anothers_region(regions: Regions) -> None:
@@ -161,10 +162,10 @@ def test_what_is_no_plain_file_is_refused(regions: Regions, tmp_path: Path) -> N
 def test_a_stretch_that_the_file_does_not_have_is_refused(
     regions: Regions, fields: dict[str, Any]
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(KEY)
     with pytest.raises(InvalidInput):
         regions.register(OWNER, "x", {"key": KEY, **fields})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(KEY) == before
 
 
 @pytest.mark.parametrize("place", [at(0, 501), at(500, 1), at(1 << 50, 1), at(0, 1 << 50)])

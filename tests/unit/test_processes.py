@@ -21,6 +21,7 @@ from pipeswitch.controller.processes import (
 )
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import ChildExited, Epoch, Forked, Message, Pong
+from tests.open_files import open_files
 
 PID, OTHER = 71, 72
 
@@ -30,14 +31,13 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
     heard: list[tuple[Message, list[int]]] = []
     child = Child("worker", "w", [ours], lambda *news: heard.append(news), lambda status: None)
     child.open_channels.add(ours.fileno())
-    sent = os.memfd_create("sent")
+    sent = os.memfd_create("sent-unasked")
     with selectors.DefaultSelector() as selector:
         processes = Processes(selector, tmp_path / "log", lambda reason: None)
-        before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             theirs.send(Pong(epoch=Epoch(1)), [sent, sent])
             processes._read_one(child, ours)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files("sent-unasked") == 1
     assert heard == [(Pong(epoch=Epoch(1)), [])] * 3
     for channel in (ours, theirs):
         channel.close()
