@@ -23,6 +23,7 @@ from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import (
+    Back,
     BindTenant,
     Cleaned,
     EvictTask,
@@ -230,6 +231,7 @@ class Worker:
             self._gate.grant(message.turn)
         self._keep_in_step()
         self._gate.after_boundary = give_freed_memory_back
+        self._gate.on_back = self._on_back
         ended = run_script(message, self._host, self._gate)
         self._host.ended()
         reach("job.ended")
@@ -316,6 +318,9 @@ class Worker:
                 host.publish_answered(message)
             case _:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
+
+    def _on_back(self, turn: int) -> None:
+        self._control.send(Back(epoch=self._job_epoch, turn=turn))  # type: ignore[arg-type]
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Called by the thread that parks, with the gate's lock held: pass the device on."""

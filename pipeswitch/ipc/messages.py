@@ -440,7 +440,8 @@ class StopTask(Message, frozen=True):
     turn: Turn
     next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
     next_slot: Slot
-    at_boundary: bool = False  # for another job: the step ends first, unless it is told again
+    at_boundary: bool = False  # for another job: when it next leaves the device (its step is over,
+    # as a rule), unless it is told again
 
 
 class Parked(Message, frozen=True):
@@ -452,6 +453,13 @@ class Parked(Message, frozen=True):
     where: Literal["forward", "backward", "boundary", "loader"]
     asked_at_ms: float
     parked_at_ms: float
+
+
+class Back(Message, frozen=True):
+    """worker -> controller: away (it fetched a batch) as it gave up ``turn``, it can compute now."""
+
+    epoch: Epoch
+    turn: Turn
 
 
 class GrantTurn(Message, frozen=True):
@@ -717,7 +725,7 @@ AnyMessage = (
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
-    | Parked | GrantTurn
+    | Parked | Back | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage

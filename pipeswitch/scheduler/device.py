@@ -16,6 +16,7 @@ from ..ipc.messages import (
     LeaseRequest,
     Message,
     ModelPrepared,
+    Back,
     Parked,
     Pong,
     Scrubbed,
@@ -101,6 +102,8 @@ class Device:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
+            case Back() as message:
+                self.training.back(worker, message)
             case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
             case Pong(epoch=epoch):

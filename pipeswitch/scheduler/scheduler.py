@@ -29,6 +29,7 @@ from ..ipc.messages import (
     JobReport,
     ModelStored,
     Moved,
+    Back,
     Parked,
     Pong,
     PublishStep,
@@ -104,6 +105,7 @@ CHANGES: Final[Mapping[type, int]] = {
     JobReport: 0,
     CommitStep: 0,
     Parked: TURN | WORKERS | JOBS,
+    Back: JOBS,
 }
 
 

@@ -85,7 +85,7 @@ class Main:
         ("evict leave stop:1", "1 loader", S.STOPPED),
         # For another job the step goes on to its end, unless it is asked for again, or evicted.
         ("later:1 check grant:3 check", "", S.STOPPING),
-        ("later:1 check grant:3 boundary", "1 boundary", S.RUNNING),
+        ("later:1 check boundary grant:3 leave", "1 loader", S.AWAY),
         ("later:1 check leave", "1 loader", S.STOPPED),
         ("leave later:1", "1 loader", S.STOPPED),
         ("later:1 grant:3 stop:1 check", "1 forward", S.RUNNING),

@@ -420,10 +420,12 @@ class TrainingSession:
         while True:
             self._unwind_if_evicted()
             self._gate.leave("loader")
+            began_ms = self._host.now_ms()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            self._reports.fetched(self._host.now_ms() - began_ms)
             self._gate.enter()
             self._watch.begin_body()
             self._in_body = True

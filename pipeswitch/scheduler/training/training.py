@@ -6,6 +6,7 @@ from typing import Final
 
 from ...errors import WorkerLost
 from ...ipc.messages import (
+    Back,
     EvictTask,
     GrantTurn,
     JobEnded,
@@ -21,7 +22,7 @@ from ..device_state import DeviceState
 from ..events import ToWorker
 from ..memory.leases import Leases, Slices
 from ..memory.regions import Owner
-from ..policies.job_orders import JOB_ORDERS
+from ..policies.job_orders import JOB_ORDERS, JobView
 from ..records import NO_TURN, Job, Worker
 from ..states import (
     TASK_ON_WORKER,
@@ -96,7 +97,7 @@ class Training:
             )
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
-        return sorted(able, key=self.rank)
+        return sorted(able, key=lambda job: (job.priority, job.is_away, *self.rank(job)))
 
     def rank(self, job: Job) -> tuple[float, ...]:
         """Of one that has not the device; the smallest goes next."""
@@ -110,20 +111,20 @@ class Training:
         """
         return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
 
-    def _waiting_behind(self, running: Job) -> bool:
-        """Whether another job wants the device, or memory the running one may have."""
+    def _waiting_behind(self, running: Job) -> list[JobView]:
+        """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
             job for job in self._device.jobs.values() if job.lease_asked_bytes
         ]
         own = running.view(self._core.now_ms)
-        return any(
-            job is not running
-            and (
-                job.priority < running.priority
-                or (job.priority == running.priority and self._order.yields(own, job.view(0.0)))
-            )
+        return [
+            view
             for job in waiting
-        )
+            if job is not running
+            and not job.is_away
+            and job.priority <= running.priority
+            and ((view := job.view(0.0)).priority < own.priority or self._order.yields(own, view))
+        ]
 
     def _run_next(self) -> None:
         for job in self._runnable():
@@ -193,6 +194,7 @@ class Training:
         core, device = self._core, self._device
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
+        job.is_away = False
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
         job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
@@ -216,11 +218,13 @@ class Training:
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            is_wanted = self._waiting_behind(job)
-            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms * self._order.has_cycles
-            if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
+            behind, own = self._waiting_behind(job), job.view(core.now_ms)
+            ends_at_ms = job.cycle_began_at_ms
+            if not any(self._order.is_impatient(own, one) for one in behind):
+                ends_at_ms += job.cycle_left_ms
+            if behind and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
-            elif is_wanted:
+            elif behind:
                 core.look_again(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING and job.stops_at_boundary:
             step_late_at_ms = job.stop_asked_at_ms + settings.training_cycle_ms
@@ -335,6 +339,7 @@ class Training:
             worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
             job.suspensions += 1
             job.parked_at_ms = core.now_ms
+            job.is_away = message.where == "loader"
             core.counts["preemptions"] += 1
         self._device.span(
             f"worker {worker.slot}",
@@ -351,6 +356,12 @@ class Training:
         )
         self._device_left(job)
         return True
+
+    def back(self, worker: Worker, message: Back) -> None:
+        """It could compute again, if it had the device."""
+        job = self._device.job_of(worker, message.epoch)
+        if job is not None and message.turn == job.turn:
+            job.is_away = False
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
@@ -403,7 +414,7 @@ class Training:
         worker.deaths = 0
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
-        job.slot = None
+        job.slot, job.is_away = None, False
         job.lease_asked_bytes = 0
         job.lease_bytes = 0
         job.step = max(job.step, message.step)
@@ -429,7 +440,7 @@ class Training:
         job = device.jobs.get(name)
         if job is not None and job.slot == worker.slot:
             self._device_left(job)
-            job.slot = None
+            job.slot, job.is_away = None, False
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
             job.deaths_without_progress += worker.is_blamed
