@@ -97,11 +97,11 @@ class Training:
             )
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
-        return sorted(able, key=lambda job: (job.priority, job.is_away, *self.rank(job)))
+        return sorted(able, key=self.rank)
 
     def rank(self, job: Job) -> tuple[float, ...]:
         """Of one that has not the device; the smallest goes next."""
-        return (job.priority, *self._order.rank(job.view(0.0)))
+        return (job.priority, job.is_away, *self._order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
         """Whether something of its last dispatch is not over yet.
@@ -218,9 +218,8 @@ class Training:
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            behind, own = self._waiting_behind(job), job.view(core.now_ms)
-            ends_at_ms = job.cycle_began_at_ms
-            if not any(self._order.is_impatient(own, one) for one in behind):
+            behind, ends_at_ms = self._waiting_behind(job), job.cycle_began_at_ms
+            if behind and not self._is_impatient(job, behind):
                 ends_at_ms += job.cycle_left_ms
             if behind and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
@@ -234,6 +233,10 @@ class Training:
                 core.look_again(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
+
+    def _is_impatient(self, running: Job, behind: list[JobView]) -> bool:
+        own = running.view(self._core.now_ms)
+        return any(self._order.is_impatient(own, one) for one in behind)
 
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
