@@ -58,6 +58,7 @@ from .inference.task import Programs, infer, warm_up
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
+from .training.tiles import Tiles
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
@@ -225,6 +226,8 @@ class Worker:
         *descriptors, environment = descriptors
         take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
+        if message.activation_bytes:
+            self._host.tiles = Tiles(self._view, self._settings.slot, message.activation_bytes)
         self._job_epoch = message.epoch
         self._job_known.set()
         if message.turn:

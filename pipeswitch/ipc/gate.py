@@ -53,7 +53,7 @@ from typing import Literal
 
 from ..errors import TaskPreempted
 
-Where = Literal["forward", "backward", "boundary", "loader"]
+Where = Literal["forward", "backward", "boundary", "loader", "copies"]
 OnParked = Callable[[int, int, Where], None]
 
 
@@ -105,6 +105,7 @@ class Gate:
         self._granted = 0  # the newest turn granted, >= _turn
         self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
         self._at_boundary = False  # that one is for the end of the step
+        self._is_for_job = False  # the last one that was answered was so
         self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "loader"  # where the main thread last waited or left
@@ -163,7 +164,16 @@ class Gate:
                 self._take_up_grant()
             elif self._state is GateState.RUNNING:
                 self._state = GateState.AWAY
+            is_after, self._is_after_boundary = self._is_after_boundary, False
             self._refresh()
+        if is_after:
+            self.after_boundary()
+
+    def pause(self, timeout_s: float) -> None:
+        """Away, wait until the turn is given up, or so long."""
+        with self._changed:
+            if self._state is GateState.AWAY and not self.has_call:
+                self._changed.wait(timeout_s)
 
     # ------------------------------------------------------------------ termination thread
 
@@ -223,6 +233,13 @@ class Gate:
         return self._state is GateState.STOPPING and self._at_boundary and not self.has_call
 
     @property
+    def lets_copy(self) -> bool:
+        """No request has asked for the device: at most another job computes."""
+        if self._state is GateState.STOPPING:
+            return self.waits_for_boundary
+        return not self.has_call and (self._is_for_job or not self._is_given_up)
+
+    @property
     def state(self) -> GateState:
         """For showing and for tests; deciding on it is a race."""
         with self._changed:
@@ -248,13 +265,19 @@ class Gate:
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
 
+    @property
+    def _is_given_up(self) -> bool:
+        return self._state in (GateState.STOPPED, GateState.PARKED)
+
     def _acknowledge(self, where: Where, then: GateState) -> None:
         """Answer the accepted stop, once; from here on the turn is no longer ours."""
         assert self._accepted is not None
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
         self._where = where
-        self._is_after_boundary, self._at_boundary = self._at_boundary, False
+        self._is_after_boundary = self._is_for_job = self._at_boundary
+        self._at_boundary = False
+        self._changed.notify_all()
         self._on_parked(turn, next_turn, where)
 
     def _take_up_grant(self) -> None:
@@ -284,7 +307,7 @@ class Gate:
             self._state = GateState.PARKED
             if self._turn:
                 self.on_back(self._turn)
-        while not self.has_call and self._state is GateState.PARKED:
+        while not self.has_call and self._is_given_up:
             self._where = where
             self._changed.wait()
             # asked back before this thread woke up

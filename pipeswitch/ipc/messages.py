@@ -406,6 +406,7 @@ class RunJob(Message, frozen=True):
     steps_recomputed: int = 0
     share: str = ""  # tenant/group: those whose input it shares; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
+    activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own
 
 
 class LeaseRequest(Message, frozen=True):
@@ -450,13 +451,13 @@ class Parked(Message, frozen=True):
     epoch: Epoch
     turn: Turn
     next_turn: Turn
-    where: Literal["forward", "backward", "boundary", "loader"]
+    where: Literal["forward", "backward", "boundary", "loader", "copies"]
     asked_at_ms: float
     parked_at_ms: float
 
 
 class Back(Message, frozen=True):
-    """worker -> controller: away (it fetched a batch) as it gave up ``turn``, it can compute now."""
+    """worker -> controller: away as it gave up ``turn`` (for a batch, for copies), it is back."""
 
     epoch: Epoch
     turn: Turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ipc.messages import (
+    Back,
     Cleaned,
     CommitPersisted,
     CommitStep,
@@ -16,7 +17,6 @@ from ..ipc.messages import (
     LeaseRequest,
     Message,
     ModelPrepared,
-    Back,
     Parked,
     Pong,
     Scrubbed,

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import ServerUnavailable
 from ..ipc.messages import (
+    Back,
     BuildDone,
     BuildFailed,
     BuildProgress,
@@ -29,7 +30,6 @@ from ..ipc.messages import (
     JobReport,
     ModelStored,
     Moved,
-    Back,
     Parked,
     Pong,
     PublishStep,

@@ -94,7 +94,7 @@ class FakeHost:
         return CpuCopies(1e8)
 
     is_publishing = False
-    ring = None
+    ring = tiles = None
 
     def await_copy(self) -> None:
         pass
@@ -509,7 +509,7 @@ def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None
         assert {"forward", "backward"} & set(places)
         assert any(kept)
         assert not calls
-    assert len(set(calls)) == len(calls)
+    assert len(calls) <= len(places)
     assert result.trace == expected.trace
     assert result.final == expected.final
     assert "committed" in host.kinds()

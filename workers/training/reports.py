@@ -41,9 +41,9 @@ class Reports:
             self._host.remember(step, known)
         return known
 
-    def fetched(self, took_ms: float) -> None:
-        """A batch; others could compute meanwhile."""
-        self._away_ms.append(took_ms)
+    def was_away(self, ms: float) -> None:
+        """For a batch, and in the step before for copies; others could compute meanwhile."""
+        self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:
         """``left``: steps until the job ends; -1: not known."""

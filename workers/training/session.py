@@ -417,6 +417,7 @@ class TrainingSession:
     # ------------------------------------------------------------------------- the loop
 
     def _run(self, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
+        away_ms = 0.0
         while True:
             self._unwind_if_evicted()
             self._gate.leave("loader")
@@ -425,7 +426,9 @@ class TrainingSession:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._reports.fetched(self._host.now_ms() - began_ms)
+            away_ms += self._host.now_ms() - began_ms
+            self._reports.was_away(away_ms)
+            away_ms = 0.0
             self._gate.enter()
             self._watch.begin_body()
             self._in_body = True
@@ -434,6 +437,7 @@ class TrainingSession:
             else:
                 with self._activations.body(batch):
                     yield batch
+                away_ms = self._activations.away_ms
             if self._open_loop is not this_loop:
                 raise InvalidInput(
                     "job.steps inside job.steps: a loop began in the body of this one",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-
 WORTH_MS: Final = 3.0  # from the device's leaving one job to its coming back: two switches
 
 
@@ -79,7 +78,7 @@ class Pack(_Ranked):
 
 
 class Coshift(JobOrder):
-    """Zico: two jobs phase by phase. While the one does without the device, the other one has it."""
+    """Zico: two jobs phase by phase. While one does without the device, the other one has it."""
 
     def is_impatient(self, running: JobView, waiting: JobView) -> bool:
         return any(not 0 <= job.away_ms < WORTH_MS for job in (running, waiting))

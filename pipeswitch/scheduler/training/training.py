@@ -182,6 +182,7 @@ class Training:
                     steps_recomputed=job.steps_recomputed,
                     share=job.group,
                     defaults=job.defaults,
+                    activation_bytes=core.settings.activation_memory_bytes,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,
             )
@@ -342,7 +343,7 @@ class Training:
             worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
             job.suspensions += 1
             job.parked_at_ms = core.now_ms
-            job.is_away = message.where == "loader"
+            job.is_away = message.where in ("loader", "copies")
             core.counts["preemptions"] += 1
         self._device.span(
             f"worker {worker.slot}",
