@@ -322,8 +322,10 @@ class Worker:
             case _:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
 
-    def _on_back(self, turn: int) -> None:
-        self._control.send(Back(epoch=self._job_epoch, turn=turn))  # type: ignore[arg-type]
+    def _on_back(self, turn: int, is_blocked: bool) -> None:
+        self._control.send(
+            Back(epoch=self._job_epoch, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
+        )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Called by the thread that parks, with the gate's lock held: pass the device on."""

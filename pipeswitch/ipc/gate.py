@@ -88,8 +88,9 @@ class Gate:
             ``TaskPreempted``: the place to commit. What it raises is raised.
         after_boundary: called by the main thread without the lock, at most once for each stop that
             was for a boundary, before it waits: another job computes now.
-        on_back: called ``(turn)`` with the lock held, by a main thread that was away when that turn
-            was given up, and waits for the next one now.
+        on_back: called ``(turn, is_blocked)`` with the lock held, by a main thread that was away
+            when that turn was given up, and waits for the next one now; or that has it, and cannot
+            go on before others have let go of memory.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
@@ -97,7 +98,7 @@ class Gate:
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.after_boundary: Callable[[], None] = _nothing
-        self.on_back: Callable[[int], None] = lambda _: None
+        self.on_back: Callable[[int, bool], None] = lambda *_: None
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
@@ -170,9 +171,10 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """Away, wait until the turn is given up, or so long."""
+        """Away: others may compute first. Wait until the turn is given up, or so long."""
         with self._changed:
             if self._state is GateState.AWAY and not self.has_call:
+                self.on_back(self._turn, True)
                 self._changed.wait(timeout_s)
 
     # ------------------------------------------------------------------ termination thread
@@ -306,7 +308,7 @@ class Gate:
         if self._state is GateState.STOPPED and not self._evicting:
             self._state = GateState.PARKED
             if self._turn:
-                self.on_back(self._turn)
+                self.on_back(self._turn, False)
         while not self.has_call and self._is_given_up:
             self._where = where
             self._changed.wait()

@@ -461,6 +461,7 @@ class Back(Message, frozen=True):
 
     epoch: Epoch
     turn: Turn
+    is_blocked: bool = False  # it has the turn, and needs memory that other jobs must let go first
 
 
 class GrantTurn(Message, frozen=True):

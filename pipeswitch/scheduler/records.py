@@ -288,6 +288,7 @@ class Job:
     stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
     stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
+    is_blocked: bool = False  # it needs memory for activations that the others have
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)

@@ -152,8 +152,8 @@ class SimulatedScript:
             epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
             asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
 
-    def _back(self, turn: int) -> None:
-        self._say("signal", Back(epoch=self.order.epoch, turn=Turn(turn)))
+    def _back(self, turn: int, is_blocked: bool) -> None:
+        self._say("signal", Back(epoch=self.order.epoch, turn=Turn(turn), is_blocked=is_blocked))
 
     # -- main thread ---------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ class JobView(NamedTuple):
 class JobOrder:
     """Round robin: each has a cycle, then the next. Derive from it."""
 
+    shares = False  # one may stop for another in its step, while it waits for copies
+
     def rank(self, job: JobView) -> tuple[float, ...]:
         """The smallest goes next."""
         return (job.place,)
@@ -79,6 +81,8 @@ class Pack(_Ranked):
 
 class Coshift(JobOrder):
     """Zico: two jobs phase by phase. While one does without the device, the other one has it."""
+
+    shares = True
 
     def is_impatient(self, running: JobView, waiting: JobView) -> bool:
         return any(not 0 <= job.away_ms < WORTH_MS for job in (running, waiting))

@@ -101,7 +101,7 @@ class Training:
 
     def rank(self, job: Job) -> tuple[float, ...]:
         """Of one that has not the device; the smallest goes next."""
-        return (job.priority, job.is_away, *self._order.rank(job.view(0.0)))
+        return (job.is_blocked, job.priority, job.is_away, *self._order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
         """Whether something of its last dispatch is not over yet.
@@ -122,8 +122,10 @@ class Training:
             for job in waiting
             if job is not running
             and not job.is_away
-            and job.priority <= running.priority
-            and ((view := job.view(0.0)).priority < own.priority or self._order.yields(own, view))
+            and ((view := job.view(0.0)).priority <= own.priority or running.is_blocked)
+            and (
+                view.priority != own.priority or running.is_blocked or self._order.yields(own, view)
+            )
         ]
 
     def _run_next(self) -> None:
@@ -182,7 +184,7 @@ class Training:
                     steps_recomputed=job.steps_recomputed,
                     share=job.group,
                     defaults=job.defaults,
-                    activation_bytes=core.settings.activation_memory_bytes,
+                    activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,
             )
@@ -195,7 +197,7 @@ class Training:
         core, device = self._core, self._device
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
-        job.is_away = False
+        job.is_away = job.is_blocked = False
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
         job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
@@ -237,7 +239,7 @@ class Training:
 
     def _is_impatient(self, running: Job, behind: list[JobView]) -> bool:
         own = running.view(self._core.now_ms)
-        return any(self._order.is_impatient(own, one) for one in behind)
+        return running.is_blocked or any(self._order.is_impatient(own, one) for one in behind)
 
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
@@ -365,7 +367,7 @@ class Training:
         """It could compute again, if it had the device."""
         job = self._device.job_of(worker, message.epoch)
         if job is not None and message.turn == job.turn:
-            job.is_away = False
+            job.is_away, job.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
@@ -418,7 +420,7 @@ class Training:
         worker.deaths = 0
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
-        job.slot, job.is_away = None, False
+        job.slot, job.is_away, job.is_blocked = None, False, False
         job.lease_asked_bytes = 0
         job.lease_bytes = 0
         job.step = max(job.step, message.step)
@@ -444,7 +446,7 @@ class Training:
         job = device.jobs.get(name)
         if job is not None and job.slot == worker.slot:
             self._device_left(job)
-            job.slot, job.is_away = None, False
+            job.slot, job.is_away, job.is_blocked = None, False, False
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
             job.deaths_without_progress += worker.is_blamed
