@@ -526,7 +526,7 @@ class Frontend:
             "connections": len(self.connections),
             "hung_up": dict(self.connections.hung_up),
             **self.pool.as_dict(),
-            "pool_spare_slabs": self.sequences.spare_slabs,
+            **self.sequences.as_dict(),
             **self.peers.shares.as_dict(),
         }
 

@@ -159,6 +159,7 @@ class Sequences:
         self.held: dict[Key, Held] = {}
         self._spare: dict[int, Held] = {}  # by identity; the one that ended first is first
         self._prefixes = Prefixes()
+        self._steps = self._tokens_reused = 0
         pool.give_up = self._give_up
         self._look_at_ms = 0.0  # none is abandoned before
 
@@ -365,11 +366,13 @@ class Sequences:
                 self._prefixes.extend(held.history, held.asked)
                 is_same = held.ahead[: len(held.asked)] == held.asked
                 held.ahead = held.ahead[len(held.asked) :] if is_same else []
+                self._tokens_reused += held.borrowed
                 held.borrowed, held.asked = 0, []
             if made:
                 room, held.room = held.room, room
                 held.values |= made
             held.steps += 1
+            self._steps += 1
         elif is_here:
             self._give_rows_back(held)
             if not held.steps or not is_sent or (is_ok and held.is_ending):
@@ -403,15 +406,19 @@ class Sequences:
 
     def _give_up(self) -> bool:
         """A spare's memory is wanted. False: there is none."""
-        held = next((one for one in self._spare.values() if not one.pins), None)
+        held = next(iter(self._spare.values()), None)
         if held is not None:
             self.drop(held)
         return held is not None
 
-    @property
-    def spare_slabs(self) -> int:
-        """Of the pool: they are as good as free."""
-        return sum(2 * len(one.grown) for one in self._spare.values())
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
+        return {
+            "sequences": len(self.held),
+            "sequence_steps": self._steps,
+            "tokens_reused": self._tokens_reused,
+            "pool_spare_slabs": sum(2 * len(one.grown) for one in self._spare.values()),
+        }
 
     @property
     def is_empty(self) -> bool:
