@@ -4,7 +4,7 @@
 
 Layers wait where others compute, so that neighbours on the machine change little. ``loader``: each
 job's loader takes as long as its step. ``copies``: activations leave over a slow link, and both
-jobs together may hold ``BUDGET``. One JSON line for each run: the makespan, from the first step of
+jobs together may hold ``BUDGET``; where one at a time is in its step, that one. One JSON line for each run: the makespan, from the first step of
 the first job to the last one of the last; ``peak``: the most that both held at once, looked at
 whenever one came to hold more. ``serial`` is the sum of both, each run alone.
 """
@@ -41,7 +41,12 @@ def run(case: str, order: str, jobs: list[tuple[str, ...]]) -> dict[str, Any]:
         running.client() as client,
     ):
         tasks = [
-            client.train(str(script), name=f"j{n}", args=[f"{folder}/{n}", *args])
+            client.train(
+                str(script),
+                name=f"j{n}",
+                args=[f"{folder}/{n}", *args],
+                activation_memory=BUDGET if case == "copies" else None,
+            )
             for n, args in enumerate(jobs)
         ]
         for task in tasks:

@@ -310,7 +310,7 @@ class SchedulerConfig(_Checked):
     training: str = _setting(
         "rotate", "which of several jobs trains next: rotate (in turns), fair (the least of the "
         "device's time so far), srtf (the one that ends first), fifo (the one that came first), "
-        "pack (the smallest), coshift (in turns, and where one fetches another computes)",
+        "pack (the smallest), coshift (in turns, and while one waits for a batch another computes)",
         choices=JOB_ORDERS,
     )  # fmt: skip
     activation_memory_bytes: int = _setting(

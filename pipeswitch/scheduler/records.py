@@ -288,6 +288,8 @@ class Job:
     stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
     stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
+    beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
+    # beginning this one's last one began
     is_blocked: bool = False  # it needs memory for activations that the others have
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound

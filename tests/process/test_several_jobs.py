@@ -1,4 +1,4 @@
-"""Three jobs whose slices fit: side by side on the device, switched between two steps, or in them."""
+"""Three jobs whose slices fit: side by side, switched between two steps or within them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT: Final = """
     torch.manual_seed(width)
     net = torch.nn.Sequential(
         torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Dropout(),
-        *(torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)),
+        *(one for _ in range(depth) for one in (torch.nn.Linear(width, width), torch.nn.ReLU())),
         torch.nn.Linear(width, 8)
     ).to(job.device)
     optimizer = torch.optim.Adam(net.parameters(), 0.001)

@@ -253,6 +253,7 @@ class Jobs:
             "tenant": job.tenant,
             "share": job.share,
             "log": job.last_log,
+            **({"beside": job.beside} if job.beside else {}),
             **({"activations": job.activations} if job.activations else {}),
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }

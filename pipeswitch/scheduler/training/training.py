@@ -211,10 +211,21 @@ class Training:
 
     def _holds_device(self, job: Job) -> None:
         self._device.training = job.name
+        if self._order.shares:
+            job.beside = self._beside(job)
         job.cycle_began_at_ms = self._core.now_ms
         job.last_ran_at_ms = self._core.now_ms
         self._core.touched |= TURN | JOBS | WORKERS
         self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms, JOBS)
+
+    def _beside(self, job: Job) -> dict[str, object]:
+        """Whose turn began before this one, and how long before."""
+        others = [one for one in self._in_place() if one is not job]
+        if not others:
+            return {}
+        before = max(others, key=lambda one: one.last_ran_at_ms)
+        shift_ms = round(self._core.now_ms - before.last_ran_at_ms, 1)
+        return {"job": before.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
         """End its cycle when another job waits; kill it when it does not stop or unwind."""
