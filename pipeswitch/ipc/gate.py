@@ -277,7 +277,8 @@ class Gate:
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
         self._where = where
-        self._is_after_boundary = self._is_for_job = self._at_boundary
+        self._is_for_job = self._at_boundary
+        self._is_after_boundary = self._at_boundary and where != "copies"
         self._at_boundary = False
         self._changed.notify_all()
         self._on_parked(turn, next_turn, where)
