@@ -4,9 +4,10 @@
 
 Layers wait where others compute, so that neighbours on the machine change little. ``loader``: each
 job's loader takes as long as its step. ``copies``: activations leave over a slow link, and both
-jobs together may hold ``BUDGET``; where one at a time is in its step, that one. One JSON line for each run: the makespan, from the first step of
-the first job to the last one of the last; ``peak``: the most that both held at once, looked at
-whenever one came to hold more. ``serial`` is the sum of both, each run alone.
+jobs together may hold ``BUDGET`` (where one at a time is in its step, that one). One JSON line for
+each run: the makespan, from the first step of the first job to the last one of the last; ``peak``:
+the most that both held at once, looked at whenever one came to hold more. ``serial`` is the sum of
+both, each run alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pipeswitch.testing import server
 BUDGET = 6 << 20
 CASES: dict[str, list[tuple[str, ...]]] = {  # steps, layers, KiB, ms of a layer, of the loader
     "loader": [("60", "5", "4", "2", "30")] * 2,
-    "copies": [("40", "10", "1024", "2", "0")] * 2,
+    "copies": [("30", "6", "2048", "6", "0")] * 2,
 }
 ORDERS = ("rotate", "coshift")
 

@@ -246,9 +246,6 @@ class Activations:
     def _end(self) -> None:
         self._settle()
         took_ms, planned = _now_ms() - self._began_ms, self._plan
-        if self._tiles is not None:
-            self._learn_least(self._tiles)
-            self._tiles.end()
         self.figures = {
             "budget_bytes": self._budget if self._is_limited else None,
             "peak_bytes": self.peak_bytes,
@@ -269,13 +266,18 @@ class Activations:
             self._measuring -= 1
             self.compute_ms = took_ms - self._waited_ms
             self._make_plan()
+        if self._tiles is not None:
+            self._learn_least(self._tiles)
+            self._tiles.end()
 
     def _learn_least(self, tiles: Tiles) -> None:
-        """What a step can be finished with: of those that are alike."""
-        if self.measured is not None and self._offload in ("auto", "all"):
-            tiles.learn(least_bytes(self.measured))
-        elif self._offload != "auto":
+        """What a step can be finished with; as long as it is measured, it has the device alone."""
+        if self._offload != "auto":
             tiles.learn(self.peak_bytes)
+        elif self._measuring or self.measured is None:
+            tiles.forget()
+        elif not tiles.is_known:
+            tiles.learn(least_bytes(self.measured))
 
     def _make_plan(self) -> None:
         sizes = [one.size_bytes for one in self._of_step]
@@ -473,7 +475,7 @@ class Activations:
         tiles.hold(self._held)
         self._await(lambda tiles: needed <= tiles.free_bytes or not tiles.can_wait)
         is_there = needed <= tiles.free_bytes
-        self._measuring = STEPS_MEASURED if self._offload == "auto" else 0
+        self._planned = 0  # it is measured anew
         tiles.is_stuck = False
         return is_there
 
@@ -558,12 +560,14 @@ class Activations:
             return
         began_ms = _now_ms()
         gate.leave("copies")
-        while lanes.is_busy and lanes.wait_away():
-            self._settle()
-            if is_over():
-                break
-        self.away_ms += _now_ms() - began_ms
-        gate.enter()
+        try:
+            while lanes.is_busy and lanes.wait_away():
+                self._settle()
+                if is_over():
+                    break
+            self.away_ms += _now_ms() - began_ms
+        finally:
+            gate.enter()
         lanes.go_on()
         self._waited_ms += _now_ms() - began_ms
 

@@ -27,7 +27,7 @@ class Tiles:
     def __init__(self, view: PoolView, slot: int, total_bytes: int) -> None:
         self._view, self._slot = view, slot
         self._total = total_bytes // TILE_BYTES
-        self._is_known = self._is_in_step = self.is_stuck = False
+        self.is_known = self._is_in_step = self.is_stuck = False
         self.least, self.held, self.most = self._total, 0, 0
 
     @property
@@ -55,7 +55,11 @@ class Tiles:
     def learn(self, least_bytes: int) -> None:
         """A step was measured."""
         self.least = min(self._total, _tiles(least_bytes))
-        self._is_known = True
+        self.is_known = True
+
+    def forget(self) -> None:
+        """Its steps have changed: it is to have them alone."""
+        self.least, self.is_known = self._total, False
 
     def begin(self) -> None:
         self._is_in_step = True
@@ -69,7 +73,7 @@ class Tiles:
         """So much from now on."""
         before, self.held = self.held, _tiles(size_bytes)
         claim = max(self.held, self.least) if self._is_in_step else self.held
-        least = self.least * self._is_known
+        least = self.least * self.is_known
         self._view.board.write_tiles(self._slot, claim, -least if self.is_stuck else least)
         if self.held > before:
             self.most = max(self.most, claim + sum(self._others()[0]))

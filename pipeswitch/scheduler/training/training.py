@@ -22,7 +22,7 @@ from ..device_state import DeviceState
 from ..events import ToWorker
 from ..memory.leases import Leases, Slices
 from ..memory.regions import Owner
-from ..policies.job_orders import JOB_ORDERS, JobView
+from ..policies.job_orders import JOB_ORDERS
 from ..records import NO_TURN, Job, Worker
 from ..states import (
     TASK_ON_WORKER,
@@ -111,17 +111,17 @@ class Training:
         """
         return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
 
-    def _waiting_behind(self, running: Job) -> list[JobView]:
+    def _waiting_behind(self, running: Job) -> list[Job]:
         """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
             job for job in self._device.jobs.values() if job.lease_asked_bytes
         ]
         own = running.view(self._core.now_ms)
         return [
-            view
+            job
             for job in waiting
             if job is not running
-            and not job.is_away
+            and (job.lease_asked_bytes or not job.is_away)
             and ((view := job.view(0.0)).priority <= own.priority or running.is_blocked)
             and (
                 view.priority != own.priority or running.is_blocked or self._order.yields(own, view)
@@ -248,9 +248,13 @@ class Training:
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
 
-    def _is_impatient(self, running: Job, behind: list[JobView]) -> bool:
+    def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
         own = running.view(self._core.now_ms)
-        return running.is_blocked or any(self._order.is_impatient(own, one) for one in behind)
+        return running.is_blocked or any(
+            self._order.is_impatient(own, job.view(0.0))
+            for job in behind
+            if not (job.lease_asked_bytes and self._order.shares)  # it cannot compute yet
+        )
 
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
