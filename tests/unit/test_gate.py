@@ -125,6 +125,28 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
     assert gate.state is state
 
 
+def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box: Recorder) -> None:
+    gate, told, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
+    gate.on_back = lambda *said: (told.append(said), is_told.release())
+    gate.pause(0.0)  # it computes
+    gate.leave("copies")
+    gate.pause(0.0)
+    assert gate.lets_copy
+    gate.request_stop(1, 2, at_boundary=True)
+    assert gate.lets_copy  # while another job computes
+    main = Main(gate.enter)
+    for _ in range(2):
+        assert is_told.acquire(timeout=20)
+    gate.grant(3)
+    assert main.join() is None
+    gate.check()
+    gate.leave("copies")
+    gate.request_stop(3, 4)
+    assert not gate.lets_copy  # while a request does
+    assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
+    assert told == [(1, True), (1, False)]
+
+
 @pytest.mark.parametrize("is_evicted", [False, True])
 def test_a_parked_thread_goes_on_with_a_larger_turn_or_is_woken_by_its_eviction(
     box: Recorder, is_evicted: bool
