@@ -4,10 +4,10 @@
 
 Layers wait where others compute, so that neighbours on the machine change little. ``loader``: each
 job's loader takes as long as its step. ``copies``: activations leave over a slow link, and both
-jobs together may hold ``BUDGET`` (where one at a time is in its step, that one). One JSON line for
-each run: the makespan, from the first step of the first job to the last one of the last; ``peak``:
-the most that both held at once, looked at whenever one came to hold more. ``serial`` is the sum of
-both, each run alone.
+jobs together may hold ``BUDGET`` (where one at a time is in its step, that one). ``mixed``: one of
+these beside one that only computes. One JSON line for each run: the makespan, from the first step
+of the first job to the last one of the last; ``peak``: the most that both held at once, looked at
+whenever one came to hold more. ``serial`` is the sum of both, each run alone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pipeswitch.testing import server
 BUDGET = 6 << 20
 CASES: dict[str, list[tuple[str, ...]]] = {  # steps, layers, KiB, ms of a layer, of the loader
     "loader": [("60", "5", "4", "2", "30")] * 2,
-    "copies": [("30", "6", "2048", "6", "0")] * 2,
+    "copies": [("40", "10", "1024", "2", "0")] * 2,
+    "mixed": [("40", "10", "1024", "2", "0"), ("100", "5", "4", "2", "0")],
 }
 ORDERS = ("rotate", "coshift")
 
 
 def run(case: str, order: str, jobs: list[tuple[str, ...]]) -> dict[str, Any]:
     environment = {"PIPESWITCH_SCHEDULER__TRAINING": order, "PIPESWITCH_DEVICE__LINK_GBPS": "0.1"}
-    if case == "copies":
+    if case != "loader":
         environment["PIPESWITCH_SCHEDULER__ACTIVATION_MEMORY"] = str(BUDGET)
     os.environ |= environment
     script = Path(__file__).with_name("coshift_script.py")
@@ -46,7 +47,7 @@ def run(case: str, order: str, jobs: list[tuple[str, ...]]) -> dict[str, Any]:
                 str(script),
                 name=f"j{n}",
                 args=[f"{folder}/{n}", *args],
-                activation_memory=BUDGET if case == "copies" else None,
+                activation_memory=BUDGET if case != "loader" else None,
             )
             for n, args in enumerate(jobs)
         ]
@@ -67,7 +68,7 @@ def run(case: str, order: str, jobs: list[tuple[str, ...]]) -> dict[str, Any]:
         "waited_ms": [one.get("waited_ms") for one in shown],
         "moved": [one.get("offloaded_bytes") for one in shown],
         "peak": max((one.get("device_peak_bytes") or 0 for one in shown), default=0),
-        "budget": BUDGET if case == "copies" else None,
+        "budget": BUDGET if case != "loader" else None,
     }  # fmt: skip
 
 

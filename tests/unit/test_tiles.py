@@ -29,7 +29,7 @@ class Script:
         if self.at == 0:
             if not tiles.may_begin:
                 return False
-            tiles.begin()
+            tiles.enter_step()
         need = needs[self.at]
         tiles.is_stuck = need * TILE_BYTES > tiles.free_bytes
         if tiles.is_stuck and need * TILE_BYTES > tiles.free_bytes:
@@ -43,7 +43,7 @@ class Script:
             self.measured = max(self.measured, *needs)
             tiles.learn(self.measured * TILE_BYTES)
             tiles.hold(0)
-            tiles.end()
+            tiles.enter_step(is_in=False)
             self.steps.pop(0)
             self.at = 0
         return True

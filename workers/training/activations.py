@@ -235,7 +235,7 @@ class Activations:
         self.away_ms = 0.0
         if self._tiles is not None:
             self._await(lambda tiles: tiles.may_begin)
-            self._tiles.begin()
+            self._tiles.enter_step()
         self._layer, self._ahead = 0, None
         self._of_step, self._events = [], []
         self._waited_ms = self._event_waited_ms = 0.0
@@ -268,7 +268,7 @@ class Activations:
             self._make_plan()
         if self._tiles is not None:
             self._learn_least(self._tiles)
-            self._tiles.end()
+            self._tiles.enter_step(is_in=False)
 
     def _learn_least(self, tiles: Tiles) -> None:
         """What a step can be finished with; as long as it is measured, it has the device alone."""

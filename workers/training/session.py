@@ -426,9 +426,7 @@ class TrainingSession:
                 batch = next(iterator)
             except StopIteration:
                 return
-            away_ms += self._host.now_ms() - began_ms
-            self._reports.was_away(away_ms)
-            away_ms = 0.0
+            self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
             self._watch.begin_body()
             self._in_body = True

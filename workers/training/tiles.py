@@ -61,12 +61,8 @@ class Tiles:
         """Its steps have changed: it is to have them alone."""
         self.least, self.is_known = self._total, False
 
-    def begin(self) -> None:
-        self._is_in_step = True
-        self.hold(self.held * TILE_BYTES)
-
-    def end(self) -> None:
-        self._is_in_step = False
+    def enter_step(self, *, is_in: bool = True) -> None:
+        self._is_in_step = is_in
         self.hold(self.held * TILE_BYTES)
 
     def hold(self, size_bytes: int) -> None:
