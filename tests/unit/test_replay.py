@@ -121,9 +121,9 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
         )
         for model in models
     ]
-    three = replay(setting, joined, [Arrival(0.1 * at, 0, tokens=5) for at in range(3)])
-    assert len(three.between_ms) == 12
-    assert three.busy_ms < 14 * 4.0  # what is joined takes half of its own
+    six = replay(setting, joined, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
+    assert len(six.between_ms) == 24
+    assert six.busy_ms < 27 * 4.0  # what is joined takes half of its own
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
     (plain,), (told,) = (
         arrivals.of_services([text], has_tokens=has_tokens).arrivals for has_tokens in (False, True)
