@@ -116,20 +116,16 @@ def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:
 def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
     shapes: list[tuple[float, float]],
 ) -> None:
-    """Of 20 steps each. One that is back waits for the end of a step at most, so none is later than
-    its own steps and loads, each behind one step of every other one; and cycles of those that do
-    not wait."""
+    """Of 20 steps each. Whenever the last one neither computes nor fetches, another one does; but
+    for what is not worth two switches: fetches of less than 3 ms."""
     server = Server("coshift")
     for index, (step_ms, loader_ms) in enumerate(shapes):
         server.start(f"j{index}", 0.02 * step_ms, step_ms=step_ms, loader_ms=loader_ms)
     server.run()
-    compute_ms = [20 * step_ms for step_ms, _ in shapes]
-    alone_ms = [20 * (step_ms + loader_ms) for step_ms, loader_ms in shapes]
+    busy_ms = sum(20 * step_ms for step_ms, _ in shapes)
+    fetched_ms = max(20 * loader_ms for _, loader_ms in shapes)
     makespan_ms = max(server.ends_ms.values())
-    assert makespan_ms >= max(sum(compute_ms), *alone_ms) - 1.0
-    longest_ms = max(step_ms for step_ms, _ in shapes)
-    others_ms = 20 * (len(shapes) - 1) * longest_ms
-    assert makespan_ms <= max(alone_ms) + others_ms + CYCLE_MS
+    assert busy_ms - 1.0 <= makespan_ms <= busy_ms + fetched_ms + 20 * 3.0 * len(shapes)
 
 
 def test_by_coshift_a_loader_as_long_as_the_step_costs_the_device_nothing() -> None:
