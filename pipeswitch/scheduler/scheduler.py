@@ -427,7 +427,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants (docs/architecture.md) that the scheduler's state can show."""
         self.check_settled()
-        self.machine.store.regions.check()
+        self.machine.store.check()
         for device in self.machine.devices:
             device.check()
         tokens = [token for device in self.machine.devices for token in device.state.requests]

@@ -93,6 +93,9 @@ class FakeHost:
     def host_copies(self) -> CpuCopies:
         return CpuCopies(1e8)
 
+    def charge_host(self, size_bytes: int) -> None:
+        pass
+
     is_publishing = False
     ring = None
 
