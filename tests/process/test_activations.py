@@ -29,7 +29,7 @@ SCRIPT: Final = """
     from pipeswitch import job
 
     out, memory, enough = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    torch.manual_seed(0)
+    torch.manual_seed(int((sys.argv[4:] or ["0"])[0]))
     layers, width = [], 3
     for more in (8, 8, 16, 16):
         layers += [torch.nn.Conv2d(width, more, 3, padding=1), torch.nn.BatchNorm2d(more),
