@@ -95,15 +95,24 @@ def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path
     assert served.read_text() == plain.read_text()
 
 
-def test_a_job_over_its_budget_fails_and_says_by_how_much(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "store", "kind", "says", "hint"),
+    [("100KiB", "64MiB", "OutOfDeviceMemory", r"may take 100\.00 KiB: .* too much",
+      "activation_memory="),
+     ("1MiB", "2MiB", "HostStoreFull", r"has [01]\.\d MiB left", "--host-store ")],
+)  # fmt: skip
+def test_a_job_over_its_budget_or_the_host_stores_fails_and_says_by_how_much(
+    tmp_path: Path, memory: str, store: str, kind: str, says: str, hint: str
+) -> None:
     script = write_script(tmp_path, "large.py", SCRIPT)
-    with checked_server(arena="64MiB") as checked:
-        arguments = [str(tmp_path / "out"), "100KiB", str(tmp_path / "never")]
+    with checked_server(arena="64MiB", host_store=store) as checked:
+        arguments = [str(tmp_path / "out"), memory, str(tmp_path / "never")]
         task = checked.client.train(script, name="large", args=arguments)
-        with pytest.raises(TaskFailed, match=r"may take 100.00 KiB: .* too much") as caught:
+        with pytest.raises(TaskFailed, match=says) as caught:
             task.wait(60)
-        assert caught.value.data["type"] == "OutOfDeviceMemory"
-        assert 'activation_memory="' in caught.value.data["text"]
+        assert caught.value.data["type"] == kind
+        assert hint in caught.value.data["text"]
+        until(lambda: not checked.count("store_offloaded_bytes"), "its process has left")
 
 
 def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
             say(f"{answers.result(60)} answers beside")
         told = {name: until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
                 for name, task in tasks.items()}  # fmt: skip
+        until(lambda: checked.count("store_offloaded_bytes"), "what is offloaded is charged")
         for name, task in tasks.items():
             enough[name].write_text(str(task.status()["epoch"] + 3))
         ends = {name: finish(task, 120.0) for name, task in tasks.items()}
@@ -124,8 +125,8 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
         for name, figures in told.items():
             assert figures["peak_bytes"] <= JOBS[name][1], name
             assert (figures["offloaded_bytes"] > 0) == (name != "roomy"), figures
-            assert ends[name]["restarts"] >= len(DAEMON_DIES), ends[name]
-            assert ends[name]["evictions"] > 0, ends[name]
+        for what in ("restarts", "evictions"):
+            assert sum(row[what] for row in ends.values()) > DISTURBANCES // 20, ends
         for name in MODELS:
             checked.client.unregister(name)
         until(lambda: all_is_free(checked), "all bytes are back")
