@@ -13,15 +13,12 @@ from typing import Any, Final
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
+from process_tools import ENVIRONMENT as OFTEN
+from process_tools import Checked, checked_server, finish, hurt, mlp, run_plain, until, write_script
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
-ENVIRONMENT: Final = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-    "PIPESWITCH_DEVICE__LINK_GBPS": "0.5",
-}
+ENVIRONMENT: Final = {**OFTEN, "PIPESWITCH_DEVICE__LINK_GBPS": "0.5"}
 SCRIPT: Final = """
     import hashlib, sys
     from pathlib import Path
@@ -57,16 +54,12 @@ def strike(checked: Checked, name: str, dice: random.Random) -> None:
     """Suspend, evict or kill it, at any instant."""
     threading.Event().wait(dice.uniform(0, 0.05))  # an instant, not a condition
     task = checked.client.task(name)
-    match dice.choice(["request", "evict", "kill"]):
-        case "request":
-            for _ in range(3):
-                checked.client.infer("small", torch.ones(1, 64))
-        case "evict":
-            task.pause()
-            task.resume()
-        case "kill":
-            row = until(lambda: row if (row := checked.row(name))["pid"] else None, "a worker")
-            assert kill(int(row["pid"]))
+    how = dice.choice(["request", "evict", "kill"])
+    if how == "request":
+        for _ in range(3):
+            checked.client.infer("small", torch.ones(1, 64))
+    else:
+        hurt(checked, task, how)
     before = task.status()["committed_step"]
     until(lambda: task.status()["committed_step"] > before, "it commits")
 

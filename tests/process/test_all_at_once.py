@@ -12,10 +12,12 @@ from typing import Any, Final
 import pytest
 import torch
 from process_tools import (
+    ENVIRONMENT,
     Checked,
     checked_server,
     eager,
     finish,
+    hurt,
     is_bit_equal,
     kill,
     mlp,
@@ -30,12 +32,8 @@ from tests.process.test_activations import SAVED_BYTES, SCRIPT
 
 SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
 DISTURBANCES: Final = 200
+HELD: Final = ("arena", "store")
 DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # before these
-ENVIRONMENT: Final = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-    "PIPESWITCH_DEVICE__LINK_GBPS": "1",
-}
 ARENA: Final = "22MiB"  # 20 and the arrival words
 MODELS: Final = {  # width and depth: 60 MiB stream, the others leave for each other
     "large": (1024, 15), "middle": (1024, 2), "small": (128, 2),
@@ -71,18 +69,14 @@ class Asked:
 def disturb(checked: Checked, asked: Asked, dice: random.Random, number: int) -> None:
     """At any instant of whatever goes on; it may be of the one before."""
     threading.Event().wait(dice.uniform(0, 0.3))  # an instant, not a condition
+    how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
     if number in DAEMON_DIES:
         assert kill(checked.daemon_pid())
         checked.wait_until_whole()
-    elif dice.random() < 0.1:
-        rows = until(lambda: [row for row in checked.rows("job") if row["pid"]], "a job's worker")
-        kill(dice.choice(rows)["pid"])  # unless it has just left
-    elif dice.random() < 0.3:
-        task = checked.client.task(dice.choice([*JOBS]))
-        task.pause()
-        task.resume()
-    else:
+    elif how == "request":
         asked.ask(checked.client, dice.choice([*MODELS]))
+    else:
+        hurt(checked, checked.client.task(dice.choice([*JOBS])), how)
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +84,11 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = row.get("activations", {})
     is_planned = row["name"] != "planned" or figures.get("planned_step_ms")
     return figures if figures.get("saved_bytes") and is_planned else {}
+
+
+def held_bytes(stats: dict[str, Any]) -> int:
+    """By anything but arrival words."""
+    return sum(stats[f"{one}_capacity_bytes"] - stats[f"{one}_free_bytes"] for one in HELD)
 
 
 @pytest.mark.slow
@@ -100,7 +99,8 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
     say(f"PIPESWITCH_SEED={SEED}")
     script, dice = write_script(tmp_path, "job.py", SCRIPT), random.Random(SEED)
     enough = {name: tmp_path / f"enough-{name}" for name in JOBS}
-    with checked_server(arena=ARENA, host_store="128MiB", environment=ENVIRONMENT) as checked:
+    environment = {**ENVIRONMENT, "PIPESWITCH_DEVICE__LINK_GBPS": "1"}
+    with checked_server(arena=ARENA, host_store="128MiB", environment=environment) as checked:
         asked, over = Asked(checked.client), threading.Event()
         tasks = {}
         for seed, (name, (offload, budget)) in enumerate(JOBS.items()):
@@ -129,17 +129,9 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
             assert sum(row[what] for row in ends.values()) > DISTURBANCES // 20, ends
         for name in MODELS:
             checked.client.unregister(name)
-        until(lambda: all_is_free(checked), "all bytes are back")
+        until(lambda: not held_bytes(checked.stats()), "all bytes are back")
     for seed, name in enumerate(JOBS):
         served, plain = tmp_path / name, tmp_path / f"{name}-plain"
         enough[name].write_text(served.read_text().split()[-1])
         run_plain(script, str(plain), "1GiB", str(enough[name]), str(seed))
         assert served.read_text() == plain.read_text(), name
-
-
-def all_is_free(checked: Checked) -> bool:
-    stats = checked.stats()
-    return not stats["store_offloaded_bytes"] and all(
-        stats[f"{what}_free_bytes"] == stats[f"{what}_capacity_bytes"]
-        for what in ("arena", "store")
-    )
