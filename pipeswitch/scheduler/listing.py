@@ -339,7 +339,7 @@ class Listing:
         worker = on.state.workers.get(job.slot) if job.slot is not None else None
         region = on.arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
-        offloaded = self._machine.store.offloaded.get(job.name, 0)
+        host_bytes = 2 * job.commit_slot_bytes + self._machine.store.offloaded.get(job.name, 0)
         return activations_row(job) | self._row(
             on,
             job.name,
@@ -347,7 +347,7 @@ class Listing:
             words.get(job.state.state, job.state.state.value),
             worker=job.slot,
             device=f"{region.size_bytes if region else 0}",
-            host=f"{2 * job.commit_slot_bytes + offloaded}",
+            host=f"{host_bytes}",
             prio=job.priority,
             last_used_at_ms=job.last_ran_at_ms,
             why=job.error or job.why,

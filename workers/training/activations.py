@@ -530,10 +530,8 @@ class Activations:
             saved.copy = None
             if copy.error is not None:
                 saved.place = Place.DEVICE if copy.to_host else Place.HOST
-                if copy.to_host:
-                    self._on_host -= saved.size_bytes
-                else:
-                    self._held -= saved.size_bytes
+                self._on_host -= saved.size_bytes if copy.to_host else 0
+                self._held -= 0 if copy.to_host else saved.size_bytes
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:

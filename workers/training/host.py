@@ -131,9 +131,7 @@ class JobHost:
             self._lease = None
         self._task.send(request)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._lease is not None or (or_evicted and self._evicting)
-            )
+            self._changed.wait_for(lambda: self._lease or (or_evicted and self._evicting))
             answer = self._lease
         if isinstance(answer, LeaseRefused):
             raise from_wire(answer.error, answer.message, "", answer.data)

@@ -337,10 +337,10 @@ class Store:
                 requested_bytes=size_bytes,
                 largest_free_bytes=free,
             )
-        self.regions.withheld_bytes += size_bytes - before
         self.offloaded[name] = size_bytes
         if not size_bytes:
             del self.offloaded[name]
+        self.regions.withheld_bytes = sum(self.offloaded.values())
 
     def take(self, model: Model) -> None:
         """Reserve its place.
@@ -380,10 +380,6 @@ class Store:
             requested_bytes=size,
             largest_free_bytes=largest,
         )
-
-    def check(self) -> None:
-        self.regions.check()
-        assert self.regions.withheld_bytes == sum(self.offloaded.values()), self.offloaded
 
     def forget(self, model: Model) -> None:
         """Give back its place."""
