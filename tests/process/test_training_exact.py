@@ -49,7 +49,7 @@ class FakeHost:
         self.slots: list[bytes | None] = [None, None]
         self.newest = -1
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.leases = 0
+        self.leases = self.charged = 0
         self.remembered: list[tuple[int, dict[str, float]]] = []
         self.clock_ms = 0.0
         self._slice = torch.zeros(0, dtype=torch.uint8)
@@ -94,7 +94,7 @@ class FakeHost:
         return CpuCopies(1e8)
 
     def charge_host(self, size_bytes: int) -> None:
-        pass
+        self.charged = size_bytes
 
     is_publishing = False
     ring = None
@@ -378,8 +378,10 @@ def attempt(
             session._over = True  # no more commits; the hooks must go, this process stays
             host.crash()
         session.close()
+        host.charged = 0  # the process is reaped
         return False
     session.finish()
+    assert host.charged == 0, "the loop is over"
     return True
 
 
