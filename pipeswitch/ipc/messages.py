@@ -434,8 +434,7 @@ class LeaseRefused(Message, frozen=True):
 
 
 class HostRequest(Message, frozen=True):
-    """worker -> controller: so much of a job's activations lies in host memory from now on; it
-    waits for the answer before it sends more there."""
+    """worker -> controller: so much of a job's activations is to lie in host memory; blocks."""
 
     epoch: Epoch
     size_bytes: int

@@ -148,8 +148,7 @@ class Activations:
     Args:
         offload: as ``pipeswitch.job.steps``.
         budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
-        charge: called with how much of host memory is needed, before it is taken: as often as it
-            grows, which is in the first steps.
+        charge: called with what is needed of host memory, before it is taken, whenever that grows.
     """
 
     def __init__(
@@ -469,8 +468,7 @@ class Activations:
         assert saved.device is not None
         on_host = self._on_host + saved.size_bytes
         if on_host > self._charged:
-            needed = -(-on_host // CHARGE_BYTES) * CHARGE_BYTES
-            self._charge(needed)
+            self._charge(needed := -(-on_host // CHARGE_BYTES) * CHARGE_BYTES)
             self._charged = needed
         self._on_host = on_host
         self._host_peak = max(self._host_peak, on_host)
