@@ -199,7 +199,7 @@ class Service:
         return outputs, bill
 
     async def generation(
-        self, caller: Standing, model: str, version: str, *, with_texts: bool
+        self, caller: Standing, model: str, version: str, *, with_texts: bool = False
     ) -> Facts:
         """What is known of a language model; its tokenizer and template where they are wanted."""
         require(caller, "generation")

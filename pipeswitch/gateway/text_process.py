@@ -22,12 +22,11 @@ import numpy as np
 from ..errors import InvalidInput
 from ..programs.answer import Ending
 from ..programs.generating import Facts, Generating, Tokenizer, tokenizer_of
-from ..programs.sampling import Sampling
+from ..programs.sampling import Sampling, next_token
 from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
-MAX_FRAME_BYTES: Final = 1 << 28  # the server's own facts are the longest
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 
@@ -98,8 +97,8 @@ class Texts:
             return self._step(asked)
         except InvalidInput as error:
             return Wrong(message=error.message, hint=error.hint)
-        except Exception as error:  # of what the model's author wrote; MemoryError too
-            return Wrong(message=f"its tokenizer or chat template failed: {error!r:.300}")
+        except Exception as error:  # a template's own refusal of a role too, and MemoryError
+            return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, asked: Begin | Came | Lost) -> Step:
         token = None
@@ -135,18 +134,10 @@ class Texts:
         return encode(text, with_special=asked.messages is None)  # a template writes its own
 
     def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
-        from jinja2.exceptions import TemplateError
-
         if not self._facts.chat_template:
-            raise InvalidInput(
-                "the model has no chat template", hint="/v1/completions takes a prompt"
-            )
-        try:
-            text = self._template(messages=messages, add_generation_prompt=True, tools=None,
-                                  documents=None, **self._facts.special)  # fmt: skip
-        except TemplateError as error:  # its own refusals too: of a role, or an order
-            raise InvalidInput(f"its chat template: {str(error)[:300]}") from None
-        return str(text)
+            raise InvalidInput("the model has no chat template", hint="/v1/completions has none")
+        return self._template(messages=messages, add_generation_prompt=True, tools=None,
+                              documents=None, **self._facts.special)  # fmt: skip
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -164,7 +155,7 @@ def compiled(template: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marked(Extension):
-        """Which text is the model's own, for who trains: here it is text as any."""
+        """Which text is the model's own, which matters to who trains: here it is as any."""
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)
@@ -207,9 +198,13 @@ def _frame(source: BinaryIO) -> bytes:
 
 def main() -> None:
     """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
-    compiled("{% for m in messages %}{{ m | tojson | trim }}{{ strftime_now('%Y') }}{% endfor %}")(
-        messages=[{}]
-    )
+    from jinja2.exceptions import TemplateError
+
+    with contextlib.suppress(TemplateError):
+        compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
+            messages=[]
+        )
+    next_token(np.zeros(2), Sampling(temperature=1.0, top_p=0.5), 0)
     with contextlib.suppress(ImportError):  # said to who brings a text
         import tokenizers  # noqa: F401
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

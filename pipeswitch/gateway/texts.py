@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
 from itertools import count
 from typing import Final
 
@@ -29,11 +28,11 @@ from ..roles import Standing
 from ..sandbox.environment import harmless
 from ..shares import Shares
 from ..wire.frames import WireTensor
+from .http import Head
 from .oip import InferRequest
 from .service import Service
 from .text_process import (
     LENGTH_BYTES,
-    MAX_FRAME_BYTES,
     Asked,
     Begin,
     Came,
@@ -47,6 +46,7 @@ from .text_process import (
 ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
 PROCESSES: Final = 8  # of models' texts; of more models the idlest one's ends
 TEXT_S: Final = 10.0  # for one reply of such a process, those of its other answers before it
+MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
 _numbers = count(1)
@@ -56,21 +56,27 @@ _reply = msgspec.msgpack.Decoder(Step | Wrong)
 class Talk:
     """With the process of one model's texts. Replies come in the order of what was asked."""
 
-    def __init__(self, facts: Facts) -> None:
-        ours, theirs = socket.socketpair()
-        environment = {**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"}
-        self._ours = ours
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:  # fmt: skip
+        self._process, self._reader, self._writer = process, reader, writer
+        self._waiting: deque[asyncio.Future[Step | Wrong]] = deque()
+        self._reading = asyncio.create_task(self._read())
         self.answers = 0  # under way
         self.is_over = False
-        self._process = subprocess.Popen(
+
+    @staticmethod
+    async def open(facts: Facts) -> Talk:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(
             COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=environment,
+            env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
         theirs.close()
-        self._waiting: deque[asyncio.Future[Step | Wrong]] = deque()
-        self._unsent = [msgspec.msgpack.encode(facts)]
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading = asyncio.create_task(self._read())
+        talk = Talk(process, *await asyncio.open_connection(sock=ours))
+        talk.tell(facts)
+        return talk
 
     async def ask(self, asked: Asked) -> Step:
         """
@@ -82,37 +88,34 @@ class Talk:
         reply: asyncio.Future[Step | Wrong] = loop.create_future()
         self.tell(asked)
         self._waiting.append(reply)
-        late = loop.call_later(TEXT_S, self._process.kill)
-        try:
-            found = await reply
-        finally:
-            late.cancel()
+        late = loop.call_later(TEXT_S, self._late, reply)  # also if who asked has hung up
+        found = await reply
+        late.cancel()
         if isinstance(found, Wrong):
             raise InvalidInput(found.message, hint=found.hint)
         return found
 
-    def tell(self, asked: Asked) -> None:
+    def tell(self, asked: Asked | Facts) -> None:
         if self.is_over:
             raise self._gone()
-        data = msgspec.msgpack.encode(asked)
-        if self._writer is None:
-            self._unsent.append(data)
-        else:
-            self._writer.write(framed(data))
+        self._writer.write(framed(msgspec.msgpack.encode(asked)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process; who waits for it is told."""
         self._process.kill()
+        await self._reading
+
+    def _late(self, reply: asyncio.Future[Step | Wrong]) -> None:
+        if reply in self._waiting:
+            self._process.kill()
 
     async def _read(self) -> None:
         try:
-            reader, self._writer = await asyncio.open_connection(sock=self._ours)
-            self._writer.writelines([framed(data) for data in self._unsent])
             while True:
-                size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-                if size > MAX_FRAME_BYTES:
+                size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+                if size > MAX_REPLY_BYTES:
                     return
-                found = _reply.decode(await reader.readexactly(size))
+                found = _reply.decode(await self._reader.readexactly(size))
                 reply = self._waiting.popleft()
                 if not reply.done():
                     reply.set_result(found)
@@ -121,7 +124,7 @@ class Talk:
         finally:
             self.is_over = True
             self._process.kill()
-            (self._writer or self._ours).close()
+            self._writer.close()
             for reply in self._waiting:
                 if not reply.done():
                     reply.set_exception(self._gone())
@@ -138,17 +141,15 @@ class Answering:
     """One answer, token by token."""
 
     def __init__(
-        self, texts: Texts, talk: Talk, caller: Standing, model: str, version: int, peer: str,
-        carrier: Mapping[str, str],
-    ) -> None:  # fmt: skip
+        self, texts: Texts, talk: Talk, caller: Standing, head: Head, model: str, version: int
+    ) -> None:
         self.id = secrets.token_hex(12)  # of its sequence too
         self.step = Step(ids=[], used=0, prompt_count=0)
         self.tokens: list[int] = []
         self.model, self.version = model, version
-        self._texts, self._talk, self._caller = texts, talk, caller
-        self._peer, self._carrier = peer, carrier
+        self._texts, self._talk, self._caller, self._head = texts, talk, caller, head
         self._number = next(_numbers)
-        self._is_started = self._is_closed = False
+        self._is_started = False
         talk.answers += 1
 
     async def begin(self, asked: Begin) -> None:
@@ -164,7 +165,7 @@ class Answering:
             try:
                 outputs, _ = await self._texts.service.infer(
                     self._caller, self.model, str(self.version), _request(self.id, step),
-                    self._carrier,
+                    self._head.headers,
                 )  # fmt: skip
             except SequenceNotFound:
                 if not step.used:
@@ -180,15 +181,12 @@ class Answering:
         return None
 
     async def close(self) -> None:
-        """It is over, or nobody wants the rest: its cache on the server is given back."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """It is over, or nobody wants the rest: its cache on the server is given back. Once."""
         self._talk.answers -= 1
-        self._texts.answers.give(self._peer, 1)
         with contextlib.suppress(PipeSwitchError):
             self._talk.tell(Drop(answer=self._number))
         if self._is_started:
+            self._texts.answers.give(self._head.peer, 1)
             with contextlib.suppress(PipeSwitchError):  # it never began, or the server is gone
                 await self._texts.service.end_sequence(self._caller, self.id)
 
@@ -200,44 +198,45 @@ class Texts:
         self.service = service
         self.answers = Shares(ANSWERS, "answers under way")
         self._talks: dict[str, Talk] = {}  # by program, the idlest first
+        self._starting = asyncio.Lock()
 
     async def begin(
-        self, caller: Standing, peer: str, model: str, asked: Begin, *, version: str = "",
-        carrier: Mapping[str, str],
-    ) -> Answering:  # fmt: skip
+        self, caller: Standing, head: Head, model: str, asked: Begin, *, version: str = ""
+    ) -> Answering:
         """An answer of that model, whose tokens ``next`` gives.
 
         Raises:
             QueueFull: too many are under way.
             InvalidInput: the model generates no text, or the request does not fit it.
         """
-        find = self.service.generation
-        with self.answers.holding(peer, 1):
-            facts = await find(caller, model, version, with_texts=False)
-            if facts.digest not in self._talks or self._talks[facts.digest].is_over:
-                number = str(facts.version)
-                self._start(await find(caller, model, number, with_texts=True))
-            talk = self._talks[facts.digest] = self._talks.pop(facts.digest)
-            self.answers.add(peer, 1)
-        answering = Answering(self, talk, caller, model, facts.version, peer, carrier)
-        try:
-            await answering.begin(asked)
-        except BaseException:
-            await answering.close()
-            raise
-        return answering
+        with self.answers.holding(head.peer, 1):
+            facts = await self.service.generation(caller, model, version)
+            async with self._starting:
+                talk = self._talks.pop(facts.digest, None)
+                if talk is None or talk.is_over:
+                    talk = await self._open(caller, model, facts)
+                self._talks[facts.digest] = talk
+            answering = Answering(self, talk, caller, head, model, facts.version)
+            try:
+                await answering.begin(asked)
+            except BaseException:
+                await answering.close()
+                raise
+            self.answers.add(head.peer, 1)  # until it is closed
+            return answering
 
-    def _start(self, facts: Facts) -> None:
-        """Unless somebody else did meanwhile; where there are too many one that is idle goes."""
+    async def _open(self, caller: Standing, model: str, facts: Facts) -> Talk:
+        """Where there are too many one that is idle goes."""
         self._talks = {key: one for key, one in self._talks.items() if not one.is_over}
-        if facts.digest in self._talks:
-            return
         if len(self._talks) >= PROCESSES:
             idle = [key for key, one in self._talks.items() if not one.answers]
             if not idle:
                 raise QueueFull(f"{PROCESSES} language models answer already", hint=AGAIN)
-            self._talks.pop(idle[0]).close()
-        self._talks[facts.digest] = Talk(facts)
+            await self._talks.pop(idle[0]).close()
+        version = str(facts.version)
+        return await Talk.open(
+            await self.service.generation(caller, model, version, with_texts=True)
+        )
 
 
 def _request(name: str, step: Step) -> InferRequest:
