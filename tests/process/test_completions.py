@@ -73,7 +73,7 @@ def ai(running: Checked) -> Iterator[Any]:
     url = f"http://{running.running.http_address}/v1"
     with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
         yield client
-    until(lambda: running.stats()["pool_slabs"] == 0, "no sequence is left")
+    until(lambda: running.client.sequences() == [], "no sequence is left")
 
 
 def post(running: Checked, path: str, body: Any, key: str = "EMPTY") -> tuple[int, Any, Any]:
