@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -37,17 +37,10 @@ MAX_MESSAGES: Final = 1024
 SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
 WHOLE_CONTEXT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
-IGNORED: Final = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-)
-# What else OpenAI has, with the values that ask for nothing.
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
-    "suffix": ("",), "logit_bias": ({},), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}  # fmt: skip
+# What else OpenAI has: what says nothing of the text, and what is as if it were not said.
+IGNORED: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier",
+                            "prompt_cache_key", "tool_choice", "parallel_tool_calls"})  # fmt: skip
+NEUTRAL: Final = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "logprobs": False}
 CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
 S = TypeVar("S", "Said", "Asked")
 
@@ -308,7 +301,7 @@ def _said(body: Any, kind: type[S]) -> S:
         given = {name: value for name, value in given.items() if value is not None}
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
         for name in given.keys() - {*known} - IGNORED:
-            _refuse_unless_neutral(name, given[name], known)
+            _check_neutral(name, given[name], known)
         return msgspec.convert(given, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
@@ -317,13 +310,13 @@ def _said(body: Any, kind: type[S]) -> S:
         ) from None
 
 
-def _refuse_unless_neutral(name: str, value: Any, known: Iterable[str]) -> None:
-    if name not in NEUTRAL:
-        raise InvalidInput(f"no parameter {name[:80]!r}{nearest(name, known)}", param=name[:80])
-    if value not in NEUTRAL[name]:
-        allowed = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-        hint = f"leave it out, or {allowed}"
-        raise InvalidInput(f"{name} is not done here", hint=hint, param=name)
+def _check_neutral(name: str, value: Any, known: Iterable[str]) -> None:
+    """Of what is not known here only what asks for nothing may be."""
+    is_same = NEUTRAL.get(name, value) == value and type(NEUTRAL.get(name, value)) is type(value)
+    if not is_same or (value and name not in NEUTRAL):
+        near = nearest(name, known)
+        hint = f"leave it out, or {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+        raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
 
 
 def _begin(asked: Asked, prompt: str | list[int], tokens: int, *, temperature: float) -> Begin:

@@ -31,38 +31,38 @@ LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A new answer."""
+class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the process, of an answer."""
 
     answer: int
+
+
+class Begin(Said, frozen=True, kw_only=True, tag=True):
+    """A new one."""
+
     prompt: str | list[int] = ""
     messages: list[dict[str, Any]] | None = None  # instead: the template makes the prompt of them
     sampling: Sampling
     ending: Ending
 
 
-class Came(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Came(Said, frozen=True, kw_only=True, tag=True):
     """The logits of a step."""
 
-    answer: int
     dtype: str
     logits: Any  # a buffer
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Lost(Said, frozen=True, kw_only=True, tag=True):
     """Its sequence is gone."""
 
-    answer: int
 
-
-class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Drop(Said, frozen=True, kw_only=True, tag=True):
     """Nobody asks for more of it; this alone has no reply."""
-
-    answer: int
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A token that has come, if one has, and what is asked next."""
+    """Back: a token that has come, if one has, and what is asked next."""
 
     ids: list[int]
     used: int
@@ -73,7 +73,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It cannot be; as InvalidInput says it."""
+    """Back: it cannot be; as InvalidInput says it."""
 
     message: str
     hint: str = ""
@@ -135,7 +135,7 @@ class Texts:
 
     def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
         if not self._facts.chat_template:
-            raise InvalidInput("the model has no chat template", hint="/v1/completions has none")
+            raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
         return self._template(messages=messages, add_generation_prompt=True, tools=None,
                               documents=None, **self._facts.special)  # fmt: skip
 

@@ -21,13 +21,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ..client.tensors import to_frames
 from ..errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound, ServerUnavailable
 from ..programs.generating import Facts
 from ..programs.generation import LOGITS
 from ..roles import Standing
 from ..sandbox.environment import harmless
 from ..shares import Shares
-from ..wire.frames import WireTensor
 from .http import Head
 from .oip import InferRequest
 from .service import Service
@@ -242,13 +242,6 @@ class Texts:
 def _request(name: str, step: Step) -> InferRequest:
     """A step, as the model takes it."""
     values = {"ids": [step.ids], "count": [len(step.ids)], "used": [step.used]}
-    arrays = {key: np.array(value, np.int64) for key, value in values.items()}
-    tensors = [
-        WireTensor(name=key, dtype="int64", shape=one.shape, frame=number)
-        for number, (key, one) in enumerate(arrays.items())
-    ]
+    inputs, frames, _ = to_frames({key: np.array(one) for key, one in values.items()})
     start = {} if step.used else {"start": True}
-    return InferRequest(
-        id="", inputs=tuple(tensors), frames=[one.tobytes() for one in arrays.values()],
-        sequence={"sequence": name, **start},
-    )  # fmt: skip
+    return InferRequest(id="", inputs=inputs, frames=frames, sequence={"sequence": name, **start})
