@@ -30,7 +30,7 @@ from .service import Service
 from .text_process import Begin, Step
 from .texts import Answering, Texts
 
-PREFIX: Final = "/v1/"
+PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_MESSAGES: Final = 1024
@@ -315,7 +315,7 @@ def _check_neutral(name: str, value: Any, known: Iterable[str]) -> None:
     is_same = NEUTRAL.get(name, value) == value and type(NEUTRAL.get(name, value)) is type(value)
     if not is_same or (value and name not in NEUTRAL):
         near = nearest(name, known)
-        hint = f"leave it out, or {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+        hint = "leave it out" + (f", or {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else "")
         raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
 
 
