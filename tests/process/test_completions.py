@@ -187,6 +187,9 @@ def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
             stream = stack.enter_context(ai.chat.completions.create(**asked))
             assert next(iter(stream)).choices
         assert [row["model"] for row in running.client.sequences()] == ["chat"] * 8
+    until(lambda: running.client.sequences() == [], "their sequences are gone")
+    with pytest.raises(openai.APITimeoutError):  # who waits for the whole answer hangs up too
+        ai.chat.completions.create(**{**asked, "stream": False}, timeout=0.2)
     until(lambda: running.client.sequences() == [], "its sequence is gone")
 
 
