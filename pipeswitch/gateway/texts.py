@@ -98,7 +98,11 @@ class Talk:
     def tell(self, asked: Asked | Facts) -> None:
         if self.is_over:
             raise self._gone()
-        self._writer.write(framed(msgspec.msgpack.encode(asked)))
+        try:
+            data = msgspec.msgpack.encode(asked)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise InvalidInput(f"a value of this request is none: {error}") from None
+        self._writer.write(framed(data))
 
     async def close(self) -> None:
         """End the process; who waits for it is told."""

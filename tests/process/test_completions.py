@@ -159,6 +159,8 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),
         (text, {**good, "model": "chart"}, 404, None, "chart"),
         (text, b"[" * 5000, 400, None, "no such request"),
+        (text, {**good, "prompt": [1, 10**30]}, 400, None, "none"),
+        (text, {**good, "prompt": "\ud800"}, 400, None, ""),
         (text, b" " * ((1 << 20) + 1), 413, None, "at most"),
         (chat, {"model": "chat", "messages": []}, 400, "messages", "1 to 1024"),
         (chat, {"model": "chat", "messages": [{"role": "tool"}]}, 400, None, "no role tool"),
