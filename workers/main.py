@@ -30,6 +30,7 @@ from pipeswitch.ipc.messages import (
     Exit,
     ForgetModel,
     GrantTurn,
+    HostGranted,
     LeaseGranted,
     LeaseRefused,
     Message,
@@ -313,7 +314,7 @@ class Worker:
                 host.wake()
             case MoveTask():
                 self._gate.request_move(partial(self._move, message, tuple(descriptors)))
-            case LeaseGranted() | LeaseRefused():
+            case LeaseGranted() | LeaseRefused() | HostGranted():
                 host.lease_answered(message, descriptors)
             case StepCommitted():
                 host.commit_answered(message)

@@ -63,6 +63,7 @@ SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits end
 UNLIMITED: Final = 1 << 62
 WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
 LOOK_AGAIN_S: Final = 0.01  # for room that others give up
+CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
@@ -151,17 +152,15 @@ class Activations:
     Args:
         offload: as ``pipeswitch.job.steps``.
         budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
+        charge: called with what is needed of host memory, before it is taken, whenever that grows.
     """
 
     def __init__(
-        self,
-        offload: str,
-        budget_bytes: int | None,
-        copies: HostCopies,
-        gate: Gate,
-        tiles: Tiles | None = None,
-    ) -> None:
-        self._offload, self.asked_for, self._tiles = offload, (offload, budget_bytes), tiles
+        self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
+        charge: Callable[[int], None] = lambda _: None, tiles: Tiles | None = None,
+    ) -> None:  # fmt: skip
+        self._charge, self._charged, self._tiles = charge, 0, tiles
+        self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._is_limited = budget_bytes is not None or tiles is not None
         self._budget = UNLIMITED if budget_bytes is None else budget_bytes
         if tiles is not None:
@@ -197,10 +196,11 @@ class Activations:
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
+            before.give_back()
             before.close()
         if asked_for in (("auto", None), ("none", None)) and host.tiles is None:
             return None
-        return cls(*asked_for, host.host_copies(), gate, host.tiles)
+        return cls(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are no activations."""
@@ -223,6 +223,13 @@ class Activations:
             for hook in hooks:
                 hook.remove()
         self._end()
+
+    def give_back(self) -> None:
+        """A loop is over: what host memory it had beside what is still there."""
+        self._settle()
+        if self._charged > self._on_host:
+            self._charge(self._on_host)
+            self._charged = self._on_host
 
     def close(self) -> None:
         """Nothing is used any more."""
@@ -521,6 +528,12 @@ class Activations:
 
     def _send(self, saved: _Saved) -> None:
         assert saved.device is not None
+        on_host = self._on_host + saved.size_bytes
+        if on_host > self._charged:
+            self._charge(needed := -(-on_host // CHARGE_BYTES) * CHARGE_BYTES)
+            self._charged = needed
+        self._on_host = on_host
+        self._host_peak = max(self._host_peak, on_host)
         saved.place = Place.LEAVING
         saved.copy = self._lanes.submit(saved, saved.device, to_host=True)
 
@@ -535,6 +548,7 @@ class Activations:
         if saved.place is Place.LEAVING:
             assert saved.copy is not None
             self._lanes.cancel(saved.copy)
+            self._on_host -= saved.size_bytes
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: _Saved) -> None:
@@ -595,13 +609,12 @@ class Activations:
             saved.copy = None
             if copy.error is not None:
                 saved.place = Place.DEVICE if copy.to_host else Place.HOST
+                self._on_host -= saved.size_bytes if copy.to_host else 0
                 self._holds(self._held - (0 if copy.to_host else saved.size_bytes))
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:
                 self._moved += saved.size_bytes
-                self._on_host += saved.size_bytes
-                self._host_peak = max(self._host_peak, self._on_host)
                 saved.host = copy.target
                 self._forget_bytes(saved)
             else:
@@ -613,6 +626,8 @@ class Activations:
         self._note("release", saved)
         self._alive.pop(saved, None)
         copy, saved.copy = saved.copy, None
+        if saved.host is not None or saved.place is Place.LEAVING:
+            self._on_host -= saved.size_bytes
         if saved.place is Place.REFUSED:
             self._refused -= saved.size_bytes
         elif copy is not None and not self._lanes.cancel(copy):
@@ -621,8 +636,6 @@ class Activations:
             self._holds(self._held - saved.size_bytes)
         if saved.end is not None and saved.end.detach():
             self._holds(self._held - saved.size_bytes)  # the script holds it still: not counted
-        if saved.host is not None:
-            self._on_host -= saved.size_bytes
         saved.host = saved.device = None
 
 
