@@ -31,6 +31,7 @@ from .request_pool import RequestPool, Room
 
 MAX_ID: Final = 64
 LEAST_ROWS: Final = 64  # of what grows
+ROWS_STEP: Final = 32  # what may be padded grows by so many: most steps have the last one's shape
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -58,6 +59,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     """One sequence."""
 
     key: Key
+    number: int  # the scheduler's name for it
     client: Client
     announced: Announce  # the version that it began with
     used_at_ms: float
@@ -137,6 +139,7 @@ class Sequences:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, Held] = {}
         self._look_at_ms = 0.0  # none is abandoned before
+        self._number = 0
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
         """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
@@ -162,7 +165,9 @@ class Sequences:
             if known is None or (known.announced.base or known.announced.model) != base:
                 raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
             return known
-        return Held(key=key, client=client, announced=announced, used_at_ms=self._now_ms())
+        self._number += 1
+        return Held(key=key, number=self._number, client=client, announced=announced,
+                    used_at_ms=self._now_ms())  # fmt: skip
 
     def given(
         self, held: Held, header: RequestHeader, frames: Sequence[Any]
@@ -298,11 +303,13 @@ class Sequences:
                 room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used
             )
             held.grown[spec.name] = grown
+        rows = max(grown.used, grown.least)
+        if grown.used and dim is not None and dim.name in manifest.pads:
+            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(
             name=spec.name, dtype=spec.dtype,
-            shape=(*numbers[:axis], max(grown.used, grown.least), *numbers[axis + 1 :]),
-            offset_bytes=grown.room.input_offset_bytes,
-            size_bytes=row_bytes * max(grown.used, grown.least),
+            shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
+            offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
 
     def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:

@@ -14,6 +14,7 @@ from pipeswitch.devices.cpu.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
+from pipeswitch.programs.padding import padded
 from pipeswitch.programs.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
@@ -54,7 +55,7 @@ class RequestPool:
 
     def joined(self, slabs: Sequence[SlabTensor]) -> torch.Tensor:
         """The rows of several requests one after the other, in memory of this process."""
-        return torch.cat([self._view(self._own, slab) for slab in slabs])
+        return padded([self._view(self._own, slab) for slab in slabs])
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
         dtype_name, shape = slab.dtype, slab.shape

@@ -24,10 +24,12 @@ from pipeswitch.ipc.messages import (
     SteppedAside,
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
+from pipeswitch.programs.dims import shape_at, values_of
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
+from pipeswitch.programs.padding import cut
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
@@ -321,15 +323,20 @@ def _write(
     rows: list[int],
     pool: RequestPool,
 ) -> list[tuple[SlabTensor, ...]]:
-    """Each request's outputs to its own slab; ``split`` raises when there are other rows."""
-    values = bound.manifest.outputs
+    """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
+    was padded each gets its own extents."""
+    manifest, values = bound.manifest, bound.manifest.outputs
     if not rows:
         return [pool.write(values, outputs, message.reply_offset_bytes, message.reply_bytes)]
     parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
-    return [
-        pool.write(values, part, request.reply_offset_bytes, request.reply_bytes)
-        for request, part in zip(_requests(message), parts, strict=True)
-    ]
+    slabs = []
+    for request, part in zip(_requests(message), parts, strict=True):
+        if manifest.pads:
+            shapes = (slab.shape for slab in request.inputs)
+            own = values_of((spec.shape for spec in manifest.inputs), shapes) or {}
+            part = [cut(one, shape_at(spec.shape, own)) for one, spec in zip(part, values, strict=True)]
+        slabs.append(pool.write(values, part, request.reply_offset_bytes, request.reply_bytes))
+    return slabs
 
 
 def _failure(message: RunInference, error: BaseException) -> InferenceFailed:

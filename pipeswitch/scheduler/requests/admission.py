@@ -67,6 +67,7 @@ class Admission:
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None and bool(model.stage.function),
             follows=event.follows,
+            sequence=event.sequence,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -123,6 +124,8 @@ class Admission:
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
+        if request.sequence:
+            device.replicas[request.model].away.requests.pop(request.sequence, None)
         if device.settings.admission == "off":
             if not is_early and place.dispatch.at_once(request):
                 return

@@ -1,0 +1,25 @@
+"""Requests of unequal extents as one batch: zeros behind what is shorter (``Manifest.pads``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all, one after the other."""
+    extents = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    if all(list(part.shape[1:]) == extents for part in parts):
+        return torch.cat([*parts])
+    found = parts[0].new_empty((sum(part.shape[0] for part in parts), *extents))
+    for rows, part in zip(found.split([part.shape[0] for part in parts]), parts, strict=True):
+        for axis, extent in enumerate(part.shape[1:], 1):
+            rows.narrow(axis, extent, rows.shape[axis] - extent).zero_()
+        cut(rows, part.shape).copy_(part)
+    return found
+
+
+def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Its beginning: what is behind is of the padding."""
+    return value[tuple(map(slice, shape))]
