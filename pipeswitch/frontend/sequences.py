@@ -53,7 +53,7 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
     capacity: int  # rows
     least: int  # that its input has: of zeros, until there are as many
     used: int = 0
-    stale: int = 0  # rows behind these may be of other tokens
+    stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
 
     def has_room_for(self, made: SlabTensor | None) -> bool:
         """Whether these are whole rows, no more than were foreseen."""
