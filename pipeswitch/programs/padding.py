@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import torch
 
 
-def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all, one after the other."""
-    extents = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    if all(list(part.shape[1:]) == extents for part in parts):
-        return torch.cat([*parts])
-    found = parts[0].new_empty((sum(part.shape[0] for part in parts), *extents))
+def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Of the rows of all, one after the other."""
+    extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    return (sum(part.shape[0] for part in parts), *extents)
+
+
+def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of all; in ``found``, which has their shape, where it is given."""
+    if found is None:
+        found = parts[0].new_empty(padded_shape(parts))
     for rows, part in zip(found.split([part.shape[0] for part in parts]), parts, strict=True):
         for axis, extent in enumerate(part.shape[1:], 1):
             rows.narrow(axis, extent, rows.shape[axis] - extent).zero_()

@@ -492,7 +492,7 @@ class Steps(Server):
 
 def test_sequences_that_go_on_together_are_one_run_however_they_began() -> None:
     """Not two halves in turns, which each wait for the other's run: one waits a moment."""
-    for starts in ({n: 0.0 for n in range(1, 9)}, {n: n * 3.1 for n in range(1, 9)},
+    for starts in (dict.fromkeys(range(1, 9), 0.0), {n: n * 3.1 for n in range(1, 9)},
                    {n: 9.0 * (n % 2) for n in range(1, 9)}):  # fmt: skip
         server = Steps()
         server.talk(starts, 20)
@@ -546,7 +546,7 @@ def test_what_is_joined_together_has_room_in_a_workers_memory(
 
 
 def test_the_steps_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
-    server, everyone = Steps(), {n: 0.0 for n in range(1, 9)}
+    server, everyone = Steps(), dict.fromkeys(range(1, 9), 0.0)
     server.talk(everyone, 3)
     server.begin()
     server.faults["infer_error"] = ["lm"]

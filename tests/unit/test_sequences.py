@@ -23,7 +23,8 @@ from pipeswitch.wire.frames import RequestHeader, WireTensor
 MOST = 500  # rows of what grows
 BYTES = 16  # of the state, whose last answer is always the number of steps
 MANIFEST: Any = SimpleNamespace(
-    pads={}, extra={"state": {"h": ("h_out", -1), "cache": ("rows", 1)}},
+    pads={},
+    extra={"state": {"h": ("h_out", -1), "cache": ("rows", 1)}},
     mode="graph",
     dims=[Dim("batch", 1, 4), Dim("length", 1, 8), Dim("past", 1, MOST)],
     inputs=[

@@ -229,6 +229,8 @@ def infer(
             region_bytes = max([landing + group.size_bytes for landing, group in pairs])
         _lend_inputs(view, message, manifest)
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
+        if pool.joined_for and pool.joined_for != message.model:
+            pool.let_go()
         inputs, rows = _inputs(message, pool)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
@@ -313,7 +315,7 @@ def _inputs(message: RunInference, pool: RequestPool) -> tuple[list[torch.Tensor
     requests = _requests(message)
     columns = zip(*(request.inputs for request in requests), strict=True)
     rows = [request.inputs[0].shape[0] for request in requests]
-    return [pool.joined(slabs) for slabs in columns], rows
+    return pool.joined(columns, message.model), rows
 
 
 def _write(
@@ -334,7 +336,9 @@ def _write(
         if manifest.pads:
             shapes = (slab.shape for slab in request.inputs)
             own = values_of((spec.shape for spec in manifest.inputs), shapes) or {}
-            part = [cut(one, shape_at(spec.shape, own)) for one, spec in zip(part, values, strict=True)]
+            part = [
+                cut(one, shape_at(spec.shape, own)) for one, spec in zip(part, values, strict=True)
+            ]
         slabs.append(pool.write(values, part, request.reply_offset_bytes, request.reply_bytes))
     return slabs
 
