@@ -477,10 +477,7 @@ class Sequences:
                 stale=grown.stale if grown is not None else 0,
             )  # fmt: skip
             held.grown[spec.name] = grown
-        rows, is_padded = (
-            max(grown.used, grown.least),
-            dim is not None and dim.name in manifest.pads,
-        )
+        rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
         if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
             rows = min(aligned(rows, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(

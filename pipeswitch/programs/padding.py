@@ -17,7 +17,8 @@ def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> 
     """The rows of all; in ``found``, which has their shape, where it is given."""
     if found is None:
         found = parts[0].new_empty(padded_shape(parts))
-    for rows, part in zip(found.split([part.shape[0] for part in parts]), parts, strict=True):
+    counts = [part.shape[0] for part in parts]
+    for rows, part in zip(torch.split(found, counts), parts, strict=True):
         for axis, extent in enumerate(part.shape[1:], 1):
             rows.narrow(axis, extent, rows.shape[axis] - extent).zero_()
         cut(rows, part.shape).copy_(part)

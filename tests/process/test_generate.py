@@ -108,7 +108,7 @@ def test_two_hundred_tokens_beside_a_job_with_workers_and_sequences_that_die(
 
 
 def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]) -> list[int]:
-    """Greedy tokens, each step asked for until it is answered; a deadline may pass at any moment."""
+    """Greedy tokens, each step asked for until it is answered, whatever deadline passes."""
     tokens, done = list(ids), 0
     with client.sequence("chat") as sequence:
         while len(tokens) < len(ids) + new:

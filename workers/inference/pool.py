@@ -35,7 +35,7 @@ class RequestPool:
         if is_hidden:  # no slab is opened and closed for what this code copies
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
-        self.let_go()
+        self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
         # To make a tensor is two of torch's operations, of the five of a small request.
         self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
         self._reply = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._own))
@@ -57,7 +57,7 @@ class RequestPool:
         return self._view(self._storage, slab) if is_code else self._kept(slab)
 
     def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
-        """Of each input the rows of several requests one after the other, in memory of this process.
+        """Of each input the rows of several requests one after the other, in our own memory.
 
         The model's next ones lie there too: to take fresh pages is five times the copy.
         """

@@ -333,14 +333,19 @@ def _write(
     parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
     slabs = []
     for request, part in zip(_requests(message), parts, strict=True):
-        if manifest.pads:
-            shapes = (slab.shape for slab in request.inputs)
-            own = values_of((spec.shape for spec in manifest.inputs), shapes) or {}
-            part = [
-                cut(one, shape_at(spec.shape, own)) for one, spec in zip(part, values, strict=True)
-            ]
-        slabs.append(pool.write(values, part, request.reply_offset_bytes, request.reply_bytes))
+        own = _its_own(part, request, manifest) if manifest.pads else part
+        slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
     return slabs
+
+
+def _its_own(
+    outputs: Sequence[torch.Tensor], request: RunInference | JoinedRequest, manifest: Manifest
+) -> list[torch.Tensor]:
+    shapes = (slab.shape for slab in request.inputs)
+    own = values_of((spec.shape for spec in manifest.inputs), shapes)
+    assert own is not None
+    pairs = zip(outputs, manifest.outputs, strict=True)
+    return [cut(output, shape_at(spec.shape, own)) for output, spec in pairs]
 
 
 def _failure(message: RunInference, error: BaseException) -> InferenceFailed:

@@ -13,7 +13,7 @@ import torch
 from ...errors import RegistrationRefused
 from ..bundle import read_bundle
 from ..claims import check_joinable
-from ..dims import BATCH, Values, at_batch, largest, shape_at
+from ..dims import BATCH, at_batch, largest, shape_at
 from ..executor import GraphProgram
 from ..layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..padding import cut, padded
@@ -91,10 +91,11 @@ def _is_exact(
 
 def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain) -> bool:
     """As ``_is_exact``, of requests of many extents: of each dimension from its least on."""
-    requests, extents = [], list[Values]()
+    requests, extents = [], []
     for number in range(size // low):
         values = {d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)
-                  for k, d in enumerate(manifest.dims)} | {BATCH: low}  # fmt: skip
+                  for k, d in enumerate(manifest.dims)}  # fmt: skip
+        values[BATCH] = low
         inputs = acceptable_inputs(manifest.inputs, values, lambda inputs: [])
         for dim, counted in manifest.pads.items():
             index = [value.name for value in manifest.inputs].index(counted)
