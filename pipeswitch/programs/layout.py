@@ -115,14 +115,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         found: Mapping[str, str] = self.extra.get("pads", {})
         return found
 
-    def input_bytes(self, values: Values) -> int:
-        """Of all inputs of a request.
-
-        Raises:
-            NoExtent: as ``ValueSpec.size_bytes``.
-        """
-        return sum(value.size_bytes(values) for value in self.inputs)
-
 
 def aligned(value_bytes: int, unit_bytes: int) -> int:
     """``value_bytes`` rounded up to a multiple of ``unit_bytes``."""

@@ -255,6 +255,8 @@ class Request:
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
     sequence: int = 0  # whose step it is; 0: it stands alone
+    padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
+    fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
     preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)

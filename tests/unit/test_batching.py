@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -457,7 +458,7 @@ class Steps(Server):
             token=token, request_id=f"r{token}", model=ModelName("lm"), digest="lm", priority=1,
             deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=sequence,
             inputs=tuple(SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
-                                    size_bytes=8) for name, shape in shapes.items()), **values,
+                                    size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()), **values,
         ))  # fmt: skip
         return token
 

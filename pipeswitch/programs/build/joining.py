@@ -59,7 +59,8 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
         inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, rows), compute)
         found = [_is_exact(manifest, inputs, low, size, compute) for size in {2 * low, rows}]
     batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=all(found))
-    joined_bytes = manifest.input_bytes(largest(manifest.dims) | {BATCH: limit})
+    at_most = largest(manifest.dims) | {BATCH: limit}
+    joined_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
     taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (
         min(joined_bytes, MOST_JOINED_BYTES) if manifest.pads else joined_bytes
     )

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
 from ...ipc.messages import ModelName
+from ...programs.dims import BATCH, values_of
 from ...shares import left
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
@@ -121,6 +122,12 @@ class Admission:
         """It waits for a device, unless it has one at once, or its answer would come too late."""
         core = self._core
         request.batch = batch_of(model.built, request.inputs)
+        if "pads" in model.built.extra:
+            shapes = (tensor.shape for tensor in request.inputs)
+            values = values_of((spec.shape for spec in model.built.inputs), shapes) or {}
+            pads = model.built.pads
+            request.padded = tuple([values.pop(name) for name in pads])
+            request.fixed = tuple([values[name] for name in values if name != BATCH])
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state

@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from operator import add
 from typing import Final, NamedTuple
 
-from ...programs.dims import BATCH, match
-from ...programs.layout import MOST_JOINED_BYTES, Manifest
+from ...programs.layout import MOST_JOINED_BYTES
 from ..device_state import DeviceState
 from ..records import Away, Replica, Request
 from .forecast import free_at_ms
@@ -41,32 +41,32 @@ class Batch(NamedTuple):
 class Joined:
     """Whether requests go together by their extents: equal, or not much padding apart."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._fixed: object = None
-        self._rows = 0
-        self._sums = dict.fromkeys(manifest.pads, 0)
-        self._most = dict.fromkeys(manifest.pads, 0)
+    def __init__(self, head: Request) -> None:
+        self._key, self._rows = _key(head), head.batch
+        self._sums = [extent * head.batch for extent in head.padded]
+        self._most = head.padded
+        self._sizes = [tensor.size_bytes for tensor in head.inputs]
 
     def take(self, request: Request) -> bool:
         """False: it does not belong to those that were taken before."""
-        manifest, values = self._manifest, dict[str, int]()
-        fixed: object = [tensor.shape[1:] for tensor in request.inputs]
-        if manifest.pads:
-            for spec, tensor in zip(manifest.inputs, request.inputs, strict=True):
-                match(spec.shape, tensor.shape, values)
-            fixed = {key: values[key] for key in values.keys() - {BATCH, *manifest.pads}}
+        if _key(request) != self._key:
+            return False
         rows = self._rows + request.batch
-        sums = {key: self._sums[key] + values[key] * request.batch for key in self._sums}
-        most = {key: max(self._most[key], values[key]) for key in self._most}
-        if self._rows:
-            if fixed != self._fixed or any(rows * most[k] > MOST_PADDING * sums[k] for k in sums):
+        if request.padded:
+            most = tuple(map(max, self._most, request.padded))
+            sums = [*map(add, self._sums, [n * request.batch for n in request.padded])]
+            sizes = [*map(max, self._sizes, [one.size_bytes for one in request.inputs])]
+            is_thin = any(rows * n > MOST_PADDING * m for n, m in zip(most, sums, strict=True))
+            if is_thin or rows * sum(sizes) > MOST_JOINED_BYTES:
                 return False
-            padded = {**values, **most, BATCH: rows}
-            if most and manifest.input_bytes(padded) > MOST_JOINED_BYTES:
-                return False
-        self._fixed, self._rows, self._sums, self._most = fixed, rows, sums, most
+            self._most, self._sums, self._sizes = most, sums, sizes
+        self._rows = rows
         return True
+
+
+def _key(request: Request) -> object:
+    """Of what must be equal."""
+    return request.fixed if request.padded else [tensor.shape[1:] for tensor in request.inputs]
 
 
 def batch_for(
@@ -83,15 +83,15 @@ def batch_for(
     limit = _limit(device, replica, head)
     if limit <= size:
         return Batch(found, is_full=True)
-    due_ms, joined = head.due_ms, Joined(replica.built)
-    joined.take(head)
+    due_ms, joined = head.due_ms, Joined(head)
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
     for other in itertools.chain(line, away):
         if other is head or other.is_alone or not joined.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
-        if size > limit or free_ms + _compute_ms(device, replica, size) > due_ms:
+        is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
+        if size > limit or is_late:
             return Batch(found, is_full=True)
         found.append(other)
         if size == limit:
