@@ -444,11 +444,7 @@ class Steps(Server):
         self.run()
         self.step(99, past=1)
         self.run(self.now_ms + 100.0)
-        self.begin()
-
-    def begin(self) -> None:
         self.runs.clear()
-        self.began_ms = self.now_ms
 
     def step(self, sequence: int, *, past: int, length: int = 1, **values: Any) -> ev.Token:
         shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
@@ -514,21 +510,18 @@ def test_one_that_thinks_long_costs_the_others_a_moment_and_not_its_thinking() -
     server.gap_ms = lambda sequence: 500.0 if sequence == 1 else 0.5  # type: ignore[method-assign]
     server.talk({1: 0.0, 2: 0.0, 3: 0.0}, 5)
     ends = [at for at, run in server.runs if run.joined]
-    assert max(ends) < 5 * 1.25 * (1.2 * COMPUTE_MS + 1.0)
+    assert max(ends) - server.runs[0][0] < 5 * 1.25 * (1.2 * COMPUTE_MS + 1.0)
     assert sum(server.sizes) == 15
 
 
 def test_lengths_are_joined_as_far_as_padding_pays() -> None:
     server = Steps()
-    for _ in range(2):
-        server.ask("other", priority=0)
-    server.runs.clear()
+    server.ask_behind(0)
     given = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
     tokens = [server.step(n + 1, past=past, length=length)
               for n, (past, length) in enumerate(given)]  # fmt: skip
     server.run()
-    lms = [index for index, (_, run) in enumerate(server.runs) if run.model == "lm"]
-    found = [server.joined()[index] for index in lms]
+    found = [one for one in server.joined() if set(one) <= set(tokens)]
     assert found == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
 
 
@@ -537,19 +530,17 @@ def test_what_is_joined_together_has_room_in_a_workers_memory(
 ) -> None:
     monkeypatch.setattr(batching, "MOST_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
     server = Steps()
-    for _ in range(2):
-        server.ask("other", priority=0)
+    server.ask_behind(0)
     for sequence in range(1, 8):
         server.step(sequence, past=40)
-    server.runs.clear()
     server.run()
-    assert server.sizes == [3, 3, 1]
+    assert [1 + len(run.joined) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
 
 
 def test_the_steps_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
     server, everyone = Steps(), dict.fromkeys(range(1, 9), 0.0)
     server.talk(everyone, 3)
-    server.begin()
+    server.runs.clear()
     server.faults["infer_error"] = ["lm"]
     server.talk(everyone, 8)
     assert server.sizes[:9] == [8] + [1] * 8
