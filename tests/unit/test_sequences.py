@@ -146,21 +146,6 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
     rig.pool.close()
 
 
-def test_rows_that_another_prompt_may_have_left_do_not_pad() -> None:
-    """Theirs may be no numbers at all, and nothing times them is still none."""
-    rig, client = Rig(is_padded=True), cast(Any, None)
-    rig.ask("a", "one", client, 4, starts=True)
-    rig.answer(("a", "one"))
-    held = rig.sequences.held["a", "one"]
-    x = WireTensor(name="", dtype="uint8", shape=(1, 1), frame=0)
-    header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
-    for stale, rows in ((9, 4), (4, ROWS_STEP)):
-        held.grown["cache"].stale = stale
-        shown, _ = rig.sequences.given(held, header, [bytes(1)])
-        assert shown.inputs[2].shape == (1, rows, 3)
-    rig.pool.close()
-
-
 @pytest.mark.parametrize("claim", ["no rows", "no state", "too many rows", "half a row"])
 def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
     rig, client = Rig(), cast(Any, None)

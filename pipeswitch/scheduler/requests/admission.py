@@ -121,12 +121,12 @@ class Admission:
     def _queue(self, request: Request, model: Model) -> None:
         """It waits for a device, unless it has one at once, or its answer would come too late."""
         core = self._core
-        request.batch = batch_of(model.built, request.inputs)
-        if "pads" in model.built.extra:
+        built = model.built
+        request.batch = batch_of(built, request.inputs)
+        if "pads" in built.extra:
             shapes = (tensor.shape for tensor in request.inputs)
-            values = values_of((spec.shape for spec in model.built.inputs), shapes) or {}
-            pads = model.built.pads
-            request.padded = tuple([values.pop(name) for name in pads])
+            values = values_of((spec.shape for spec in built.inputs), shapes) or {}
+            request.padded = tuple([values.pop(name) for name in built.pads])
             request.fixed = tuple([values[name] for name in values if name != BATCH])
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
