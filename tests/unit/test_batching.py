@@ -453,8 +453,10 @@ class Steps(Server):
         self.handle(ev.InferArrived(
             token=token, request_id=f"r{token}", model=ModelName("lm"), digest="lm", priority=1,
             deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=sequence,
-            inputs=tuple(SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
-                                    size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()), **values,
+            inputs=tuple(
+                SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
+                           size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()
+            ), **values,
         ))  # fmt: skip
         return token
 

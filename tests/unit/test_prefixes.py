@@ -101,9 +101,7 @@ class Rig:
         self.sequences.copy(held)
         self.sequences.copied(held)
         own = rows_of(tokens, caller)
-        assert bytes(cache) == own + bytes(
-            len(cache) - len(own)
-        )  # zeros behind them, nobody's rows
+        assert bytes(cache) == own + bytes(len(cache) - len(own))  # nobody's behind them
 
     def answer(self, key: tuple[str, str], *, is_ok: bool, is_sent: bool) -> None:
         while any(held is self.under_way[key][0] for held, *_ in self.lane):
