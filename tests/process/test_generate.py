@@ -127,7 +127,7 @@ def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]
 def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tokens(
     running: Checked, model: Any
 ) -> None:
-    client, new, gone = running.client, 60, Client(running.running.ipc_address)
+    client, new, gone = running.client, 36, Client(running.running.ipc_address)
     prompts = [[5 + n, *range(1, 2 + 5 * n)] for n in range(8)]
     expected = [wanted(model, ids, new) for ids in prompts]
     found: list[list[int]] = [[] for _ in prompts]
@@ -138,11 +138,11 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
         with asked.generate("chat", prompts[number], max_new_tokens=new) as answer:
             for token in answer:
                 found[number].append(token.id)
-                if number == 0 and len(found[0]) % 20 == 10:  # in whatever step the others are
+                if number == 0 and len(found[0]) in (9, 24):  # in whatever step the others are
                     for row in running.rows("worker"):
                         if row["pid"]:
                             kill(row["pid"])
-                if number == 1 and len(found[1]) == 15:
+                if number == 1 and len(found[1]) == 12:
                     break
 
     def is_gone() -> None:
@@ -157,12 +157,12 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
     with ThreadPoolExecutor(8) as pool:
         ends = [pool.submit(task) for task in (*tasks, is_gone, fails)]
         start.wait()
-        until(lambda: len(found[2]) > 20, "it has some tokens")
+        until(lambda: len(found[2]) > 15, "it has some tokens")
         gone.close()
         for end in ends:
-            end.result(120)
+            end.result()
     for number, tokens in enumerate(expected):
-        count = 15 if number == 1 else len(found[2]) if number == 2 else new
+        count = 12 if number == 1 else len(found[2]) if number == 2 else new
         assert found[number] == tokens[:count], number
     runs, inferences = running.count("runs") - before[0], running.count("inferences") - before[1]
     assert runs < inferences
