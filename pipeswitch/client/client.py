@@ -341,7 +341,8 @@ class Client(Verbs):
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            batch: join waiting requests into one run of up to this many rows; 0: never. ``show``
+            batch: join waiting requests into one run of up to this many rows; 0: never, but those
+                of a language model (``generate``) up to ``max_batch``. ``show``
                 says whether the last bits of an answer then depend on the batch (``batching``).
             batch_delay_ms: how long a request waits for others though the device is free.
             devices: the server's devices that may serve it, by name or kind (``cuda:1``, ``cpu``);

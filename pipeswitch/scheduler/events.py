@@ -57,6 +57,7 @@ class InferArrived(Asked, frozen=True):
     is_after: bool = False  # its model has computed: ``inputs`` go to the function behind that
     is_later: bool = False  # a later step of a chain: what was accepted is finished
     follows: bool = False  # and another step will come
+    sequence: int = 0  # whose step it is; 0: it stands alone
 
 
 class Prepared(_Told, frozen=True):
