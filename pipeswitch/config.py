@@ -37,7 +37,7 @@ POLICIES: Final = (
     "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
 )  # fmt: skip
 PLACEMENTS: Final = ("least-finish", "spread", "pack")
-JOB_ORDERS: Final = ("rotate", "fair", "srtf", "fifo", "pack")
+JOB_ORDERS: Final = ("rotate", "fair", "srtf", "fifo", "pack", "coshift")
 POLICY_GROUP: Final = "pipeswitch.policies"
 """Entry points of this group are policies too."""
 
@@ -310,8 +310,12 @@ class SchedulerConfig(_Checked):
     training: str = _setting(
         "rotate", "which of several jobs trains next: rotate (in turns), fair (the least of the "
         "device's time so far), srtf (the one that ends first), fifo (the one that came first), "
-        "pack (the smallest)",
+        "pack (the smallest), coshift (in turns, and while one waits for a batch another computes)",
         choices=JOB_ORDERS,
+    )  # fmt: skip
+    activation_memory_bytes: int = _setting(
+        "0", "device memory for the activations of all jobs together: one computes while another "
+        "waits for its copies; 0: each keeps to its own", parse_size,
     )  # fmt: skip
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(

@@ -23,6 +23,7 @@ from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import (
+    Back,
     BindTenant,
     Cleaned,
     EvictTask,
@@ -58,6 +59,7 @@ from .inference.task import Programs, infer, warm_up
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
+from .training.tiles import Tiles
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
@@ -225,12 +227,15 @@ class Worker:
         *descriptors, environment = descriptors
         take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
+        if message.activation_bytes:
+            self._host.tiles = Tiles(self._view, self._settings.slot, message.activation_bytes)
         self._job_epoch = message.epoch
         self._job_known.set()
         if message.turn:
             self._gate.grant(message.turn)
         self._keep_in_step()
         self._gate.after_boundary = give_freed_memory_back
+        self._gate.on_back = self._on_back
         ended = run_script(message, self._host, self._gate)
         self._host.ended()
         reach("job.ended")
@@ -317,6 +322,11 @@ class Worker:
                 host.publish_answered(message)
             case _:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
+
+    def _on_back(self, turn: int, is_blocked: bool) -> None:
+        self._control.send(
+            Back(epoch=self._job_epoch, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
+        )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Called by the thread that parks, with the gate's lock held: pass the device on."""

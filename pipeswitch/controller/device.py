@@ -267,6 +267,7 @@ class DeviceEffects:
 
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
+            self._share.board.write_tiles(slot, 0, 0)
             self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
             self._memory.leave_ring((self._index, slot, generation))
             self._take(

@@ -9,7 +9,8 @@ blamed. Word ``STOP + slot`` holds the epoch of the task that is to be interrupt
 groups, since a request waits: a run that is only measured is left, a pass of a model that streams
 steps aside. Word 1 says how far a model that streams has computed (ADR 43): its copy's epoch and
 how many groups, in one number, so that a late one of another pass is not believed. The worker
-that has the turn writes it.
+that has the turn writes it. Words ``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job
+takes of the memory for activations (``workers/training/tiles.py``).
 
 A *bell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
 process, which then looks at the words it waits for. No wake-up is lost: the eventfd's counter stays
@@ -30,6 +31,8 @@ MOST_GROUPS: Final = 1 << 20
 BEGUN: Final = 16
 MAX_SLOTS: Final = 64
 STOP: Final = BEGUN + MAX_SLOTS
+CLAIM: Final = STOP + MAX_SLOTS
+LEAST: Final = CLAIM + MAX_SLOTS
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
@@ -101,6 +104,14 @@ class Board:
     def stop(self, slot: int) -> int:
         """Epoch of the trial that the slot's worker shall leave; 0: none yet."""
         return self._words[STOP + slot]
+
+    def write_tiles(self, slot: int, claim: int, least: int) -> None:
+        self._words[CLAIM + slot] = claim
+        self._words[LEAST + slot] = least
+
+    def tiles(self) -> tuple[list[int], list[int]]:
+        """Of each slot: what its job claims of activation memory, and what its step needs."""
+        return self._words[CLAIM:LEAST].tolist(), self._words[LEAST : LEAST + MAX_SLOTS].tolist()
 
     def close(self) -> None:
         self._words.release()

@@ -20,9 +20,9 @@ RUNNING  | leave                      | AWAY     |
 RUNNING  | grant(larger)              | RUNNING  | the turn grows
 STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
-STOPPING | check in forward, backward | STOPPING | nothing, if it is for a boundary and there is no
-         |                            |          | call: what a step computes with is free there
-STOPPING | stop(current turn), now    | STOPPING | one for a boundary is for the next check
+STOPPING | check                      | STOPPING | nothing, if it is for the next leave and there is
+         |                            |          | no call: what a step computes with is free there
+STOPPING | stop(current turn), now    | STOPPING | one for the next leave is for the next check
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement
 PARKED   | grant(larger)              | RUNNING  | the waiting thread goes on
@@ -30,7 +30,7 @@ PARKED   | evict                      | STOPPED  | the waiting thread raises
 AWAY     | stop(current turn)         | STOPPED  | termination thread acknowledges at once
 AWAY     | enter, check               | RUNNING  |
 STOPPED  | grant(larger)              | AWAY     |
-STOPPED  | enter, check               | PARKED   | blocks
+STOPPED  | enter, check               | PARKED   | blocks; says that it is back
 any      | grant(not larger)          | same     | dropped
 any      | stop(older turn)           | same     | dropped
 the rest | stop(current turn)         | same     | dropped: accepted or acknowledged before
@@ -53,7 +53,7 @@ from typing import Literal
 
 from ..errors import TaskPreempted
 
-Where = Literal["forward", "backward", "boundary", "loader"]
+Where = Literal["forward", "backward", "boundary", "loader", "copies"]
 OnParked = Callable[[int, int, Where], None]
 
 
@@ -88,6 +88,9 @@ class Gate:
             ``TaskPreempted``: the place to commit. What it raises is raised.
         after_boundary: called by the main thread without the lock, at most once for each stop that
             was for a boundary, before it waits: another job computes now.
+        on_back: called ``(turn, is_blocked)`` with the lock held, by a main thread that was away
+            when that turn was given up, and waits for the next one now; or that has it, and cannot
+            go on before others have let go of memory.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
@@ -95,6 +98,7 @@ class Gate:
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.after_boundary: Callable[[], None] = _nothing
+        self.on_back: Callable[[int, bool], None] = lambda *_: None
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
@@ -102,9 +106,10 @@ class Gate:
         self._granted = 0  # the newest turn granted, >= _turn
         self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
         self._at_boundary = False  # that one is for the end of the step
+        self._is_for_job = False  # the last one that was answered was so
         self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
-        self._where: Where = "boundary"  # where the main thread last waited or left
+        self._where: Where = "loader"  # where the main thread last waited or left
         self._move: Callable[[], None] | None = None
         self._evicting = False
         self._unwinding = False
@@ -132,7 +137,7 @@ class Gate:
     def _answer(self, where: Where) -> Callable[[], None] | None:
         """What is to be called without the lock before the next look; None: nothing."""
         with self._changed:
-            if self._state is GateState.STOPPING and not self._waits(where):
+            if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
             is_after, self._is_after_boundary = self._is_after_boundary, False
             if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
@@ -160,7 +165,17 @@ class Gate:
                 self._take_up_grant()
             elif self._state is GateState.RUNNING:
                 self._state = GateState.AWAY
+            is_after, self._is_after_boundary = self._is_after_boundary, False
             self._refresh()
+        if is_after:
+            self.after_boundary()
+
+    def pause(self, timeout_s: float) -> None:
+        """Away: others may compute first. Wait until the turn is given up, or so long."""
+        with self._changed:
+            if self._state is GateState.AWAY and not self.has_call:
+                self.on_back(self._turn, True)
+                self._changed.wait(timeout_s)
 
     # ------------------------------------------------------------------ termination thread
 
@@ -168,7 +183,8 @@ class Gate:
         """Ask for the device held under ``turn``; it goes to ``next_turn``.
 
         Args:
-            at_boundary: not before the end of the step, unless it is asked for again.
+            at_boundary: not before the device is left (at the end of the step, as a rule), unless
+                it is asked for again.
         """
         with self._changed:
             if turn > self._turn:  # it overtook its grant
@@ -215,8 +231,15 @@ class Gate:
 
     @property
     def waits_for_boundary(self) -> bool:
-        """It was asked to stop, and goes on until the step's end."""
-        return self._state is GateState.STOPPING and self._waits("forward")
+        """It was asked to stop, and goes on until it leaves the device."""
+        return self._state is GateState.STOPPING and self._at_boundary and not self.has_call
+
+    @property
+    def lets_copy(self) -> bool:
+        """No request has asked for the device: at most another job computes."""
+        if self._state is GateState.STOPPING:
+            return self.waits_for_boundary
+        return not self.has_call and (self._is_for_job or not self._is_given_up)
 
     @property
     def state(self) -> GateState:
@@ -244,9 +267,9 @@ class Gate:
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
 
-    def _waits(self, where: Where) -> bool:
-        """Whether the accepted stop is not for a check there."""
-        return self._at_boundary and where in ("forward", "backward") and not self.has_call
+    @property
+    def _is_given_up(self) -> bool:
+        return self._state in (GateState.STOPPED, GateState.PARKED)
 
     def _acknowledge(self, where: Where, then: GateState) -> None:
         """Answer the accepted stop, once; from here on the turn is no longer ours."""
@@ -254,7 +277,10 @@ class Gate:
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
         self._where = where
-        self._is_after_boundary, self._at_boundary = self._at_boundary, False
+        self._is_for_job = self._at_boundary
+        self._is_after_boundary = self._at_boundary and where != "copies"
+        self._at_boundary = False
+        self._changed.notify_all()
         self._on_parked(turn, next_turn, where)
 
     def _take_up_grant(self) -> None:
@@ -280,11 +306,15 @@ class Gate:
     def _take_device(self, where: Where) -> None:
         """Main thread: block until running, or until an eviction or a move is asked for."""
         self._take_up_grant()
-        while not self.has_call and self._state in (GateState.STOPPED, GateState.PARKED):
-            self._state, self._where = GateState.PARKED, where
+        if self._state is GateState.STOPPED and not self._evicting:
+            self._state = GateState.PARKED
+            if self._turn:
+                self.on_back(self._turn, False)
+        while not self.has_call and self._is_given_up:
+            self._where = where
             self._changed.wait()
             # asked back before this thread woke up
-            if self._state is GateState.STOPPING and not self._waits(where):
+            if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
         if self._evicting and self._state is GateState.PARKED:

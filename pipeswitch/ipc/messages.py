@@ -406,6 +406,7 @@ class RunJob(Message, frozen=True):
     steps_recomputed: int = 0
     share: str = ""  # tenant/group: those whose input it shares; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
+    activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own
 
 
 class LeaseRequest(Message, frozen=True):
@@ -453,7 +454,8 @@ class StopTask(Message, frozen=True):
     turn: Turn
     next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
     next_slot: Slot
-    at_boundary: bool = False  # for another job: the step ends first, unless it is told again
+    at_boundary: bool = False  # for another job: when it next leaves the device (its step is over,
+    # as a rule), unless it is told again
 
 
 class Parked(Message, frozen=True):
@@ -462,9 +464,17 @@ class Parked(Message, frozen=True):
     epoch: Epoch
     turn: Turn
     next_turn: Turn
-    where: Literal["forward", "backward", "boundary", "loader"]
+    where: Literal["forward", "backward", "boundary", "loader", "copies"]
     asked_at_ms: float
     parked_at_ms: float
+
+
+class Back(Message, frozen=True):
+    """worker -> controller: away as it gave up ``turn`` (for a batch, for copies), it is back."""
+
+    epoch: Epoch
+    turn: Turn
+    is_blocked: bool = False  # it has the turn, and needs memory that other jobs must let go first
 
 
 class GrantTurn(Message, frozen=True):
@@ -730,7 +740,7 @@ AnyMessage = (
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
-    | HostRequest | HostGranted | Parked | GrantTurn
+    | HostRequest | HostGranted | Parked | Back | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage

@@ -245,6 +245,19 @@ def plan(
     return _Search(step, budget_bytes, lanes, found, Random(0)).best(is_over)
 
 
+def least_bytes(step: Step) -> int:
+    """The least budget that can be kept: all that may leave does."""
+    lanes = (Lane(bytes_per_ms=1.0),) * 2
+    unlimited = forecast(step, (), 1 << 62, lanes)
+    assert unlimited is not None
+    low, high, leaving = 0, unlimited.peak_bytes, _ranked(step, lanes)
+    while low < high:
+        middle = (low + high) // 2
+        found = forecast(step, leaving, middle, lanes)
+        low, high = (low, middle) if found else (middle + 1, high)
+    return high
+
+
 def hiding(step: Step, budget_bytes: int, lanes: Lanes) -> list[Forecast]:
     """vDNN's: those leave first whose way there and back hides best behind compute: how much of
     the time between save and use is left over by their copies. The fewest that keep the budget,

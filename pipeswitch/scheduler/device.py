@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ipc.messages import (
+    Back,
     Cleaned,
     CommitPersisted,
     CommitStep,
@@ -102,6 +103,8 @@ class Device:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
+            case Back() as message:
+                self.training.back(worker, message)
             case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
             case Pong(epoch=epoch):

@@ -299,6 +299,10 @@ class Job:
     turn: Turn = NO_TURN
     stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
     stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
+    is_away: bool = False  # as it gave its turn up, until it says that it can compute again
+    beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
+    # beginning this one's last one began
+    is_blocked: bool = False  # it needs memory for activations that the others have
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
@@ -341,6 +345,7 @@ class Job:
     activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
     steps_per_s: float = 0.0
     steps_left: int = -1  # until its script ends, as that said last; -1: not known
+    away_ms: float = -1.0  # of a step, as it said last: it fetched, and others could compute
     trained_ms: float = 0.0  # of the device's time
     counted_from_ms: float = 0.0  # of that, when a job came to its device last
     error: str = ""
@@ -367,6 +372,8 @@ class Job:
             max(0.0, 1000.0 * left_s),
             self.commit_slot_bytes,
             self.born_epoch,
+            self.priority,
+            self.away_ms,
         )
 
     @property

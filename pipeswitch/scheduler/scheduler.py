@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import ServerUnavailable
 from ..ipc.messages import (
+    Back,
     BuildDone,
     BuildFailed,
     BuildProgress,
@@ -104,6 +105,7 @@ CHANGES: Final[Mapping[type, int]] = {
     JobReport: 0,
     CommitStep: 0,
     Parked: TURN | WORKERS | JOBS,
+    Back: JOBS,
 }
 
 

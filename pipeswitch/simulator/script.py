@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from ..errors import TaskPreempted
 from ..ipc.gate import Gate, GateState, Where
 from ..ipc.messages import (
+    Back,
     CommitStep,
     EvictTask,
     GrantTurn,
@@ -91,6 +92,7 @@ class SimulatedScript:
         self.order_to_move: tuple[MoveTask, int] | None = None  # with the memory that it speaks of
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
+        self.gate.on_back = self._back
         self._scene, self._say = scene, say
         self._device = scene.device  # where its slice lies
         self._plan = scene.scripts[order.job]
@@ -149,6 +151,9 @@ class SimulatedScript:
         self._say("signal", Parked(
             epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
             asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
+
+    def _back(self, turn: int, is_blocked: bool) -> None:
+        self._say("signal", Back(epoch=self.order.epoch, turn=Turn(turn), is_blocked=is_blocked))
 
     # -- main thread ---------------------------------------------------------------------------
 
@@ -261,7 +266,8 @@ class SimulatedScript:
         self.gate.in_optimizer_step = False
         self._set(Image(first, after_step(second, step), step + 1))
         self.phase = "fetching"
-        values = {"step": step + 1, "left": self._plan.steps - step - 1}
+        values = {"step": step + 1, "left": self._plan.steps - step - 1,
+                  "away_ms": round(self._plan.loader_ms)}  # fmt: skip
         self._say("task", JobReport(epoch=self.order.epoch, kind="progress", values=values))
         if self.is_due:
             self._begin_commit()

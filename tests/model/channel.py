@@ -44,7 +44,7 @@ _CARRIED: Final = (
     m.RunInference, m.RunJob, m.StopTask, m.GrantTurn, m.EvictTask, m.LeaseGranted, m.WorkerReady,
     m.InferenceDone, m.Cleaned, m.Parked, m.LeaseRequest, m.CommitStep, m.CommitCopy, m.Scrub,
     m.StepCommitted, m.JobEnded, m.TransmitModel, m.TransmitEnded, m.Scrubbed, m.DaemonReady,
-    m.CommitPersisted, m.MoveTask, m.Moved, m.SteppedAside,
+    m.CommitPersisted, m.MoveTask, m.Moved, m.SteppedAside, m.Back,
 )  # fmt: skip
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
     "groups": (m.GroupCopy, 1), "outputs": (m.SlabTensor, 1), "joined": (m.JoinedRequest, 1),

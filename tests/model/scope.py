@@ -35,6 +35,7 @@ class Scope:
     steps: int = 3
     has_job: bool = True
     jobs: int = 1
+    training: str = "rotate"  # which of them is next
     cycles: int = 0  # that end while the other job waits, or a step that was to end has not
     requests: int = 2
     kills: int = 0

@@ -32,6 +32,8 @@ QUICK: Final = (
     Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A", devices=2,
           pins=1, is_coarse=True),
     Scope(name="jobs", jobs=2, steps=2, requests=0, models=1, cycles=2, is_coarse=True),
+    Scope(name="jobs-coshift", jobs=2, steps=2, requests=0, models=1, training="coshift",
+          is_coarse=True),
     Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1, is_coarse=True),
 )  # fmt: skip
 FULL: Final = (
@@ -62,6 +64,12 @@ FULL: Final = (
     Scope(name="jobs-request", jobs=2, steps=1, requests=1, models=1, cycles=1, is_coarse=True),
     Scope(name="jobs-kill", jobs=2, steps=1, requests=0, models=1, cycles=2, kills=1,
           is_coarse=True),
+    Scope(name="coshift-request", jobs=2, steps=1, requests=1, models=1, training="coshift",
+          is_coarse=True),
+    Scope(name="coshift-kill", jobs=2, steps=1, requests=0, models=1, training="coshift", kills=1,
+          is_coarse=True),
+    Scope(name="coshift-cycles", jobs=2, steps=1, requests=0, models=1, training="coshift",
+          cycles=1, hears_late=True, is_coarse=True),
     Scope(name="stream-kill", has_job=False, requests=2, models=1, groups=6, model_mib=12,
           arena_mib=12, kills=1, daemon_kills=1, is_coarse=True),
     Scope(name="aside-kill", has_job=False, requests=3, asks="BAB", models=2, groups=4,

@@ -45,7 +45,7 @@ class Worker(SimulatedWorker):
             script = twin.script = _copy_of(self.script)
             script._say = twin.say
             script.gate = _copy_of(script.gate)
-            script.gate._on_parked = script._parked
+            script.gate._on_parked, script.gate.on_back = script._parked, script._back
             if script.gate._move is not None:
                 script.gate._move = script._move
         return twin

@@ -83,7 +83,7 @@ class World(simulator.World):
             training_cycle_ms=CYCLE_MS if scope.cycles else GRACE_MS,
             stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
             max_compute_ms=0.0, max_daemon_restarts=scope.daemon_restarts,
-            placement=scope.placement,
+            placement=scope.placement, training=scope.training,
         )  # fmt: skip
         each = [replace(settings, device=f"cpu:{index}") for index in range(scope.devices)]
         scheduler = Scheduler(settings, devices=each)

@@ -97,7 +97,7 @@ class FakeHost:
         self.charged = size_bytes
 
     is_publishing = False
-    ring = None
+    ring = tiles = None
 
     def await_copy(self) -> None:
         pass
@@ -514,7 +514,7 @@ def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None
         assert {"forward", "backward"} & set(places)
         assert any(kept)
         assert not calls
-    assert len(set(calls)) == len(calls)
+    assert len(calls) <= len(places)
     assert result.trace == expected.trace
     assert result.final == expected.final
     assert "committed" in host.kinds()

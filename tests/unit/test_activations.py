@@ -155,7 +155,7 @@ class Ticking(Activations):
     def drain(self) -> None:
         """The lane has carried all that it was asked to."""
         while self._lanes.is_busy:
-            self._wait("forward")
+            self._wait("forward", 0, lambda: True)
         self._settle()
 
 

@@ -85,7 +85,7 @@ class Main:
         ("evict leave stop:1", "1 loader", S.STOPPED),
         # For another job the step goes on to its end, unless it is asked for again, or evicted.
         ("later:1 check grant:3 check", "", S.STOPPING),
-        ("later:1 check grant:3 boundary", "1 boundary", S.RUNNING),
+        ("later:1 check boundary grant:3 leave", "1 loader", S.AWAY),
         ("later:1 check leave", "1 loader", S.STOPPED),
         ("leave later:1", "1 loader", S.STOPPED),
         ("later:1 grant:3 stop:1 check", "1 forward", S.RUNNING),
@@ -123,6 +123,28 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
     expected = [one.split() for one in parked.split(", ") if one]
     assert found == [(int(turn), int(turn) + 1, where) for turn, where in expected]
     assert gate.state is state
+
+
+def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box: Recorder) -> None:
+    gate, told, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
+    gate.on_back = lambda *said: (told.append(said), is_told.release())
+    gate.pause(0.0)  # it computes
+    gate.leave("copies")
+    gate.pause(0.0)
+    assert gate.lets_copy
+    gate.request_stop(1, 2, at_boundary=True)
+    assert gate.lets_copy  # while another job computes
+    main = Main(gate.enter)
+    for _ in range(2):
+        assert is_told.acquire(timeout=20)
+    gate.grant(3)
+    assert main.join() is None
+    gate.check()
+    gate.leave("copies")
+    gate.request_stop(3, 4)
+    assert not gate.lets_copy  # while a request does
+    assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
+    assert told == [(1, True), (1, False)]
 
 
 @pytest.mark.parametrize("is_evicted", [False, True])

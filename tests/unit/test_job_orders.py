@@ -42,10 +42,12 @@ class Server(World):
 
     def start(
         self, name: str, seconds: float, *, mib: int = 2, priority: int = 1,
-        step_ms: float = STEP_MS,
+        step_ms: float = STEP_MS, loader_ms: float = 0.0,
     ) -> None:  # fmt: skip
-        training = Training(steps=round(seconds * 1000.0 / step_ms), step_ms=step_ms,
-                            slice_bytes=2 * mib * MIB, state_bytes=mib * MIB)  # fmt: skip
+        training = Training(
+            steps=round(seconds * 1000.0 / step_ms), step_ms=step_ms, loader_ms=loader_ms,
+            slice_bytes=2 * mib * MIB, state_bytes=mib * MIB,
+        )  # fmt: skip
         self.clients.train(JobName(name), training, priority=priority)
         self._names[self.clients.ask(JobName(name), "wait")] = name
 
@@ -106,6 +108,41 @@ def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:
         server.run(server.now_ms + 1700.0)
         had = [server.trained_ms(name) for name in names]
         assert max(had) - min(had) <= 2 * CYCLE_MS
+
+
+@given(
+    shapes=st.lists(st.tuples(st.floats(5.0, 300.0), st.floats(0.0, 300.0)), min_size=2, max_size=3)
+)
+def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
+    shapes: list[tuple[float, float]],
+) -> None:
+    """Of 20 steps each. Whenever the last one neither computes nor fetches, another one does; but
+    for what is not worth two switches: fetches of less than 3 ms."""
+    server = Server("coshift")
+    for index, (step_ms, loader_ms) in enumerate(shapes):
+        server.start(f"j{index}", 0.02 * step_ms, step_ms=step_ms, loader_ms=loader_ms)
+    server.run()
+    busy_ms = sum(20 * step_ms for step_ms, _ in shapes)
+    fetched_ms = max(20 * loader_ms for _, loader_ms in shapes)
+    makespan_ms = max(server.ends_ms.values())
+    assert busy_ms - 1.0 <= makespan_ms <= busy_ms + fetched_ms + 20 * 3.0 * len(shapes)
+
+
+def test_by_coshift_a_loader_as_long_as_the_step_costs_the_device_nothing() -> None:
+    """Alone each takes 10 s, half of it without the device; by turns of a second two take 18.4."""
+    ends = {}
+    for order in ("rotate", "coshift"):
+        server = Server(order)
+        for name in ("a", "b"):
+            server.start(name, 5.0, loader_ms=STEP_MS)
+        server.run(server.now_ms + 5000.0)
+        rows = [server.scheduler.machine.jobs.row(job) for job in server.scheduler.machine.jobs]
+        shifts = [row.get("beside", {}).get("shift_ms") for row in rows]
+        assert shifts == ([STEP_MS, STEP_MS] if order == "coshift" else [None, None])
+        server.run()
+        ends[order] = sorted(server.ends_ms.values())
+    assert ends["rotate"] == pytest.approx([17900.0, 18400.0])
+    assert ends["coshift"] == pytest.approx([10000.0, 10100.0])
 
 
 @pytest.mark.parametrize("order", JOB_ORDERS)

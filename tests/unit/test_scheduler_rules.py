@@ -26,6 +26,7 @@ from pipeswitch.errors import (
     WorkerLost,
 )
 from pipeswitch.ipc.messages import (
+    Back,
     BindTenant,
     BuildDone,
     BuildFailed,
@@ -298,9 +299,9 @@ class Rig:
         (scrub,) = self.sent(Scrub)
         self.daemon(Scrubbed(epoch=scrub.epoch))
 
-    def park(self, job: Any, next_turn: int = 0) -> None:
+    def park(self, job: Any, next_turn: int = 0, where: Any = "forward") -> None:
         message = Parked(
-            epoch=job.epoch, turn=job.turn, next_turn=next_turn, where="forward",
+            epoch=job.epoch, turn=job.turn, next_turn=next_turn, where=where,
             asked_at_ms=0.0, parked_at_ms=1.0,
         )  # fmt: skip
         self.worker(job.slot, message)
@@ -1047,6 +1048,29 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     rig.tick(2000.0)
     rig.park(two)
     assert one.state.state is TaskState.RUNNING
+
+
+def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> None:
+    """Though that one has a lower priority, and stopped for it in its step."""
+    rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
+    low = rig.train("low", priority=2)
+    rig.lease(low)
+    high = rig.train("high", priority=0)
+    assert [stop.at_boundary for stop in rig.sent(StopTask)] == [True]
+    rig.park(low, where="copies")
+    (run,) = rig.sent(RunJob)
+    assert (run.job, run.activation_bytes) == ("high", 1 << 20)
+    rig.lease(high)
+    rig.worker(low.slot, Back(epoch=low.epoch, turn=low.turn))
+    assert not rig.sent(StopTask)  # of a lower priority
+    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn, is_blocked=True))
+    assert [stop.epoch for stop in rig.sent(StopTask)] == [high.epoch]
+    rig.park(high, where="copies")
+    assert low.state.state is TaskState.RUNNING
+    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn))
+    assert [stop.epoch for stop in rig.sent(StopTask)] == [low.epoch]
+    rig.park(low, where="loader")
+    assert high.state.state is TaskState.RUNNING
 
 
 @pytest.mark.parametrize("comes", ["request", "late"])

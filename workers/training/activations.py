@@ -46,12 +46,14 @@ from pipeswitch.planning.swaps import (
     Lane,
     Step,
     What,
+    least_bytes,
     plan,
 )
 from pipeswitch.units import format_bytes
 
 from .copy_lane import Copy, CopyLanes
 from .host import JobHost
+from .tiles import TILE_BYTES, Tiles
 from .torch_private import root, version
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
@@ -60,6 +62,8 @@ STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold 
 SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
 UNLIMITED: Final = 1 << 62
 CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
+WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
+LOOK_AGAIN_S: Final = 0.01  # for room that others give up
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
@@ -153,12 +157,14 @@ class Activations:
 
     def __init__(
         self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
-        charge: Callable[[int], None] = lambda _: None,
+        tiles: Tiles | None = None, charge: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._charge, self._charged = charge, 0
-        self._offload, self.asked_for = offload, (offload, budget_bytes)
-        self._is_limited = budget_bytes is not None
+        self._offload, self.asked_for, self._tiles = offload, (offload, budget_bytes), tiles
+        self._is_limited = budget_bytes is not None or tiles is not None
         self._budget = UNLIMITED if budget_bytes is None else budget_bytes
+        if tiles is not None:
+            self._budget = min(self._budget, tiles.total_bytes)
         self._lanes, self._gate = CopyLanes(copies, gate), gate
         self._own = _Storages()  # parameters, buffers, the batch
         self._table = _Storages()  # those that are saved
@@ -175,7 +181,7 @@ class Activations:
         self._measuring = STEPS_MEASURED if offload == "auto" else 0
         self._events: list[Event] = []
         self._of_step: list[_Saved] = []
-        self._event_at_ms = self._event_waited_ms = self._waited_ms = 0.0
+        self._event_at_ms = self._event_waited_ms = self._waited_ms = self.away_ms = 0.0
         self._began_ms = self.compute_ms = 0.0  # of this body; of the measured one, without waits
         self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
         self._on_host = self._host_peak = 0
@@ -192,9 +198,9 @@ class Activations:
         if before is not None:
             before.give_back()
             before.close()
-        if asked_for in (("auto", None), ("none", None)):
+        if asked_for in (("auto", None), ("none", None)) and host.tiles is None:
             return None
-        return cls(*asked_for, host.host_copies(), gate, host.charge_host)
+        return cls(*asked_for, host.host_copies(), gate, host.tiles, host.charge_host)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are no activations."""
@@ -233,6 +239,10 @@ class Activations:
 
     def _begin(self) -> None:
         self._settle()
+        self.away_ms = 0.0
+        if self._tiles is not None:
+            self._await(lambda tiles: tiles.may_begin)
+            self._tiles.enter_step()
         self._layer, self._ahead = 0, None
         self._of_step, self._events = [], []
         self._waited_ms = self._event_waited_ms = 0.0
@@ -255,6 +265,7 @@ class Activations:
             "planned_wait_ms": None if planned is None else round(planned.wait_ms, 3),
             "step_ms": round(took_ms, 3),
             "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
+            "device_peak_bytes": self._tiles and self._tiles.most * TILE_BYTES,
         }
         if self._offload == "auto" and not self._measuring and len(self._of_step) > self._planned:
             self._measuring = STEPS_MEASURED  # another model's loop
@@ -262,6 +273,18 @@ class Activations:
             self._measuring -= 1
             self.compute_ms = took_ms - self._waited_ms
             self._make_plan()
+        if self._tiles is not None:
+            self._learn_least(self._tiles)
+            self._tiles.enter_step(is_in=False)
+
+    def _learn_least(self, tiles: Tiles) -> None:
+        """What a step can be finished with; as long as it is measured, it has the device alone."""
+        if self._offload != "auto":
+            tiles.learn(self.peak_bytes)
+        elif self._measuring or self.measured is None:
+            tiles.forget()
+        elif not tiles.is_known:
+            tiles.learn(least_bytes(self.measured))
 
     def _make_plan(self) -> None:
         sizes = [one.size_bytes for one in self._of_step]
@@ -386,7 +409,7 @@ class Activations:
         saved.is_used = True
         self._look_ahead(saved)
         while saved.place is Place.COMING:
-            self._wait("backward")
+            self._wait("backward", saved.size_bytes, lambda: saved.place is not Place.COMING)
 
     def _look_ahead(self, current: _Saved) -> None:
         """Ask back what is used next, as far as there is room; without a budget, of one layer."""
@@ -404,7 +427,7 @@ class Activations:
                 layers.add(saved.layer)
             self._stay(saved)
             if saved.place is Place.HOST and saved.handles and not saved.is_used:
-                if self._held + saved.size_bytes > self._budget:
+                if self._held + saved.size_bytes > self._room:
                     return
                 self._ask_back(saved)
             self._ahead.pop()
@@ -425,16 +448,55 @@ class Activations:
     # -- room ------------------------------------------------------------------------------------
 
     def _hold(self, size_bytes: int) -> None:
-        self._held += size_bytes
+        self._holds(self._held + size_bytes)
         self.peak_bytes = max(self.peak_bytes, self._held)
         assert self._held <= self._budget
 
+    def _holds(self, size_bytes: int) -> None:
+        self._held = size_bytes
+        if self._tiles is not None:
+            self._tiles.hold(size_bytes)
+
+    @property
+    def _room(self) -> int:
+        """What may be held now."""
+        return self._budget if self._tiles is None else min(self._budget, self._tiles.free_bytes)
+
+    def _await(self, is_there: Callable[[Tiles], bool]) -> None:
+        """Give the device up until others have let go of enough; they ring no bell."""
+        tiles, began_ms = self._tiles, _now_ms()
+        assert tiles is not None
+        while not is_there(tiles):
+            self._gate.leave("copies")
+            self._gate.pause(LOOK_AGAIN_S)
+            self._gate.enter()
+        self._waited_ms += _now_ms() - began_ms
+
+    def _outlast_others(self, size_bytes: int) -> bool:
+        """A step that needs more than the measured ones did waits for the ends of the others'.
+        False: it does not fit, or they wait for this one's."""
+        tiles, needed = self._tiles, self._held + size_bytes
+        if tiles is None or needed > self._budget or self._gate.in_optimizer_step:
+            return False
+        tiles.is_stuck = True
+        tiles.hold(self._held)
+        self._await(lambda tiles: needed <= tiles.free_bytes or not tiles.can_wait)
+        is_there = needed <= tiles.free_bytes
+        self._planned = 0  # it is measured anew
+        tiles.is_stuck = False
+        return is_there
+
     def _make_room(self, size_bytes: int, where: Where) -> bool:
         """Wait for copies under way, drop what is on the host as well, send what may leave."""
-        while self._held + size_bytes > self._budget:
+        while self._held + size_bytes > self._room:
             if self._lanes.is_busy:
-                self._wait(where)
-            elif not (self._drop_a_copy() or self._send_another() or self._settle()):
+                self._wait(where, size_bytes, lambda: self._held + size_bytes <= self._room)
+            elif not (
+                self._drop_a_copy()
+                or self._send_another()
+                or self._settle()
+                or self._outlast_others(size_bytes)
+            ):
                 return False
         return True
 
@@ -498,11 +560,30 @@ class Activations:
             saved.end = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
             saved.end.atexit = False
         else:
-            self._held -= saved.size_bytes
+            self._holds(self._held - saved.size_bytes)
 
-    def _wait(self, where: Where) -> None:
-        self._waited_ms += self._lanes.wait(where)
-        self._settle()
+    def _wait(self, where: Where, size_bytes: int, is_over: Callable[[], bool]) -> None:
+        """For a copy, or (a long one, in a step whose times are known) until ``is_over`` without
+        the device."""
+        gate, lanes = self._gate, self._lanes
+        may_leave = gate.lets_copy and not (self._measuring or gate.in_optimizer_step)
+        is_long = size_bytes > WORTH_MS * lanes.bytes_per_ms(to_host=where == "forward")
+        if self._tiles is None or not (may_leave and is_long):
+            self._waited_ms += lanes.wait(where)
+            self._settle()
+            return
+        began_ms = _now_ms()
+        gate.leave("copies")
+        try:
+            while lanes.is_busy and lanes.wait_away():
+                self._settle()
+                if is_over():
+                    break
+            self.away_ms += _now_ms() - began_ms
+        finally:
+            gate.enter()
+        lanes.go_on()
+        self._waited_ms += _now_ms() - began_ms
 
     def _settle(self) -> bool:
         """Take what the queues hold; whether there was anything."""
@@ -518,18 +599,18 @@ class Activations:
                 self._drop(saved)
         while self._bytes_ended:
             has_changed = True
-            self._held -= self._bytes_ended.popleft()
+            self._holds(self._held - self._bytes_ended.popleft())
         return has_changed
 
     def _copied(self, copy: Copy, saved: _Saved) -> None:
         if saved.place is Place.GONE:
-            self._held -= saved.size_bytes
+            self._holds(self._held - saved.size_bytes)
         elif copy is saved.copy:
             saved.copy = None
             if copy.error is not None:
                 saved.place = Place.DEVICE if copy.to_host else Place.HOST
                 self._on_host -= saved.size_bytes if copy.to_host else 0
-                self._held -= 0 if copy.to_host else saved.size_bytes
+                self._holds(self._held - (0 if copy.to_host else saved.size_bytes))
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:
@@ -552,9 +633,9 @@ class Activations:
         elif copy is not None and not self._lanes.cancel(copy):
             saved.place = Place.GONE
         elif saved.place is not Place.HOST:
-            self._held -= saved.size_bytes
+            self._holds(self._held - saved.size_bytes)
         if saved.end is not None and saved.end.detach():
-            self._held -= saved.size_bytes  # the script holds it still: that does not count
+            self._holds(self._held - saved.size_bytes)  # the script holds it still: not counted
         saved.host = saved.device = None
 
 

@@ -100,6 +100,12 @@ class CopyLanes:
             self.go_on()
         return waited_ms
 
+    def wait_away(self) -> bool:
+        """Without the device, until a copy has ended; False: they stand aside."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._is_quiet)
+        return bool(self._ended)
+
     def go_on(self) -> None:
         """The main thread computes: what stood aside goes on, unless it is asked again."""
         if self._aside and not self._must_stand_aside():
@@ -172,5 +178,5 @@ class CopyLanes:
     def _must_stand_aside(self) -> bool:
         """A task in ``optimizer.step()`` cannot park: what its closure waits for must come."""
         gate = self._gate
-        is_stopping = gate.asked and not gate.waits_for_boundary
+        is_stopping = gate.asked and not gate.lets_copy
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

@@ -39,6 +39,8 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.ipc.sparse import keep_newest
 
+from .tiles import Tiles
+
 MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
 
 
@@ -53,6 +55,7 @@ class JobHost:
         self._task = task
         self._view = view
         self.device = view.device
+        self.tiles: Tiles | None = None  # where all jobs share what activations may take
         self._changed = threading.Condition()
         self._lease: LeaseGranted | LeaseRefused | HostGranted | None = None
         self._committed: StepCommitted | None = None

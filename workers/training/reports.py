@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -12,6 +14,7 @@ from pipeswitch.job import as_number
 from .host import JobHost
 
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
+FETCHES: Final = 16  # the last ones; of these the mean is told
 
 
 class Reports:
@@ -21,6 +24,7 @@ class Reports:
         self._host = host
         self._log: dict[str, float] = {}
         self._at_ms = 0.0
+        self._away_ms: deque[float] = deque(maxlen=FETCHES)
 
     @property
     def are_due(self) -> bool:
@@ -37,11 +41,17 @@ class Reports:
             self._host.remember(step, known)
         return known
 
+    def was_away(self, ms: float) -> None:
+        """For a batch, and in the step before for copies; others could compute meanwhile."""
+        self._away_ms.append(ms)
+
     def progress(self, step: int, epoch: int, left: int, **activations: Any) -> None:
         """``left``: steps until the job ends; -1: not known."""
         self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
         self._host.flush()
         more = {"activations": activations} if activations else {}
-        log = dict(self._log)
-        self._host.report("progress", step=step, epoch=epoch, left=left, log=log, **more)
+        log, away = dict(self._log), round(fmean(self._away_ms)) if self._away_ms else -1
+        self._host.report(
+            "progress", step=step, epoch=epoch, left=left, away_ms=away, log=log, **more
+        )
         self._log.clear()

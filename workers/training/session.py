@@ -417,13 +417,16 @@ class TrainingSession:
     # ------------------------------------------------------------------------- the loop
 
     def _run(self, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
+        away_ms = 0.0
         while True:
             self._unwind_if_evicted()
             self._gate.leave("loader")
+            began_ms = self._host.now_ms()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
             self._watch.begin_body()
             self._in_body = True
@@ -432,6 +435,7 @@ class TrainingSession:
             else:
                 with self._activations.body(batch):
                     yield batch
+                away_ms = self._activations.away_ms
             if self._open_loop is not this_loop:
                 raise InvalidInput(
                     "job.steps inside job.steps: a loop began in the body of this one",

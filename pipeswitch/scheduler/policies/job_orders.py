@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+WORTH_MS: Final = 3.0  # from the device's leaving one job to its coming back: two switches
+
 
 class JobView(NamedTuple):
     """A job, as an order sees it."""
@@ -17,12 +19,14 @@ class JobView(NamedTuple):
     left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
     state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
     born: int = 0  # the smaller, the earlier it was submitted
+    priority: int = 0  # the smaller, the earlier
+    away_ms: float = -1.0  # of a step in which it does without the device; negative: not known yet
 
 
 class JobOrder:
     """Round robin: each has a cycle, then the next. Derive from it."""
 
-    has_cycles = True  # False: one yields at the end of any step
+    shares = False  # one may stop for another in its step, while it waits for copies
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         """The smallest goes next."""
@@ -31,6 +35,10 @@ class JobOrder:
     def yields(self, running: JobView, waiting: JobView) -> bool:
         """Whether one that has had a whole cycle stops for another one."""
         return True
+
+    def is_impatient(self, running: JobView, waiting: JobView) -> bool:
+        """Whether that one waits for the end of a step only, not of a cycle."""
+        return False
 
 
 class _Ranked(JobOrder):
@@ -57,10 +65,11 @@ class Fair(_Ranked):
 class ShortestFirst(_Ranked):
     """The one that would end first (srtf). One of which that is not known runs until it is."""
 
-    has_cycles = False
-
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)
+
+    def is_impatient(self, running: JobView, waiting: JobView) -> bool:
+        return True
 
 
 class Pack(_Ranked):
@@ -70,6 +79,16 @@ class Pack(_Ranked):
         return (job.state_bytes, job.place)
 
 
+class Coshift(JobOrder):
+    """Zico: two jobs phase by phase. While one does without the device, the other one has it."""
+
+    shares = True
+
+    def is_impatient(self, running: JobView, waiting: JobView) -> bool:
+        return any(not 0 <= job.away_ms < WORTH_MS for job in (running, waiting))
+
+
 JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
     "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "fifo": Fifo(), "pack": Pack(),
+    "coshift": Coshift(),
 }  # fmt: skip

@@ -253,6 +253,7 @@ class Jobs:
             "tenant": job.tenant,
             "share": job.share,
             "log": job.last_log,
+            **({"beside": job.beside} if job.beside else {}),
             **({"activations": job.activations} if job.activations else {}),
             **activations_row(job),
             **({"on": on} if (on := self.home(job).state.label) else {}),
@@ -277,6 +278,7 @@ class Jobs:
         job.step = _number(values.get("step"), job.step)
         job.epoch_index = _number(values.get("epoch"), job.epoch_index)
         job.steps_left = _number(values.get("left"), -1)
+        job.away_ms = float(_number(values.get("away_ms"), -1))
         has_device = self.home(job).state.training == job.name
         share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
         trained_ms = share_ms + job.counted_from_ms

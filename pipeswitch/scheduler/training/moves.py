@@ -124,6 +124,8 @@ class Moves:
             return "its tensors cannot be mapped on the other device"
         if not job.lease_bytes or job.lease_asked_bytes:
             return "it has no slice yet"
+        if device.state.settings.activation_memory_bytes:
+            return "the other jobs there reckon with what they hold"
         in_place = [one for one in target.state.jobs.values() if one.state.state in TASK_ON_WORKER]
         if len(in_place) + target.arena.coming >= MAX_IN_PLACE:
             return "the other device has as many jobs as it can have"

@@ -6,6 +6,7 @@ from typing import Final
 
 from ...errors import WorkerLost
 from ...ipc.messages import (
+    Back,
     EvictTask,
     GrantTurn,
     JobEnded,
@@ -99,7 +100,7 @@ class Training:
 
     def rank(self, job: Job) -> tuple[float, ...]:
         """Of one that has not the device; the smallest goes next."""
-        return (job.priority, *self._order.rank(job.view(0.0)))
+        return (job.is_blocked, job.priority, job.is_away, *self._order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
         """Whether something of its last dispatch is not over yet.
@@ -109,20 +110,22 @@ class Training:
         """
         return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
 
-    def _waiting_behind(self, running: Job) -> bool:
-        """Whether another job wants the device, or memory the running one may have."""
+    def _waiting_behind(self, running: Job) -> list[Job]:
+        """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
             job for job in self._device.jobs.values() if job.lease_asked_bytes
         ]
         own = running.view(self._core.now_ms)
-        return any(
-            job is not running
-            and (
-                job.priority < running.priority
-                or (job.priority == running.priority and self._order.yields(own, job.view(0.0)))
-            )
+        return [
+            job
             for job in waiting
-        )
+            if job is not running
+            and (job.lease_asked_bytes or not job.is_away)
+            and ((view := job.view(0.0)).priority <= own.priority or running.is_blocked)
+            and (
+                view.priority != own.priority or running.is_blocked or self._order.yields(own, view)
+            )
+        ]
 
     def _run_next(self) -> None:
         for job in self._runnable():
@@ -180,6 +183,7 @@ class Training:
                     steps_recomputed=job.steps_recomputed,
                     share=job.group,
                     defaults=job.defaults,
+                    activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,
             )
@@ -192,6 +196,7 @@ class Training:
         core, device = self._core, self._device
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
+        job.is_away = job.is_blocked = False
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
         job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
@@ -205,21 +210,33 @@ class Training:
 
     def _holds_device(self, job: Job) -> None:
         self._device.training = job.name
+        if self._order.shares:
+            job.beside = self._beside(job)
         job.cycle_began_at_ms = self._core.now_ms
         job.last_ran_at_ms = self._core.now_ms
         self._core.touched |= TURN | JOBS | WORKERS
         self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms, JOBS)
+
+    def _beside(self, job: Job) -> dict[str, object]:
+        """Whose turn began before this one, and how long before."""
+        others = [one for one in self._in_place() if one is not job]
+        if not others:
+            return {}
+        before = max(others, key=lambda one: one.last_ran_at_ms)
+        shift_ms = round(self._core.now_ms - before.last_ran_at_ms, 1)
+        return {"job": before.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
         """End its cycle when another job waits; kill it when it does not stop or unwind."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            is_wanted = self._waiting_behind(job)
-            ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms * self._order.has_cycles
-            if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
+            behind, ends_at_ms = self._waiting_behind(job), job.cycle_began_at_ms
+            if behind and not self._is_impatient(job, behind):
+                ends_at_ms += job.cycle_left_ms
+            if behind and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
-            elif is_wanted:
+            elif behind:
                 core.look_again(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING and job.stops_at_boundary:
             step_late_at_ms = job.stop_asked_at_ms + settings.training_cycle_ms
@@ -229,6 +246,14 @@ class Training:
                 core.look_again(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
+
+    def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
+        own = running.view(self._core.now_ms)
+        return running.is_blocked or any(
+            self._order.is_impatient(own, job.view(0.0))
+            for job in behind
+            if not (job.lease_asked_bytes and self._order.shares)  # it cannot compute yet
+        )
 
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
@@ -334,6 +359,7 @@ class Training:
             worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
             job.suspensions += 1
             job.parked_at_ms = core.now_ms
+            job.is_away = message.where in ("loader", "copies")
             core.counts["preemptions"] += 1
         self._device.span(
             f"worker {worker.slot}",
@@ -350,6 +376,12 @@ class Training:
         )
         self._device_left(job)
         return True
+
+    def back(self, worker: Worker, message: Back) -> None:
+        """It could compute again, if it had the device."""
+        job = self._device.job_of(worker, message.epoch)
+        if job is not None and message.turn == job.turn:
+            job.is_away, job.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
@@ -402,7 +434,7 @@ class Training:
         worker.deaths = 0
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
-        job.slot = None
+        job.slot, job.is_away, job.is_blocked = None, False, False
         job.lease_asked_bytes = 0
         job.lease_bytes = 0
         job.step = max(job.step, message.step)
@@ -428,7 +460,7 @@ class Training:
         job = device.jobs.get(name)
         if job is not None and job.slot == worker.slot:
             self._device_left(job)
-            job.slot = None
+            job.slot, job.is_away, job.is_blocked = None, False, False
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
             job.deaths_without_progress += worker.is_blamed

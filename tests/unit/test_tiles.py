@@ -1,0 +1,87 @@
+"""Several jobs, one budget for their activations: whoever has the turn, it is kept and all end."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.ipc.board import BOARD_BYTES, Board, sealed_memfd
+from workers.training.tiles import TILE_BYTES, Tiles
+
+
+class Script:
+    """A job's steps; of each, what it needs at least at one moment after the other."""
+
+    def __init__(self, board: Board, slot: int, steps: list[list[int]], total: int) -> None:
+        view: Any = SimpleNamespace(board=board)
+        self.tiles = Tiles(view, slot, total * TILE_BYTES)
+        self.steps, self.at = steps, 0
+        self.measured = 0
+
+    def goes_on(self, more: int) -> bool:
+        """With the turn: the next moment, with so much beyond the need as is free. False: it needs
+        what others have."""
+        tiles, needs = self.tiles, self.steps[0]
+        if self.at == 0:
+            if not tiles.may_begin:
+                return False
+            tiles.enter_step()
+        need = needs[self.at]
+        tiles.is_stuck = need * TILE_BYTES > tiles.free_bytes
+        if tiles.is_stuck and need * TILE_BYTES > tiles.free_bytes:
+            tiles.hold(tiles.held * TILE_BYTES)
+            assert tiles.can_wait or not others_claim(tiles), "they wait for each other"
+            return False
+        tiles.hold(min(need + more, tiles.free_bytes // TILE_BYTES) * TILE_BYTES)
+        tiles.is_stuck = False
+        self.at += 1
+        if self.at == len(needs):
+            self.measured = max(self.measured, *needs)
+            tiles.learn(self.measured * TILE_BYTES)
+            tiles.hold(0)
+            tiles.enter_step(is_in=False)
+            self.steps.pop(0)
+            self.at = 0
+        return True
+
+    def lets_go(self) -> None:
+        """Without the turn: copies end."""
+        if self.at:
+            self.tiles.hold(min(self.tiles.held, self.steps[0][self.at - 1]) * TILE_BYTES)
+
+
+def others_claim(tiles: Tiles) -> bool:
+    return any(tiles._others()[0])
+
+
+@given(data=st.data(), count=st.integers(2, 4))
+def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_other(
+    data: st.DataObject, count: int
+) -> None:
+    """The first step of each is its largest; until it has had that, it has its steps alone."""
+    total = data.draw(st.integers(2, 12))
+    descriptor = sealed_memfd("board", BOARD_BYTES)
+    board = Board(descriptor)
+    os.close(descriptor)
+    jobs = []
+    for slot in range(count):
+        steps = st.lists(
+            st.lists(st.integers(0, total), min_size=1, max_size=4), min_size=1, max_size=4
+        )
+        drawn = sorted(data.draw(steps), key=max, reverse=True)
+        jobs.append(Script(board, slot, drawn, total))
+    while any(job.steps for job in jobs):
+        order = data.draw(st.permutations([job for job in jobs if job.steps]))
+        more = data.draw(st.integers(0, total))
+        assert any(job.goes_on(more) for job in order), "nobody can go on"
+        assert sum(board.tiles()[0]) <= total
+        data.draw(st.sampled_from(jobs)).lets_go()
+        held = [job.tiles.held for job in jobs]
+        assert sum(held) <= total
+        assert all(job.tiles.most <= total for job in jobs)
+    assert board.tiles()[0] == [0] * 64
+    board.close()

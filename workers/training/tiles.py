@@ -1,0 +1,84 @@
+"""What the jobs of a device hold of activations together: each says on the board how many tiles.
+
+Only the job that has the turn may come to hold more; one that waits for copies or parks can only
+let go. So no two words grow at once, and nobody is asked: what the others do not claim is free to
+who has the turn. A job in its step claims what it holds and at least what it can finish with
+(``least``), so it always can. One that is between two steps claims nothing; as long as all of them
+could be in their steps at once, room to begin is left for it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipeswitch.devices.view import PoolView
+
+TILE_BYTES: Final = 64 << 10
+
+
+class Tiles:
+    """Of one job.
+
+    Attributes:
+        least: as far as it is known; else all, so that it has its step alone.
+        most: that all jobs held at once, whenever this one came to hold more.
+    """
+
+    def __init__(self, view: PoolView, slot: int, total_bytes: int) -> None:
+        self._view, self._slot = view, slot
+        self._total = total_bytes // TILE_BYTES
+        self.is_known = self._is_in_step = self.is_stuck = False
+        self.least, self.held, self.most = self._total, 0, 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total * TILE_BYTES
+
+    @property
+    def may_begin(self) -> bool:
+        """A step could be finished, whatever those that are in theirs do."""
+        return self._total - sum(self._others()[0]) >= self.least
+
+    @property
+    def free_bytes(self) -> int:
+        """What this job may hold, with room left for those that are between two steps."""
+        claims, leasts = self._others()
+        if self.least + sum(map(abs, leasts)) <= self._total and not self.is_stuck:
+            claims = [max(claim, abs(least)) for claim, least in zip(claims, leasts, strict=True)]
+        return (self._total - sum(claims)) * TILE_BYTES
+
+    @property
+    def can_wait(self) -> bool:
+        """One that is in its step goes on, and will let go."""
+        return any(claim and least >= 0 for claim, least in zip(*self._others(), strict=True))
+
+    def learn(self, least_bytes: int) -> None:
+        """A step was measured."""
+        self.least = min(self._total, _tiles(least_bytes))
+        self.is_known = True
+
+    def forget(self) -> None:
+        """Its steps have changed: it is to have them alone."""
+        self.least, self.is_known = self._total, False
+
+    def enter_step(self, *, is_in: bool = True) -> None:
+        self._is_in_step = is_in
+        self.hold(self.held * TILE_BYTES)
+
+    def hold(self, size_bytes: int) -> None:
+        """So much from now on."""
+        before, self.held = self.held, _tiles(size_bytes)
+        claim = max(self.held, self.least) if self._is_in_step else self.held
+        least = self.least * self.is_known
+        self._view.board.write_tiles(self._slot, claim, -least if self.is_stuck else least)
+        if self.held > before:
+            self.most = max(self.most, claim + sum(self._others()[0]))
+
+    def _others(self) -> tuple[list[int], list[int]]:
+        claims, leasts = self._view.board.tiles()
+        claims[self._slot] = leasts[self._slot] = 0
+        return claims, leasts
+
+
+def _tiles(size_bytes: int) -> int:
+    return -(-size_bytes // TILE_BYTES)
