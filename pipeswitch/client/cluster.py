@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 from ..errors import (
@@ -34,6 +35,7 @@ NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
+LOOK_S: Final = 0.5  # between two, for a job that is between two lives
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -323,15 +325,38 @@ class ClusterConnection:
         return _reply({"jobs": rows})
 
     def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
-        there = self._job_node(body["name"])
-        node = there or self._ask("idle")
-        return self._to(node).call(op, body=body, **options)
+        script = b""
+        with contextlib.suppress(OSError):  # it may be on the nodes' machines alone
+            if body["entry"].endswith(".py"):
+                script = Path(body["entry"]).read_bytes()
+        return _reply(self._ask("train", body, script))
 
     def _do_job(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        if body["action"] == "move" and body["to"] in self._table["nodes"]:
+            self._ask("move", body["name"], body["to"])
+            body = {**body, "action": "show"}
+            del body["to"]
+        if body["action"] == "wait":
+            return self._wait(body, options)
         node = self._job_node(body["name"])
         if not node:
             raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
         return self._to(node).call(op, body=body, **options)
+
+    def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Until the job is over, wherever it goes meanwhile: what moves is cancelled where it was,
+        and what its node's death ends begins again elsewhere."""
+        while True:
+            reply, node = None, self._job_node(body["name"])
+            with contextlib.suppress(ServerUnavailable):
+                reply = self._to(node).call("job", body=body, **options) if node else None
+            if reply is not None and reply.body["job"]["state"] != "cancelled":
+                return reply
+            if not self._ask("is_alive", body["name"]):
+                if reply is not None:
+                    return reply
+                raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
+            time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
         """Where a job is; empty: nowhere."""

@@ -11,21 +11,33 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
-from ..errors import ConfigError, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..errors import (
+    AlreadyExists,
+    ConfigError,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
 from ..roles import Role
 from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
-from . import placement
+from . import lives, placement
+from .jobs import NodeJobs
+
+log = logging.getLogger(__name__)
 
 NODE: Final = "node:"  # before its name, an actor's
 COPIES: Final = 2  # of each model, on as many nodes
@@ -33,20 +45,18 @@ ROUND_S: Final = 1.0  # between two looks at all nodes
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
 LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
+LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
+START_S: Final = 60.0  # for its server's start, before the first of them
 CHILD: Final = """\
-import os, signal, threading
-def leave():
-    os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-threading.Thread(target=leave, daemon=True).start()
+import pathlib, sys
+from pipeswitch.cluster.leases import watch
+watch(pathlib.Path(sys.argv.pop(1)))
 from pipeswitch.cli.main import main
 main()
 """
-"""The server leaves as if it was told to when the other end of its standard input is gone: also
-when its node's process was killed."""
 
 
-class Node:
+class Node(NodeJobs):
     """One machine's server. If that ends so does this process, and Ray starts both again: the
     server's journal knows its models and jobs."""
 
@@ -56,11 +66,12 @@ class Node:
                 "this Ray lets everybody in who reaches its ports: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
-        self._name, self._state = name, Path(folder) / name
+        super().__init__(name, Path(folder) / name)
         folder_of_keys, secret, self._keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
+        until_s = self._claim(connect_ray()) + START_S - LEASE_S
         command = [
-            sys.executable, "-P", "-c", CHILD, "serve", "--listen", f"tcp://{host}:0",
+            sys.executable, "-P", "-c", CHILD, str(self._jobs), "serve", "--listen", f"tcp://{host}:0",
             "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
             "--keys-dir", str(folder_of_keys.path), "--no-http", "--allow-code", "*", *flags,
         ]  # fmt: skip
@@ -68,6 +79,7 @@ class Node:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
         )  # fmt: skip
+        self._lease(until_s, "")
         self._address, self._owners = self._addresses()
         self._client = Client(self._owners)
         server_key = self._keys.server.decode()
@@ -75,7 +87,10 @@ class Node:
         self._tenant = Client(self._address, key=secret, server_key=server_key)
         self._lock = threading.Lock()  # of the bodies' file
         self._is_leaving = False
+        self._answered = int(time.time() * 1000)  # above those of the one before
+        self._answered_s: dict[int, float] = {}  # by number: answers to placement
         threading.Thread(target=self._leave_with_it, daemon=True).start()
+        self._go_on()
 
     def _addresses(self) -> tuple[str, str]:
         """Of TCP clients and of the owner, when it is ready."""
@@ -98,9 +113,27 @@ class Node:
         if not self._is_leaving:
             os._exit(1)
 
-    def summary(self) -> dict[str, Any]:
-        """All that placement knows of it."""
+    def _lease(self, until_s: float, address: str) -> None:
+        """To the server: placement counts on this node until then."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
+            self._process.stdin.write(f"{until_s} {address}\n")
+            self._process.stdin.flush()
+
+    def summary(self, heard: int = 0) -> dict[str, Any]:
+        """All that placement knows of it, which has ``heard`` the answer of that number."""
+        if heard in self._answered_s:
+            self._lease(self._answered_s[heard] + LEASE_S, self._owners)
+            self._answered_s.clear()
+        answer = self._summary()
+        with self._lock:
+            number = self._answered = self._answered + 1
+            self._answered_s[number] = time.monotonic()
+        return {**answer, "number": number}
+
+    def _summary(self) -> dict[str, Any]:
         stats, served = self._client.stats(), self._client.models()
+        copies, jobs = self._copies()
         runs, requests = stats["inferences"], stats["inference"]["in_flight"]
         each_ms = stats["device_s"]["infer"] * 1000.0 / runs if runs else 0.0
         return {
@@ -112,7 +145,8 @@ class Node:
             "free_bytes": stats["arena_free_bytes"],
             "queue_ms": requests * each_ms,
             "waiting": requests,
-            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in self._client.jobs()),
+            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
+            "copies": copies,
             "models": {row["name"]: (row["digest"], row["bytes"])
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
@@ -196,6 +230,12 @@ class Placement:
         self._serving: dict[str, str] = {}  # by model: the node that requests go to
         self._short_since: dict[str, float] = {}  # models with too few copies
         self._leaving: set[str] = set()
+        self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
+        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
+        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
+        self._starting: dict[str, int] = {}  # jobs that are being started or moved: the new life
+        self._tried: dict[str, str] = {}  # where the last start of a job failed
+        self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
         self._look()
@@ -223,18 +263,6 @@ class Placement:
         with self._lock:
             return self._nodes.choose("", size_bytes).node
 
-    def idle(self) -> str:
-        """Where a job goes: the fewest jobs, then the fewest requests."""
-        with self._lock:
-            ready = [one for one in self._facts.values() if one["name"] in self._nodes]
-            if not ready:
-                raise ServerUnavailable(
-                    "the cluster has no node left", hint="pipeswitch cluster up"
-                )
-            found = min(ready, key=lambda one: (one["jobs"], one["waiting"], one["name"]))
-            found["jobs"] += 1  # until the next look at it
-            return str(found["name"])
-
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
         """A node has it; its second copy is there when this returns. What could not be done."""
         ray = connect_ray()
@@ -253,12 +281,14 @@ class Placement:
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
-            if self._facts[node]["jobs"]:
-                return ["jobs train there: wait for them, or cancel them"]
+            jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
+            if self._facts[node]["jobs"] > len(jobs):
+                return ["jobs train there that were not started through the cluster"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)
-        missed = [note for name in held for note in self._copy(name, leaving=node)]
+        missed = [note for job in jobs for note in self._move_away(job)]
+        missed += [note for name in held for note in self._copy(name, leaving=node)]
         with self._lock:
             if missed:
                 self._leaving.discard(node)
@@ -267,32 +297,194 @@ class Placement:
         self._look()
         return missed
 
+    def _move_away(self, job: str) -> list[str]:
+        try:
+            self.move(job, self._idle())
+        except PipeSwitchError as error:
+            return [f"job {job}: {error.message}"]
+        return []
+
     def status(self) -> dict[str, Any]:
         self._look()
         with self._lock:
-            hidden = ("keys", "bodies")
+            hidden, copies = ("keys", "bodies", "copies", "number"), self._copies()
+            kept = {job: {node: one[job].state for node, one in copies.items() if job in one}
+                    for job in {job for one in copies.values() for job in one}}  # fmt: skip
             return {
                 "version": self._version,
                 "nodes": [{key: value for key, value in one.items() if key not in hidden}
                           for one in self._facts.values()],
                 "models": {name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
                            for name, held in self._nodes.holders.items() if held},
+                "jobs": kept,
             }  # fmt: skip
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
+        """Start a job where the fewest are, or where one of its name has ended.
+
+        Raises:
+            AlreadyExists: one of its name is not over.
+        """
+        job = body["name"]
+        with self._lock:
+            if self.is_alive(job):
+                raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
+            over = [node for node, kept in self._copies().items() if job in kept]
+            node, life = over[0] if over else self._idle(), self._begins(job)
+        try:
+            return dict(self._order(node, "train", body, script, life))
+        finally:
+            self._starting.pop(job)
+
+    def move(self, job: str, to: str) -> None:
+        """It commits its last step, and goes on over there."""
+        with self._lock:
+            homes = lives.homes_of(job, self._copies())
+            if not homes:
+                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+            if to not in self._nodes:
+                raise ModelNotFound(f'no node "{to}"', hint="pipeswitch cluster status")
+            if job in self._starting:
+                raise AlreadyExists(f'job "{job}" is being moved already')
+            if to == homes[0]:
+                return
+            life = self._begins(job)
+        try:
+            target = _node(connect_ray(), to)
+            self._order(homes[0], "hand_over", job, target, to, life)
+            self._order(to, "take_over", job, life)
+        finally:
+            self._starting.pop(job)
+
+    def is_alive(self, job: str) -> bool:
+        """It is not over, though it may be between two lives."""
+        with self._lock:
+            states = {one[job].state for one in self._copies().values() if job in one}
+            return job in self._starting or "home" in states or states == {"replica"}
+
+    def claim(self, node: str, claimed: dict[str, int]) -> dict[str, int] | None:
+        """A node starts, and would go on with these lives: those that are elsewhere by now, with
+        the newest number of each. None: others have not said yet what they have; ask again."""
+        now_s, names = time.monotonic(), node_names(connect_ray())
+        with self._lock:
+            self._forget(node)
+            self._claims[node] = (now_s, claimed)
+            if any(
+                one not in self._facts and one not in self._claims
+                and now_s - self._silent_since.get(one, now_s) < MISSED_S
+                for one in names
+            ):  # fmt: skip
+                return None
+            copies, claims = self._copies(), self._claimed()
+            gone = lives.lost(node, copies, claims) | {
+                one for one in claimed if one in self._starting
+            }
+            found = {
+                job: max(lives.last_life(job, copies, claims), self._starting.get(job, 0))
+                for job in gone
+            }  # fmt: skip
+            self._claims[node] = (now_s, {job: life for job, life in claimed.items()
+                                          if job not in gone})  # fmt: skip
+            return found
+
+    def _idle(self) -> str:
+        """Where a job goes: the fewest jobs, then the fewest requests."""
+        found = min(self._targets(), key=lambda one: self._facts[one]["jobs"], default=None)
+        if found is None:
+            raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
+        self._facts[found]["jobs"] += 1  # until the next look at it
+        return found
+
+    def _targets(self) -> list[str]:
+        """Where something new may go, the node with the least to do first."""
+        ready = [one for one in self._facts.values() if one["name"] in self._nodes]
+        kept = {one["name"]: len(one["copies"]) for one in ready}
+        return [
+            one["name"]
+            for one in sorted(
+                ready, key=lambda one: (kept[one["name"]], one["waiting"], one["name"])
+            )
+        ]
+
+    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
+        return {name: facts["copies"] for name, facts in self._facts.items()}
+
+    def _claimed(self) -> dict[str, dict[str, int]]:
+        """Of nodes that may still come."""
+        now_s = time.monotonic()
+        return {node: claimed for node, (at_s, claimed) in self._claims.items()
+                if now_s - at_s < START_S}  # fmt: skip
+
+    def _begins(self, job: str) -> int:
+        """The number of a job's next life, which nobody else begins meanwhile."""
+        life = 1 + lives.last_life(job, self._copies(), self._claimed())
+        self._starting[job] = life
+        return life
+
+    def _order(self, node: str, verb: str, *args: Any) -> Any:
+        """What a node answers; what it has become is known when this returns."""
+        ray = connect_ray()
+        answer = told(ray, getattr(_node(ray, node), verb).remote(*args))
+        self._look()
+        return answer
+
+    def _tend(self) -> None:
+        """Replicate, start again elsewhere, clear away. Only a start is waited for."""
+        ray, now_s = connect_ray(), time.monotonic()
+        with self._lock:
+            copies, claims = self._copies(), self._claimed()
+            alone = lives.homeless(copies, claims) - self._starting.keys()
+            since = {job: self._homeless_since.get(job, now_s) for job in alone}
+            self._homeless_since = since
+            given_up = [job for job, began_s in since.items() if now_s - began_s > MISSED_S]
+            found = [
+                one
+                for one in lives.orders(copies, claims, self._targets(), given_up, self._tried)
+                if one.job not in self._starting
+            ]
+            starts = [one for one in found if one.verb == "take_over"]
+            for one in starts:
+                self._tried[one.job] = one.node
+                self._begins(one.job)
+        for one in found:
+            if one.verb == "send":
+                _node(ray, one.node).send.remote(one.job, _node(ray, one.to), one.to)
+            elif one.verb != "take_over":
+                getattr(_node(ray, one.node), one.verb).remote(one.job, *one.args)
+        for one in starts:
+            try:
+                start = partial(self._order, one.node, one.verb, one.job, *one.args)
+                self._trouble(f"job {one.job}", start)
+            finally:
+                self._starting.pop(one.job)
+
+    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
+        """Do it; why it cannot be done is logged once, until that changes."""
+        try:
+            now = "; ".join(work() or ())
+        except Exception as error:  # Ray's are of no one class; there is another round
+            now = why_of(error)
+        if now and now != self._troubles.get(what):
+            log.warning("%s: %s", what, now)
+        self._troubles[what] = now
 
     # ---- looking -------------------------------------------------------------------------------
 
     def _rounds(self) -> None:
         while True:
             time.sleep(ROUND_S)  # a load is looked at, not told
-            with contextlib.suppress(Exception):  # Ray's own: there is another round
-                self._look()
-                for model in self._short():
-                    self._copy(model)
+            self._trouble("look", self._look)
+            self._trouble("jobs", self._tend)
+            for model in self._short():
+                self._trouble(model, partial(self._copy, model))
 
     def _look(self) -> None:
         """Ask every node how it is; who does not say so is gone."""
-        ray = connect_ray()
-        asked = {name: _node(ray, name).summary.remote() for name in node_names(ray)}
+        ray, names = connect_ray(), node_names(connect_ray())
+        heard = {name: facts["number"] for name, facts in self._facts.items()}
+        asked = {name: _node(ray, name).summary.remote(heard.get(name, 0)) for name in names}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
             if asked else ([], [])  # fmt: skip
         found = {}
@@ -301,6 +493,9 @@ class Placement:
                 with contextlib.suppress(Exception):  # it died, or its server did
                     found[name] = ray.get(answer)
         with self._lock:
+            now_s = time.monotonic()
+            self._silent_since = {name: self._silent_since.get(name, now_s)
+                                  for name in names if name not in found}  # fmt: skip
             self._leaving &= set(asked)  # one of its name may be started later
             for name in set(self._facts) - set(found):
                 self._forget(name)
@@ -309,7 +504,10 @@ class Placement:
             self._place()
 
     def _heard(self, name: str, facts: dict[str, Any]) -> None:
+        if facts["number"] < self._facts.get(name, facts)["number"]:
+            return  # another thread has looked later
         self._facts[name] = facts
+        self._claims.pop(name, None)
         if name in self._leaving:
             return
         for held in self._nodes.holders.values():
@@ -398,7 +596,8 @@ def start_nodes(
 
     common = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
               "get_if_exists": True, "max_concurrency": 16}  # fmt: skip
-    handles = [
+    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
+    handles = [  # they ask it whether their jobs are still theirs
         ray.remote(Node).options(
             name=NODE + name, scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=False),
             **common,
@@ -406,5 +605,4 @@ def start_nodes(
         for name, where in names.items()
     ]  # fmt: skip
     told(ray, [handle.summary.remote() for handle in handles])
-    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
     told(ray, made.status.remote())
