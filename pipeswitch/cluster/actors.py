@@ -48,9 +48,9 @@ LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 CHILD: Final = """\
-import pathlib, sys
+import pathlib, sys, threading
 from pipeswitch.cluster.leases import watch
-watch(pathlib.Path(sys.argv.pop(1)))
+threading.Thread(target=watch, args=(pathlib.Path(sys.argv.pop(1)),), daemon=True).start()
 from pipeswitch.cli.main import main
 main()
 """
@@ -79,7 +79,7 @@ class Node(NodeJobs):
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
         )  # fmt: skip
-        self._lease(until_s, "")
+        self._lease(until_s, "-")  # it has no address yet
         self._address, self._owners = self._addresses()
         self._client = Client(self._owners)
         server_key = self._keys.server.decode()
@@ -90,7 +90,6 @@ class Node(NodeJobs):
         self._answered = int(time.time() * 1000)  # above those of the one before
         self._answered_s: dict[int, float] = {}  # by number: answers to placement
         threading.Thread(target=self._leave_with_it, daemon=True).start()
-        self._go_on()
 
     def _addresses(self) -> tuple[str, str]:
         """Of TCP clients and of the owner, when it is ready."""
@@ -234,6 +233,7 @@ class Placement:
         self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
         self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
         self._starting: dict[str, int] = {}  # jobs that are being started or moved: the new life
+        self._ordered: dict[str, Any] = {}  # by job: the answer to an order that is under way
         self._tried: dict[str, str] = {}  # where the last start of a job failed
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
@@ -344,16 +344,15 @@ class Placement:
             homes = lives.homes_of(job, self._copies())
             if not homes:
                 raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
-            if to not in self._nodes:
-                raise ModelNotFound(f'no node "{to}"', hint="pipeswitch cluster status")
-            if job in self._starting:
-                raise AlreadyExists(f'job "{job}" is being moved already')
+            if to not in self._nodes or job in self._starting:
+                why = "it is being moved already" if job in self._starting else f'no node "{to}"'
+                raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
             life = self._begins(job)
         try:
             target = _node(connect_ray(), to)
-            self._order(homes[0], "hand_over", job, target, to, life)
+            self._order(homes[0], "hand_over", job, target, life)
             self._order(to, "take_over", job, life)
         finally:
             self._starting.pop(job)
@@ -364,30 +363,21 @@ class Placement:
             states = {one[job].state for one in self._copies().values() if job in one}
             return job in self._starting or "home" in states or states == {"replica"}
 
-    def claim(self, node: str, claimed: dict[str, int]) -> dict[str, int] | None:
-        """A node starts, and would go on with these lives: those that are elsewhere by now, with
-        the newest number of each. None: others have not said yet what they have; ask again."""
+    def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
+        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
+        others have not said yet what they have; ask again."""
         now_s, names = time.monotonic(), node_names(connect_ray())
         with self._lock:
             self._forget(node)
             self._claims[node] = (now_s, claimed)
-            if any(
-                one not in self._facts and one not in self._claims
-                and now_s - self._silent_since.get(one, now_s) < MISSED_S
-                for one in names
-            ):  # fmt: skip
+            silent = (one for one in names if one not in self._facts and one not in self._claims)
+            may_come = any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in silent)
+            if may_come or claimed.keys() & self._starting.keys():
                 return None
-            copies, claims = self._copies(), self._claimed()
-            gone = lives.lost(node, copies, claims) | {
-                one for one in claimed if one in self._starting
-            }
-            found = {
-                job: max(lives.last_life(job, copies, claims), self._starting.get(job, 0))
-                for job in gone
-            }  # fmt: skip
-            self._claims[node] = (now_s, {job: life for job, life in claimed.items()
-                                          if job not in gone})  # fmt: skip
-            return found
+            gone = lives.lost(node, self._copies(), self._claimed())
+            kept = {job: life for job, life in claimed.items() if job not in gone}
+            self._claims[node] = (now_s, kept)
+            return gone
 
     def _idle(self) -> str:
         """Where a job goes: the fewest jobs, then the fewest requests."""
@@ -418,9 +408,10 @@ class Placement:
                 if now_s - at_s < START_S}  # fmt: skip
 
     def _begins(self, job: str) -> int:
-        """The number of a job's next life, which nobody else begins meanwhile."""
-        life = 1 + lives.last_life(job, self._copies(), self._claimed())
-        self._starting[job] = life
+        """The number of a job's next life, which nobody else begins meanwhile. It is above those
+        of older jobs of its name, of which a node that is away may have a replica."""
+        last = lives.last_life(job, self._copies(), self._claimed())
+        self._starting[job] = life = max(last + 1, int(time.time()))
         return life
 
     def _order(self, node: str, verb: str, *args: Any) -> Any:
@@ -431,39 +422,37 @@ class Placement:
         return answer
 
     def _tend(self) -> None:
-        """Replicate, start again elsewhere, clear away. Only a start is waited for."""
+        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
         ray, now_s = connect_ray(), time.monotonic()
+        for job in list(self._ordered):
+            if ray.wait([self._ordered[job]], timeout=0)[0]:
+                self._trouble(f"job {job}", partial(ray.get, self._ordered.pop(job)))
         with self._lock:
-            copies, claims = self._copies(), self._claimed()
+            copies, claims, under_way = self._copies(), self._claimed(), self._ordered.keys()
             alone = lives.homeless(copies, claims) - self._starting.keys()
-            since = {job: self._homeless_since.get(job, now_s) for job in alone}
-            self._homeless_since = since
-            given_up = [job for job, began_s in since.items() if now_s - began_s > MISSED_S]
-            found = [
-                one
-                for one in lives.orders(copies, claims, self._targets(), given_up, self._tried)
-                if one.job not in self._starting
-            ]
-            starts = [one for one in found if one.verb == "take_over"]
-            for one in starts:
-                self._tried[one.job] = one.node
-                self._begins(one.job)
+            self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
+            given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
+            found = list(lives.orders(copies, claims, self._targets(), given_up, self._tried))
         for one in found:
-            if one.verb == "send":
-                _node(ray, one.node).send.remote(one.job, _node(ray, one.to), one.to)
-            elif one.verb != "take_over":
-                getattr(_node(ray, one.node), one.verb).remote(one.job, *one.args)
-        for one in starts:
-            try:
-                start = partial(self._order, one.node, one.verb, one.job, *one.args)
-                self._trouble(f"job {one.job}", start)
-            finally:
+            if one.job in self._starting or one.job in under_way:
+                continue
+            node, args = _node(ray, one.node), [one.life] if one.life else []
+            if one.verb == "take_over":
+                with self._lock:
+                    self._tried[one.job], args = one.node, [self._begins(one.job)]
+                self._trouble(
+                    f"job {one.job}", partial(self._order, one.node, one.verb, one.job, *args)
+                )
                 self._starting.pop(one.job)
+                continue
+            args = [_node(ray, one.to)] if one.to else args
+            self._ordered[one.job] = getattr(node, one.verb).remote(one.job, *args)
 
     def _trouble(self, what: str, work: Callable[[], Any]) -> None:
         """Do it; why it cannot be done is logged once, until that changes."""
         try:
-            now = "; ".join(work() or ())
+            found = work()
+            now = "; ".join(found) if isinstance(found, list) else ""
         except Exception as error:  # Ray's are of no one class; there is another round
             now = why_of(error)
         if now and now != self._troubles.get(what):

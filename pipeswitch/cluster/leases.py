@@ -10,7 +10,6 @@ import math
 import os
 import select
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -18,20 +17,15 @@ from ..client.client import FINAL_JOB_STATES, Client
 
 
 def watch(jobs: Path) -> None:
-    """Beside the server; ``jobs``: the folder of what the node keeps of them."""
-    threading.Thread(target=_watch, args=(jobs,), name="lease", daemon=True).start()
-
-
-def _watch(jobs: Path) -> None:
+    """Of the server: until its end. ``jobs``: the folder of what the node keeps of them."""
     until_s, address = math.inf, ""
     while True:
         wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
         if select.select([0], [], [], wait_s)[0]:
-            heard = os.read(0, 1 << 16)
+            heard = os.read(0, 1 << 16).decode().split()
             if not heard:
                 break
-            until, _, address = heard.decode().strip().rpartition("\n")[2].partition(" ")
-            until_s = float(until)
+            until_s, address = float(heard[-2]), heard[-1]
         else:
             until_s = math.inf
             try:
@@ -42,11 +36,11 @@ def _watch(jobs: Path) -> None:
 
 
 def hold(client: Client, jobs: Path, name: str = "") -> None:
-    """Commit and stop its jobs, or one, until the node lets them go on: those with a mark."""
+    """Commit and stop its jobs, or one, until the node lets them go on."""
     asked = []
     for row in client.jobs():
-        is_over_or_paused = row["state"] in {*FINAL_JOB_STATES, "paused"}
         folder = jobs / row["name"]
+        is_over_or_paused = row["state"] in {*FINAL_JOB_STATES, "paused"}
         if name in ("", row["name"]) and not is_over_or_paused and folder.is_dir():
             (folder / "held").touch()
             body = {"name": row["name"], "action": "pause"}
