@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import InvalidInput, PipeSwitchError, SequenceNotFound
+from ..errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
 from .tensors import Result
 
 
@@ -47,9 +47,9 @@ class Sequenced:
         return result
 
     def close(self) -> None:
-        """Give its state back. What the server has forgotten is over already."""
+        """Give its state back. What the server has forgotten, or ended with, is over already."""
         if self._is_started and not self._is_over:
-            with contextlib.suppress(SequenceNotFound):
+            with contextlib.suppress(SequenceNotFound, ServerUnavailable):
                 self._end(self.id)
         self._is_over = True
 

@@ -172,7 +172,11 @@ class Inference:
         elif announced.chain is not None:
             own = priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
-        if admitted.input_bytes <= INLINE_COPY_BYTES:
+        state_bytes = 0 if held is None else held.copy_bytes
+        if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
+            if held is not None and state_bytes:
+                self._sequences.copy(held)
+                self._sequences.copied(held)
             self._pool.fill(placed, payload, event.tenant)
             if pending.run is None:
                 self._take(event)
@@ -183,6 +187,8 @@ class Inference:
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
+            if held is not None:
+                self.copier.put(functools.partial(self._sequences.copy, held))
             self.copier.put(functools.partial(self._copy, placed, payload, event.tenant, copied))
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
@@ -228,6 +234,8 @@ class Inference:
         """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
         pending.is_copying = False
         reach("frontend.copied")
+        if pending.sequence is not None:
+            self._sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
             self._answer(Answer(token=pending.token, error=error))

@@ -99,6 +99,7 @@ class RequestPool:
         self._slabs = SlabPool(len(self.memory))
         self._shares = Shares(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
+        self.give_up: Callable[[], bool] = lambda: False  # something that is only kept in case
 
     @property
     def memory(self) -> memoryview:
@@ -128,7 +129,10 @@ class RequestPool:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
-        if wanted_bytes > self._shares.left(holder):
+        left_bytes = self._shares.left(holder)
+        while wanted_bytes > left_bytes and self.give_up():
+            left_bytes = self._shares.left(holder)
+        if wanted_bytes > left_bytes:
             raise QueueFull(
                 f"this client's waiting requests hold {self._shares.of(holder)} bytes of the pool, "
                 f"{wanted_bytes} more are over its share of what is free",
@@ -143,6 +147,8 @@ class RequestPool:
             for offset in (input_offset, reply_offset):
                 if offset is not None:
                     self._slabs.free(offset)
+            if self.give_up():
+                return self.reserve(holder, input_bytes, reply_bytes, tenant)
             raise QueueFull(
                 f"the request pool is full: {wanted_bytes} bytes wanted, "
                 f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",

@@ -7,6 +7,10 @@ sequence holds is of its caller's share of the pool.
 
 It has one request at a time. One that fails leaves the state as it was. An answer that did not
 reach its client ends the sequence: nobody could say which step it is at.
+
+A language model's sequence that has ended stays as a *spare* until its memory is wanted: one of the
+same caller that begins with the same tokens takes it over, and of one that goes on it copies the
+rows. Large copies are another thread's (``copy``), before the request is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from ..errors import InvalidInput, SequenceNotFound, TaskFailed
 from ..ipc.messages import SlabTensor
@@ -27,10 +32,12 @@ from ..units import printable
 from ..wire.frames import RequestHeader, WireTensor
 from .admission import Admitted, Body
 from .clients import Client
+from .prefixes import BLOCK, History, Prefixes, common
 from .request_pool import RequestPool, Room
 
 MAX_ID: Final = 64
 LEAST_ROWS: Final = 64  # of what grows
+MOST_SPARES: Final = 128
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -68,6 +75,20 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     steps: int = 0  # that were answered
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
+    copies: list[tuple[int, int, int]] = []  # to, from (negative: zeros), bytes; in this order
+    leaving: list[Room] = []  # that are copied from, and not needed then
+    donors: list[Held] = []  # that are copied from
+    pins: int = 0  # sequences that copy from this one
+    history: History | None = None  # of a language model's tokens, as long as they are known
+    asked: list[int] = []  # by the request under way
+    borrowed: int = 0  # of these, those whose rows were there
+    ahead: list[int] = []  # tokens whose rows lie behind those that are used
+
+    @property
+    def copy_bytes(self) -> int:
+        """To be copied before its request is computed; many, where another copy must come first."""
+        waits = any(donor.copies for donor in self.donors)
+        return 1 << 62 if waits else sum(size for _, _, size in self.copies)
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
@@ -136,6 +157,10 @@ class Sequences:
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, Held] = {}
+        self._spare: dict[int, Held] = {}  # by identity; the one that ended first is first
+        self._prefixes = Prefixes()
+        self._steps = self._tokens_reused = 0
+        pool.give_up = self._give_up
         self._look_at_ms = 0.0  # none is abandoned before
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
@@ -162,7 +187,10 @@ class Sequences:
             if known is None or (known.announced.base or known.announced.model) != base:
                 raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
             return known
-        return Held(key=key, client=client, announced=announced, used_at_ms=self._now_ms())
+        held = Held(key=key, client=client, announced=announced, used_at_ms=self._now_ms())
+        if announced.manifest.extra.get("generation"):
+            held.history = History((caller, announced.model, announced.manifest.digest), of=held)
+        return held
 
     def given(
         self, held: Held, header: RequestHeader, frames: Sequence[Any]
@@ -190,8 +218,10 @@ class Sequences:
             brought = {
                 spec.name: msgspec.structs.replace(one, name=spec.name) for spec, one in pairs
             }
-        all_frames, inputs = list(frames), [*brought.values()]
-        values = _values(own, brought)
+        all_frames = list(frames)
+        if held.history is not None:
+            self._reuse(held, own, brought, all_frames)
+        inputs, values = [*brought.values()], _values(own, brought)
         for spec in manifest.inputs:
             axis = held.state[spec.name][1] if spec.name in held.state else -1
             if axis >= 0 and spec.name in brought:
@@ -213,10 +243,108 @@ class Sequences:
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
+    def _reuse(
+        self, held: Held, own: Sequence[ValueSpec], brought: dict[str, WireTensor],
+        frames: list[Any],
+    ) -> None:  # fmt: skip
+        """A language model need not compute the tokens whose rows are there: they leave the
+        request, but for the last."""
+        ids = _ids_of(held, brought, frames)
+        if ids is None:
+            self._forget_tokens(held)
+            return
+        assert held.history is not None
+        known = len(held.history.tokens)
+        count = common(held.ahead, ids[:-1])
+        found = None
+        if len(ids) > BLOCK and not count:
+            found = self._prefixes.find(held.history, ids[:-1])
+        donor: Held | None = found[0].of if found is not None else None
+        if donor is not None and donor.copies and not donor.is_busy:
+            donor = None  # a request of its own was refused, and nobody carries them
+        if found is not None and donor is not None:
+            count = found[1] - known
+            if id(donor) in self._spare and not (known or donor.pins) and (
+                count == len(ids) - 1 or 2 * count >= len(found[0].tokens)
+            ):  # fmt: skip
+                self._take_over(held, donor)
+            else:
+                self._copy_rows(held, donor, known, count, _values(own, brought))
+        for grown in held.grown.values():
+            grown.used += count
+        held.asked, held.borrowed = ids, count
+        if count:
+            for name, numbers in (
+                ("ids", ids[count:]), ("count", [len(ids) - count]), ("used", [known + count]),
+            ):  # fmt: skip
+                shape = (1, len(numbers)) if name == "ids" else (1,)
+                frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
+                brought[name] = msgspec.structs.replace(brought[name], shape=shape)
+
+    def _take_over(self, held: Held, donor: Held) -> None:
+        """All that a spare has."""
+        assert donor.history is not None
+        held.grown, donor.grown = donor.grown, {}
+        held.ahead = donor.history.tokens
+        for grown in held.grown.values():
+            grown.used = 0
+        self.drop(donor)
+
+    def _copy_rows(self, held: Held, donor: Held, known: int, count: int, values: Values) -> None:
+        """Of one that others may need: it stays as it is."""
+        donor.pins += 1  # before room is made, which a spare may be given up for
+        held.ahead = []  # copied over
+        held.donors.append(donor)
+        for spec in held.announced.manifest.inputs:
+            if spec.name in donor.grown:
+                self._make_room(held, spec, held.state[spec.name][1], values)
+                mine, theirs = held.grown[spec.name], donor.grown[spec.name]
+                at = mine.row_bytes * known
+                ends = (one.room.input_offset_bytes + at for one in (mine, theirs))
+                held.copies.append((*ends, mine.row_bytes * count))  # type: ignore[arg-type]
+
+    def _forget_tokens(self, held: Held) -> None:
+        """Nobody knows any more what its rows are of."""
+        if held.history is not None:
+            self._prefixes.remove(held.history)
+        held.history, held.ahead, held.asked = None, [], []
+
+    def copy(self, held: Held) -> None:
+        """What its request needs, in its place. Any thread may; ``copied`` comes next."""
+        memory = self._memory(held)
+        for at, source, size in held.copies:
+            memory[at : at + size] = bytes(size) if source < 0 else memory[source : source + size]
+
+    def copied(self, held: Held) -> None:
+        """What was copied from is needed no longer."""
+        donors, held.donors, held.copies = held.donors, [], []
+        for donor in donors:
+            donor.pins -= 1
+        for one in (held, *donors):
+            self._let_go(one)
+
+    def _let_go(self, held: Held) -> None:
+        """Of what nobody copies from any more: all, if it is over."""
+        if held.pins or held.copies:
+            return
+        rooms, held.leaving = held.leaving, []
+        if self.held.get(held.key) is not held and id(held) not in self._spare:
+            rooms += [grown.room for grown in held.grown.values()]
+            held.grown = {}
+        for room in rooms:
+            self._give(room)
+
     def refused(self, held: Held) -> None:
         """The request was not accepted: one that it would have started holds nothing."""
+        self._give_rows_back(held)
         if self.held.get(held.key) is not held:
             self.drop(held)
+
+    def _give_rows_back(self, held: Held) -> None:
+        """The request's tokens are not the sequence's: it is as before."""
+        for grown in held.grown.values():
+            grown.used -= held.borrowed
+        held.borrowed, held.asked = 0, []
 
     def begin(self, held: Held, asked: Asked) -> None:
         """Its request was accepted. One that starts replaces another of this name."""
@@ -234,25 +362,68 @@ class Sequences:
         if is_ok and is_sent and is_here and not held.is_ending:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
+            if held.history is not None:
+                self._prefixes.extend(held.history, held.asked)
+                is_same = held.ahead[: len(held.asked)] == held.asked
+                held.ahead = held.ahead[len(held.asked) :] if is_same else []
+                self._tokens_reused += held.borrowed
+                held.borrowed, held.asked = 0, []
             if made:
                 room, held.room = held.room, room
                 held.values |= made
             held.steps += 1
-        elif is_here and (not held.steps or not is_sent or (is_ok and held.is_ending)):
-            self.drop(held)
+            self._steps += 1
+        elif is_here:
+            self._give_rows_back(held)
+            if not held.steps or not is_sent or (is_ok and held.is_ending):
+                self._retire(held)
         if room is not None:
             self._pool.release_reply(room)
 
     def drop(self, held: Held) -> None:
-        """It is over; what it holds is free."""
+        """It is over; what it holds is free, as soon as nobody copies from it."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
+        self._spare.pop(id(held), None)
+        self._forget_tokens(held)
         room, held.room = held.room, None
         if room is not None:
             self._pool.release_reply(room)
-        for grown in held.grown.values():
-            self._give(grown.room)
-        held.grown = {}
+        self.copied(held)
+
+    def _retire(self, held: Held) -> None:
+        """It is over. A language model's is a spare, if it knows its tokens."""
+        tokens = held.history.tokens if held.history is not None else []
+        is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
+        if len(tokens) < BLOCK or not is_whole:
+            self.drop(held)
+            return
+        self.held.pop(held.key, None)
+        held.used_at_ms = self._now_ms()
+        self._spare[id(held)] = held
+        if len(self._spare) > MOST_SPARES:
+            self._give_up()
+
+    def _give_up(self) -> bool:
+        """A spare's memory is wanted. False: there is none."""
+        held = next(iter(self._spare.values()), None)
+        if held is not None:
+            self.drop(held)
+        return held is not None
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
+        return {
+            "sequences": len(self.held),
+            "sequence_steps": self._steps,
+            "tokens_reused": self._tokens_reused,
+            "pool_spare_slabs": sum(2 * len(one.grown) for one in self._spare.values()),
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """None can be abandoned."""
+        return not (self.held or self._spare)
 
     def _give(self, room: Room) -> None:
         self._pool.release_inputs(room)
@@ -288,12 +459,12 @@ class Sequences:
             most = dim.high if dim is not None else wanted
             capacity = min(max(2 * wanted, LEAST_ROWS), most)
             room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
-            at, memory = room.input_offset_bytes, self._memory(held)
-            memory[at : at + row_bytes * capacity] = bytes(row_bytes * capacity)
-            if grown is not None:
-                old, size = grown.room.input_offset_bytes, row_bytes * used
-                memory[at : at + size] = memory[old : old + size]
-                self._give(grown.room)
+            at, size = room.input_offset_bytes, 0
+            if grown is not None:  # with what lies ahead
+                size = row_bytes * grown.capacity
+                held.copies.append((at, grown.room.input_offset_bytes, size))
+                held.leaving.append(grown.room)
+            held.copies.append((at + size, -1, row_bytes * capacity - size))
             grown = Grown(
                 room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used
             )
@@ -316,14 +487,14 @@ class Sequences:
         """Of a client that is gone: those without a request; the others end with it."""
         for held in [one for one in self.held.values() if one.client is client]:
             if not held.is_busy:
-                self.drop(held)
+                self._retire(held)
 
     def expire(self) -> float:
         """Drop those that were abandoned; milliseconds until the next one may be."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
-        for held in list(self.held.values()):
+        for held in (*self.held.values(), *self._spare.values()):
             left_ms = held.used_at_ms + IDLE_MS - now_ms
             if held.is_busy:
                 continue
@@ -345,7 +516,7 @@ class Sequences:
             raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
         if held.is_busy:
             raise InvalidInput(f'sequence "{name}" has a request under way', hint="cancel it first")
-        self.drop(held)
+        self._retire(held)
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
         """As ``pipeswitch sequences`` shows them; of one caller, or all."""
@@ -371,6 +542,22 @@ def _bytes(held: Held) -> int:
     grown = sum(one.room.held_bytes for one in held.grown.values())
     replaced = [one for name, one in held.values.items() if name not in held.grown]
     return grown + sum(one.size_bytes for one in replaced)
+
+
+def _ids_of(
+    held: Held, brought: Mapping[str, WireTensor], frames: Sequence[Any]
+) -> list[int] | None:
+    """The tokens of a step that goes on where its sequence is, and that is all there; else None."""
+    named = [brought.get(name) for name in ("ids", "count", "used")]
+    given = [one for one in named if one is not None and one.dtype == "int64"]
+    places = {one.frame for one in given if 0 <= one.frame < len(frames)}
+    if len(places) != len(named) or any(len(frames[place]) % 8 for place in places):
+        return None
+    ids, count, used = (np.frombuffer(frames[one.frame], np.int64).tolist() for one in given)
+    shapes = [one.shape for one in given]
+    assert held.history is not None
+    is_next = (count, used) == ([len(ids)], [len(held.history.tokens)])
+    return ids if is_next and shapes == [(1, len(ids)), (1,), (1,)] else None
 
 
 def _values(own: Sequence[ValueSpec], brought: Mapping[str, WireTensor]) -> Values:

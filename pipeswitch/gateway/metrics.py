@@ -30,6 +30,8 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "malformed": "Messages that were none of the protocol",
     "queue_full": "Requests refused because a queue was full",
     "slow_clients": "Clients dropped because they did not read",
+    "sequence_steps": "Answers that left a state for the next request",
+    "tokens_reused": "Tokens of prompts that an earlier request had computed",
 }
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
@@ -109,6 +111,7 @@ class _Server:
             ("uptime_seconds", "Since the server began", stats["up_s"]),
             ("models", "Registered", stats["models"]),
             ("clients", "With a session", stats["clients"]),
+            ("sequences", "That have a state here", stats["sequences"]),
         ):
             yield gauges(f"pipeswitch_{key}", text, [], {(): value})
         yield counters(

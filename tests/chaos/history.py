@@ -61,7 +61,8 @@ class History:
     def lost(self) -> list[Outcome]:
         """Requests that should have been answered and were not.
 
-        A typed error is an answer. ``ServerUnavailable`` is one only if the controller was away;
+        A typed error is an answer. ``ServerUnavailable`` is one only if the controller was away,
+        ``SequenceNotFound`` only if it was since the sequence began;
         a request that cannot fail must not be told of a deadline or a cancellation; and no more
         requests may be told that their model failed than errors were put into its code.
         """
@@ -83,7 +84,7 @@ class History:
                 return False
             case "TaskFailed":  # counted by lost()
                 return False
-            case "ServerUnavailable" | "no answer to a raw request":
+            case "ServerUnavailable" | "SequenceNotFound" | "no answer to a raw request":
                 return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)
             case "hung up":  # to be asked again
                 times = outcome.sent_at_s, outcome.ended_at_s

@@ -32,6 +32,8 @@ from pipeswitch.wire.frames import (
     decode_reply,
     encode_header,
 )
+from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
+from tests.models.sequences import WIDTH as CELL_WIDTH
 from tests.raw_peer import RawPeer, ask
 
 from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
@@ -45,6 +47,7 @@ PROBE: Final = "probe"
 STAGED: Final = "staged"  # numpy copies what it is sent
 ANSWER_TIMEOUT_S: Final = 90.0
 CONTROLLER_GRACE_S: Final = 40.0
+GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # with the server
 DEADLINES_MS: Final = (None, None, None, 40.0, 2000.0)
 
 TRAIN = """
@@ -87,6 +90,7 @@ class Load:
         self._stop = threading.Event()
         self.modules = {name: mlp(WIDTH, DEPTH, n) for n, name in enumerate(MODELS)}
         self.modules |= {name: mlp(16, 1, 9) for name in (PROBE, STAGED)}
+        self._cell, self._recalls = seeded(Cell), seeded(Recalls)
         self._script = write_script(stage.folder, "train.py", TRAIN)
         self._jobs = ("job-1", "job-2")
         lanes: list[tuple[str, Callable[[random.Random], None]]] = [
@@ -96,6 +100,8 @@ class Load:
             ("infer-2", self._infer),
             ("raw", self._raw),
             ("http", self._http),
+            ("sequence-1", self._sequences),
+            ("sequence-2", self._sequences),
             ("control", self._control),
         ]
         self._threads = [
@@ -115,6 +121,12 @@ class Load:
             x = torch.zeros(1, width)
             client.register(name, module, example_inputs=(x,), max_batch=4, **more)
             client.infer(name, x)
+        example = (torch.zeros(2, 8), *_cell_state())
+        client.register("cell", self._cell, example_inputs=example, state=CELL)
+        example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
+        dynamic = {"x": {1: ("length", 1, 8)}, "past": {1: ("past", 1, 100)}}
+        client.register("recalls", self._recalls, example_inputs=example, dynamic=dynamic,
+                        state=RECALLS)  # fmt: skip
         self._ask_gateway(PROBE, torch.ones(1, 16))
 
     def start(self) -> None:
@@ -226,6 +238,40 @@ class Load:
             )
         )
 
+    def _sequences(self, generator: random.Random) -> None:
+        """Each answer is a plain loop's. One that failed is sent again."""
+        with self._stage.client() as client:
+            while not self._stop.wait(generator.uniform(0.0, 0.1)):
+                self._one_sequence(client, generator, generator.choice(["cell", "recalls"]))
+
+    def _one_sequence(self, client: Client, generator: random.Random, name: str) -> None:
+        lane, kind, past = threading.current_thread().name, "ok", list[torch.Tensor]()
+        began_at_s = time.monotonic()
+        with client.sequence(name) as sequence:
+            while kind not in GONE and len(past) < 20 and not self._stop.is_set():
+                shape = (1, generator.randrange(1, 5), 8) if name == "recalls" else (1, 8)
+                x = torch.full(shape, generator.uniform(-1.0, 1.0))
+                wanted, after = self._after(name, x, past)
+                sent_at_s = time.monotonic()
+                try:
+                    found = torch.as_tensor(sequence.infer(x=x)["y"])
+                    kind, past = "ok" if is_bit_equal(found, wanted) else "wrong", after
+                except PipeSwitchError as error:
+                    kind = type(error).__name__
+                since_s = began_at_s if kind in GONE else sent_at_s
+                outcome = Outcome(lane, name, since_s, time.monotonic(), kind)
+                self._history.outcomes.append(outcome)
+
+    def _after(
+        self, name: str, x: torch.Tensor, past: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What a sequence that has had ``past`` answers, and what it has had then."""
+        if name == "cell":
+            out = eager(self._cell, x, *(past[-2:] or _cell_state(1)))
+            return out["y"], [*past, out["h_out"], out["c_out"]]
+        out = eager(self._recalls, x, torch.cat(past, 1) if past else torch.zeros(1, 1, 8))
+        return out["y"], [*past, out["rows"]]
+
     def _raw(self, generator: random.Random) -> None:
         """A client of our own that sees every reply: the SDK would hide a second one."""
         with contextlib.closing(RawClient(self._stage.address)) as raw:
@@ -288,6 +334,10 @@ class Load:
                             client.job(name, "resume")
                     else:
                         client.stats()
+
+
+def _cell_state(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(batch, CELL_WIDTH), torch.zeros(batch, CELL_WIDTH)
 
 
 class RawClient:

@@ -56,7 +56,9 @@ def running(model: Any, tokenizer: Any) -> Iterator[Checked]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(running: Checked) -> Iterator[None]:
     yield
-    until(lambda: running.stats()["pool_slabs"] == 0, "the pool is empty")
+    until(
+        lambda: (s := running.stats())["pool_slabs"] == s["pool_spare_slabs"], "the pool is empty"
+    )
 
 
 def wanted(model: Any, ids: list[int], new: int) -> list[int]:
@@ -123,6 +125,24 @@ def test_a_text_comes_back_as_text_and_a_seed_says_which(
     environment = {"PIPESWITCH_HOST": running.running.ipc_address}
     done = CliRunner().invoke(main, words, env=environment, catch_exceptions=False)
     assert json.loads(done.stdout)["text"] == whole
+
+
+def test_what_a_conversation_has_computed_is_not_computed_again(
+    running: Checked, model: Any
+) -> None:
+    """Of one that has ended, and of one that goes on; its worker dies meanwhile."""
+    client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
+    for turn in range(3):
+        expected, before = wanted(model, ids, 20), running.stats()["tokens_reused"]
+        with client.generate("chat", ids, max_new_tokens=20) as answer:
+            assert [next(answer).id for _ in range(5)] == expected[:5]
+            other = client.generate("chat", [*ids[:120], 9], max_new_tokens=20)
+            kill(next(iter(running.worker_pids().values())))
+            assert [token.id for token in other] == wanted(model, [*ids[:120], 9], 20)
+            assert [token.id for token in answer] == expected[5:]
+        reused = running.stats()["tokens_reused"] - before
+        assert reused >= 120 + (len(ids) - 22 if turn else 0)
+        ids += [*answer.tokens, 5, 6]
 
 
 def test_what_cannot_be_generated_is_said(running: Checked) -> None:

@@ -15,18 +15,9 @@ import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, kill, mlp, until
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused, SequenceNotFound
+from tests.models.sequences import CELL, RECALLS, WIDTH, Cell, Recalls, seeded
 
-WIDTH, STEPS = 32, 40
-
-
-class Cell(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = torch.nn.LSTMCell(8, WIDTH), torch.nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> dict[str, torch.Tensor]:
-        h, c = self.cell(x, (h, c))
-        return {"y": self.head(h), "h_out": h, "c_out": c}
+STEPS = 40
 
 
 class Sliding(torch.nn.Module):
@@ -39,27 +30,6 @@ class Sliding(torch.nn.Module):
     def forward(self, x: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.cat((past, x), -1)
         return torch.tanh(self.conv(whole)), whole[..., -8:].clone()
-
-
-class Recalls(torch.nn.Module):
-    """Attends to all that its sequence has had; before the first there is a row of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, past: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = self.made(x)
-        whole = torch.cat((past, rows), 1)
-        return {"y": torch.softmax(x @ whole.transpose(1, 2), -1) @ whole, "rows": rows}
-
-
-CELL = {"h": "h_out", "c": "c_out"}
-
-
-def seeded(make: Any) -> Any:
-    torch.manual_seed(0)
-    return make().eval()
 
 
 def cell_inputs(batch: int) -> tuple[torch.Tensor, ...]:
@@ -80,7 +50,7 @@ def running() -> Iterator[Checked]:
         example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
         dynamic = {"x": {1: ("length", 1, 64)}, "past": {1: ("past", 1, 400)}}
         client.register("recalls", seeded(Recalls), example_inputs=example, dynamic=dynamic,
-                        state={"past": ("rows", 1)})  # fmt: skip
+                        state=RECALLS)  # fmt: skip
         client.register("plain", mlp(8, 2, 0), example_inputs=torch.zeros(2, 8))
         yield checked
 

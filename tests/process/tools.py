@@ -191,7 +191,7 @@ class Checked:
             last.update(self.stats())
             return (
                 last["arena_leases"] == 0
-                and last["pool_slabs"] == 0
+                and last["pool_slabs"] == last["pool_spare_slabs"]
                 and last["queued"] == 0
                 and last["in_flight"] == 1  # this very question
             )

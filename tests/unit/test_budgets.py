@@ -39,9 +39,9 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-# "More than fits" has 2.4 of 2.5 thousand, sequences 1.8 of 3, Ray 1.1 of 1.5.
-MOST_PRODUCT_LINES = 64_300
-MOST_TEST_LINES = 59_800
+# "More than fits" has 2.4 of 2.5 thousand, sequences 2.1 of 3, Ray 1.1 of 1.5.
+MOST_PRODUCT_LINES = 64_600
+MOST_TEST_LINES = 60_100
 
 
 def lines_of(*tops: str) -> int:

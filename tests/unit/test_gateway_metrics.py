@@ -78,7 +78,8 @@ def facts() -> dict[str, Any]:
     scheduler = Scheduler(settings)
     scheduler.machine.devices[0].state.accounts.of("alice").used_ms = 1500.0
     stats = scheduler.listing.stats()
-    own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients"), 0)
+    own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients", "sequences",
+                         "sequence_steps", "tokens_reused"), 0)  # fmt: skip
     counts = Counters(accepted=3, ok=2).as_dict()
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
     job = {"name": "j", "state": "running", "step": 7, "committed_step": 6, "persisted_step": 4,

@@ -65,16 +65,18 @@ class Rig:
         except InvalidInput:
             self.sequences.refused(held)
             return False
-        _, h, cache = header.inputs
-        state, rows = bytes(frames[h.frame]), bytes(frames[cache.frame])
-        assert len(set(state)) == 1
-        assert rows == (self.rows.get(id(held), b"") or bytes(3))
-        assert cache.shape == (1, len(rows) // 3, 3)
         if self.refuses:
             self.sequences.refused(held)
             return True
         room = self.pool.reserve(caller, 32, BYTES + 3 * length)
         self.sequences.begin(held, asked)
+        self.sequences.copy(held)
+        self.sequences.copied(held)
+        _, h, cache = header.inputs
+        state, rows = bytes(frames[h.frame]), bytes(frames[cache.frame])
+        assert len(set(state)) == 1
+        assert rows == (self.rows.get(id(held), b"") or bytes(3))
+        assert cache.shape == (1, len(rows) // 3, 3)
         self.under_way[held.key] = (held, room, state[0])
         return True
 
