@@ -35,7 +35,7 @@ NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
-LOOK_S: Final = 0.5  # between two, for a job that is between two lives
+LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -340,28 +340,30 @@ class ClusterConnection:
             return self._wait(body, options)
         node = self._job_node(body["name"])
         if not node:
-            raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
+            raise _no_job(body["name"])
         return self._to(node).call(op, body=body, **options)
 
     def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
         """Until the job is over, wherever it goes meanwhile: what moves is cancelled where it was,
         and what its node's death ends begins again elsewhere."""
         while True:
-            reply, node = None, self._job_node(body["name"])
+            is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
+            if not node and not is_alive:
+                raise _no_job(body["name"])
             with contextlib.suppress(ServerUnavailable):
                 reply = self._to(node).call("job", body=body, **options) if node else None
-            if reply is not None and reply.body["job"]["state"] != "cancelled":
-                return reply
-            if not self._ask("is_alive", body["name"]):
-                if reply is not None:
+                if reply and (reply.body["job"]["state"] != "cancelled" or not is_alive):
                     return reply
-                raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
             time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
         """Where a job is; empty: nowhere."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
+
+
+def _no_job(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs")
 
 
 def _reply(body: dict[str, Any]) -> Reply:
