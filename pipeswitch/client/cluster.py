@@ -133,7 +133,10 @@ class ClusterConnection:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # of the table and the connections
         self._connections: dict[str, Connection] = {}  # by address
-        self._home = ""  # where this client's files and new models go
+        self._home = ""  # where this client's files go, until all are part of a model
+        self._files: dict[str, str] = {}  # by digest: the node that has it
+        self._waiting: set[str] = set()  # of them, for a registration
+        self._choosing = threading.Lock()  # of these three
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
         self._table: dict[str, Any] = {}
         self._asked_at_s = 0.0
@@ -250,14 +253,22 @@ class ClusterConnection:
         return verb
 
     def _do_put(self, op: str, **options: Any) -> Any:
-        if not self._home:
-            self._home = self._ask("home", int(options["body"]["size_bytes"]))
-        return self._to(self._home).call(op, **options)
+        name = f"put:{options['body']['digest']}"
+        with self._choosing:  # registrations of several threads
+            if self._files.get(name) not in self._table["nodes"]:
+                self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
+                self._files[name] = self._home
+                self._waiting.add(name)
+        return self._to(self._files[name]).call(op, **options)
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
-        home = self._home or self._table["models"].get(model) or self._ask("home", 0)
-        self._home = ""
+        files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
+        home = self._files[min(files)] if files else self._table["models"].get(model)
+        home = home or self._ask("home", 0)
         reply = self._to(home).call(op, model=model, body=body, **options)
+        with self._choosing:
+            self._waiting -= files
+            self._home = self._home if self._waiting else ""
         missed = self._ask("registered", model, home, body)
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 

@@ -189,6 +189,9 @@ class Node(NodeJobs):
         self.remember(model, body)
         return str(found)
 
+    def unregister(self, model: str) -> None:
+        self._tenant.unregister(model)
+
     def stop(self, drain_s: float) -> None:
         """Finish what was accepted, commit its jobs, leave."""
         self._is_leaving = True
@@ -224,6 +227,7 @@ class Placement:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._deciding = threading.Lock()
         self._nodes = placement.Nodes()
         self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
         self._serving: dict[str, str] = {}  # by model: the node that requests go to
@@ -264,10 +268,26 @@ class Placement:
             return self._nodes.choose("", size_bytes).node
 
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
-        """A node has it; its second copy is there when this returns. What could not be done."""
+        """A node has it; its second copy is there when this returns. What could not be done.
+
+        Raises:
+            AlreadyExists: another node had another model of that name before.
+        """
         ray = connect_ray()
-        ray.get(_node(ray, node).remember.remote(model, body))
-        self._look()
+        with self._deciding:  # who comes first has the name
+            self._look()
+            with self._lock:
+                held = {
+                    name: facts["models"][model][0]
+                    for name, facts in self._facts.items()
+                    if model in facts["models"] and (name == node or model in facts["bodies"])
+                }
+            if len(set(held.values())) > 1:
+                told(ray, _node(ray, node).unregister.remote(model))
+                raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
+                                    hint="choose another name")  # fmt: skip
+            ray.get(_node(ray, node).remember.remote(model, body))
+            self._look()
         return self._copy(model)
 
     def forgotten(self, model: str) -> None:
@@ -501,8 +521,10 @@ class Placement:
             return
         for held in self._nodes.holders.values():
             held.discard(name)
-        for model in facts["models"]:
-            self._nodes.holders[model].add(name)
+        for model, (digest, _) in facts["models"].items():
+            others = self._nodes.holders[model]
+            if all(self._facts[one]["models"][model][0] == digest for one in others):
+                others.add(name)  # else it is about to be told that its name is taken
         self._nodes.put(placement.Node(
             name, facts["free_bytes"], facts["queue_ms"], facts["waiting"], LINK_BYTES_PER_MS
         ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from pipeswitch import Client, ModelNotFound, PermissionDenied
+from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
 from pipeswitch.client.cluster import connected_ray, placement_of, told
 from pipeswitch.cluster.actors import start_nodes
 from pipeswitch.errors import InvalidInput, ServerUnavailable
@@ -130,6 +131,25 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
     table = nodes.cli("--host", "cluster", "ps")
     assert table.returncode == 0, table.stderr
     assert "node-2/memory-daemon" in table.stdout
+
+
+def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
+    """Each at a node of its own; the files that one client's threads bring are at one node."""
+    modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
+
+    def register(one: Client, width: int) -> int:
+        with contextlib.suppress(AlreadyExists):
+            one.register("name", modules[width], example_inputs=(torch.zeros(1, 8),))
+            return width
+        return 0
+
+    with Client("cluster") as other, ThreadPoolExecutor(3) as beside:
+        clients = ((client, 3), (client, 3), (other, 5))
+        outcomes = [*beside.map(lambda one: register(*one), clients)]
+    assert outcomes in ([3, 3, 0], [0, 0, 5])
+    held = [node["models"]["name"] for node in nodes.status()["nodes"] if "name" in node["models"]]
+    assert (len(held), len({digest for digest, _ in held})) == (2, 1)
+    client.unregister("name")
 
 
 def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: Client) -> None:
