@@ -102,14 +102,14 @@ def placement_of(ray: Any) -> Any:
         ) from None
 
 
-def told(ray: Any, answer: Any) -> Any:
+def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
     """What an actor answers; its own errors are those that it raised.
 
     Raises:
         PipeSwitchError: as the actor did, or it is gone.
     """
     try:
-        return ray.get(answer)
+        return ray.get(answer, timeout=timeout_s)
     except PipeSwitchError as error:
         raise getattr(error, "cause", error) from None
     except Exception as error:

@@ -45,6 +45,7 @@ ROUND_S: Final = 1.0  # between two looks at all nodes
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
 LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
+ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 CHILD: Final = """\
@@ -114,6 +115,7 @@ class Node(NodeJobs):
 
     def _lease(self, until_s: float, address: str) -> None:
         """To the server: placement counts on this node until then."""
+        self._until_s = until_s
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
             self._process.stdin.write(f"{until_s} {address}\n")
@@ -236,9 +238,8 @@ class Placement:
         self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
         self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
         self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
-        self._starting: dict[str, int] = {}  # jobs that are being started or moved: the new life
-        self._ordered: dict[str, Any] = {}  # by job: the answer to an order that is under way
-        self._tried: dict[str, str] = {}  # where the last start of a job failed
+        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
+        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
@@ -277,12 +278,12 @@ class Placement:
         with self._deciding:  # who comes first has the name
             self._look()
             with self._lock:
-                held = {
-                    name: facts["models"][model][0]
+                known = [
+                    (facts["models"][model][0], name == node or model in facts["bodies"])
                     for name, facts in self._facts.items()
-                    if model in facts["models"] and (name == node or model in facts["bodies"])
-                }
-            if len(set(held.values())) > 1:
+                    if model in facts["models"]
+                ]
+            if len({digest for digest, counts in known if counts}) > 1:
                 told(ray, _node(ray, node).unregister.remote(model))
                 raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
                                     hint="choose another name")  # fmt: skip
@@ -352,11 +353,12 @@ class Placement:
             if self.is_alive(job):
                 raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
             over = [node for node, kept in self._copies().items() if job in kept]
-            node, life = over[0] if over else self._idle(), self._begins(job)
+            node, life = over[0] if over else self._idle(), self._next_life(job)
+            self._moving.add(job)
         try:
             return dict(self._order(node, "train", body, script, life))
         finally:
-            self._starting.pop(job)
+            self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
         """It commits its last step, and goes on over there."""
@@ -364,24 +366,25 @@ class Placement:
             homes = lives.homes_of(job, self._copies())
             if not homes:
                 raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
-            if to not in self._nodes or job in self._starting:
-                why = "it is being moved already" if job in self._starting else f'no node "{to}"'
+            if to not in self._nodes or job in self._moving:
+                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
                 raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
             if to == homes[0]:
                 return
-            life = self._begins(job)
+            life = self._next_life(job)
+            self._moving.add(job)
         try:
             target = _node(connect_ray(), to)
             self._order(homes[0], "hand_over", job, target, life)
             self._order(to, "take_over", job, life)
         finally:
-            self._starting.pop(job)
+            self._moving.discard(job)
 
     def is_alive(self, job: str) -> bool:
         """It is not over, though it may be between two lives."""
         with self._lock:
             states = {one[job].state for one in self._copies().values() if job in one}
-            return job in self._starting or "home" in states or states == {"replica"}
+            return job in self._moving or "home" in states or states == {"replica"}
 
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
         """A node starts, and would go on with these lives: those that are elsewhere by now. None:
@@ -392,7 +395,7 @@ class Placement:
             self._claims[node] = (now_s, claimed)
             silent = (one for one in names if one not in self._facts and one not in self._claims)
             may_come = any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in silent)
-            if may_come or claimed.keys() & self._starting.keys():
+            if may_come or claimed.keys() & self._busy():
                 return None
             gone = lives.lost(node, self._copies(), self._claimed())
             kept = {job: life for job, life in claimed.items() if job not in gone}
@@ -400,23 +403,17 @@ class Placement:
             return gone
 
     def _idle(self) -> str:
-        """Where a job goes: the fewest jobs, then the fewest requests."""
-        found = min(self._targets(), key=lambda one: self._facts[one]["jobs"], default=None)
-        if found is None:
+        """Where a job goes: the fewest jobs."""
+        if not self._targets():
             raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
+        found = min(self._targets(), key=lambda name: self._facts[name]["jobs"])
         self._facts[found]["jobs"] += 1  # until the next look at it
         return found
 
     def _targets(self) -> list[str]:
-        """Where something new may go, the node with the least to do first."""
-        ready = [one for one in self._facts.values() if one["name"] in self._nodes]
-        kept = {one["name"]: len(one["copies"]) for one in ready}
-        return [
-            one["name"]
-            for one in sorted(
-                ready, key=lambda one: (kept[one["name"]], one["waiting"], one["name"])
-            )
-        ]
+        """Where something new may go, the node that keeps the least first."""
+        ready = [name for name in self._facts if name in self._nodes]
+        return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
 
     def _copies(self) -> dict[str, dict[str, lives.Copy]]:
         return {name: facts["copies"] for name, facts in self._facts.items()}
@@ -427,46 +424,41 @@ class Placement:
         return {node: claimed for node, (at_s, claimed) in self._claims.items()
                 if now_s - at_s < START_S}  # fmt: skip
 
-    def _begins(self, job: str) -> int:
-        """The number of a job's next life, which nobody else begins meanwhile. It is above those
-        of older jobs of its name, of which a node that is away may have a replica."""
-        last = lives.last_life(job, self._copies(), self._claimed())
-        self._starting[job] = life = max(last + 1, int(time.time()))
-        return life
+    def _next_life(self, job: str) -> int:
+        """Above those of older jobs of its name, too: a node that is away may have a replica."""
+        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
+
+    def _busy(self) -> set[str]:
+        """Jobs that are started or moved, or of which a node that answers was told something."""
+        return self._moving | {job for node, job in self._ordered if node in self._facts}
 
     def _order(self, node: str, verb: str, *args: Any) -> Any:
         """What a node answers; what it has become is known when this returns."""
         ray = connect_ray()
-        answer = told(ray, getattr(_node(ray, node), verb).remote(*args))
+        answer = told(ray, getattr(_node(ray, node), verb).remote(*args), ORDER_S)
         self._look()
         return answer
 
     def _tend(self) -> None:
         """Replicate, start again elsewhere, clear away: one order for a job at a time."""
         ray, now_s = connect_ray(), time.monotonic()
-        for job in list(self._ordered):
-            if ray.wait([self._ordered[job]], timeout=0)[0]:
-                self._trouble(f"job {job}", partial(ray.get, self._ordered.pop(job)))
+        for key, answer in list(self._ordered.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                self._trouble(f"job {key[1]}", partial(ray.get, self._ordered.pop(key)))
         with self._lock:
-            copies, claims, under_way = self._copies(), self._claimed(), self._ordered.keys()
-            alone = lives.homeless(copies, claims) - self._starting.keys()
+            copies, claims, busy = self._copies(), self._claimed(), self._busy()
+            alone = lives.homeless(copies, claims) - busy
             self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
             given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
-            found = list(lives.orders(copies, claims, self._targets(), given_up, self._tried))
-        for one in found:
-            if one.job in self._starting or one.job in under_way:
-                continue
-            node, args = _node(ray, one.node), [one.life] if one.life else []
-            if one.verb == "take_over":
-                with self._lock:
-                    self._tried[one.job], args = one.node, [self._begins(one.job)]
-                self._trouble(
-                    f"job {one.job}", partial(self._order, one.node, one.verb, one.job, *args)
-                )
-                self._starting.pop(one.job)
-                continue
-            args = [_node(ray, one.to)] if one.to else args
-            self._ordered[one.job] = getattr(node, one.verb).remote(one.job, *args)
+            for node, verb, job, life, to in lives.orders(
+                copies, claims, self._targets(), given_up
+            ):
+                if job in busy or (node, job) in self._ordered:
+                    continue
+                life = self._next_life(job) if verb == "take_over" else life
+                args = [_node(ray, to)] if to else [life] if life else []
+                answer = getattr(_node(ray, node), verb).remote(job, *args)
+                self._ordered[node, job] = answer
 
     def _trouble(self, what: str, work: Callable[[], Any]) -> None:
         """Do it; why it cannot be done is logged once, until that changes."""

@@ -35,6 +35,7 @@ class NodeJobs:
 
     _client: Client  # the owner's
     _tenant: Client  # the cluster's
+    _until_s: float  # placement counts on this node
 
     def __init__(self, name: str, state: Path) -> None:
         self._name, self._state, self._jobs = name, state, state / "jobs"
@@ -130,6 +131,8 @@ class NodeJobs:
         kept = self._kept(job)
         if kept.get("state") != "replica" or kept["life"] >= life:
             raise InvalidInput(f"life {life} of job {job} is none that could begin here")
+        if time.monotonic() > self._until_s:
+            raise ServerUnavailable("placement has not heard of this node for too long")
         entry = Path(kept["body"]["entry"])
         own = self._jobs / job / entry.name
         if own.exists():  # where the same file is, there is what it imports, too
@@ -166,7 +169,7 @@ class NodeJobs:
 
     def go_on(self, job: str) -> None:
         """It lives here, whatever held it."""
-        if (self._jobs / job / "held").exists():
+        if (self._jobs / job / "held").exists() and time.monotonic() < self._until_s:
             with contextlib.suppress(InvalidInput):  # it is over
                 self._client.job(job, "resume")
             (self._jobs / job / "held").unlink()

@@ -70,16 +70,14 @@ def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
 
 
 def orders(
-    copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str],
-    tried: Mapping[str, str],
-) -> Iterator[Order]:  # fmt: skip
+    copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
+) -> Iterator[Order]:
     """What is to be done now, for each job.
 
     Args:
         copies: of the nodes that answer.
         targets: where a new replica may lie, the best first.
         given_up: jobs that have had no home for so long that theirs does not come back.
-        tried: the node on which a job's last start failed.
     """
     claimed = {job for one in claims.values() for job in one}  # its node is about to go on with it
     for job in sorted({job for kept in copies.values() for job in kept} - claimed):
@@ -93,7 +91,7 @@ def orders(
         elif over:
             yield from (Order(node, "drop", job, last) for node in rows if node not in over)
         elif job in given_up:
-            best = max(rows, key=lambda one: (rows[one][:3], one != tried.get(job)))
+            best = max(rows, key=lambda node: (rows[node].life, rows[node].step))
             yield Order(best, "take_over", job)
 
 

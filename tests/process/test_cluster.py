@@ -100,6 +100,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made = Cluster(tmp_path_factory.mktemp("cluster"))
         yield made
         started = psutil.Process(made.process.pid).children(recursive=True)
+        made.stranger.kill()
+        made.stranger.communicate()
         stopped = made.cli("cluster", "down")
         assert made.process.wait(60) == 0, stopped.stderr
         assert made.process.stdout is not None

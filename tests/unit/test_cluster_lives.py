@@ -27,7 +27,7 @@ class World:
     def ordered(self, given_up: bool = True) -> list[Order]:
         copies = self.copies
         gone = homeless(copies, {}) if given_up else set()
-        return list(orders(copies, {}, sorted(copies), gone, {}))
+        return list(orders(copies, {}, sorted(copies), gone))
 
     def carry_out(self, order: Order) -> None:
         """As a node does, which looks at the number first."""
@@ -119,6 +119,6 @@ def test_the_one_that_starts_with_the_later_life_goes_on_with_it() -> None:
 
 def test_what_is_of_an_older_job_of_its_name_is_not_gone_on_with() -> None:
     kept = {"a": {"j": Copy(1, "replica", step=9)}, "b": {"j": Copy(7, "replica", step=2)}}
-    assert list(orders(kept, {}, "ab", {"j"}, {})) == [Order("b", "take_over", "j")]
+    assert list(orders(kept, {}, "ab", {"j"})) == [Order("b", "take_over", "j")]
     kept = {"a": {"j": Copy(1, "over")}, "b": {"j": Copy(7, "home")}}
-    assert Order("a", "drop", "j", 7) in orders(kept, {}, "ab", (), {})
+    assert Order("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
