@@ -40,6 +40,7 @@ BENCHMARKS: Final = {
     "decisions": "decisions",
     "placing": "placing",
     "batching": "batching",
+    "generation": "generation",
 }
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
 OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
@@ -118,8 +119,8 @@ def main(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    crowd, training, devices, shared-input, decisions, placing, replay, batching; switchflow (its
-    figures: some of these again, and one more)
+    crowd, training, devices, shared-input, decisions, placing, replay, batching,
+    generation; switchflow (its figures: some of these again, and one more)
     """
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))

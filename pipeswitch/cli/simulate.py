@@ -24,7 +24,7 @@ from rich.text import Text
 from ..config import JOB_ORDERS, policy_name
 from ..errors import InvalidInput
 from ..planning import profile as profiles
-from ..planning.fit import MIB
+from ..planning.fit import MIB, percentile
 from ..policies import find_policy
 from ..programs.layout import Batching
 from ..scheduler.timeline import Timeline
@@ -107,6 +107,10 @@ class Hardware:
 @click.option("--batch-row", metavar="SHARE",
               help="What each further joined row adds to the computing of one (as measured, "
                    "else 100%).")  # fmt: skip
+@click.option("--tokens", "has_tokens", is_flag=True,
+              help="azure-llm: answers come token by token, each a step of the model.")  # fmt: skip
+@click.option("--prompt-token", metavar="SHARE", default="0.5%", show_default=True,
+              help="Of a step's computing, what each prompt token adds.")  # fmt: skip
 @click.option("--slo", default="100ms", show_default=True, help="Time beyond its own computing.")
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
 @click.option("--admission/--no-admission", default=False,
@@ -156,7 +160,7 @@ def _compare(
     memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: str | None,
     admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
     timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
-    batch_row: str | None,
+    batch_row: str | None, has_tokens: bool, prompt_token: str,
 ) -> None:  # fmt: skip
     if plot is not None:
         plot = checked_plot(Path(plot))
@@ -172,7 +176,10 @@ def _compare(
     if trains and SERIAL in chosen:
         raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
     faster = _read("--speed-up", speed_up or str(SPEED_UPS.get(name, 1.0)), _positive)
-    trace, names = _trace(name, faster, seed, requests)
+    if has_tokens and (name != "azure-llm" or SERIAL in chosen):
+        raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
+    prompt_share = _read("--prompt-token", prompt_token, _share)
+    trace, names = _trace(name, faster, seed, requests, has_tokens=has_tokens)
     hardware, asked = _hardware(device), trace.arrivals[:requests]
     if not asked and not trains:
         raise InvalidInput("there is nothing to simulate", hint=f"--job {JOB}")
@@ -193,7 +200,8 @@ def _compare(
                         own=None if policy == SERIAL
                         else find_policy(policy, max_wait_ms=max_wait_ms),
                         has_deadlines=deadlines or admission,
-                        admission="deadline" if admission else "off", max_wait_ms=max_wait_ms))
+                        admission="deadline" if admission else "off", max_wait_ms=max_wait_ms,
+                        prompt_share=prompt_share if has_tokens else 0.0))
         for label, size_bytes in (
             _memory(text, needed)
             for text in (_shares((100,) if trains else SHARES, needed) if memory is None
@@ -210,7 +218,7 @@ def _compare(
         "trace": trace.name, "speed_up": faster, "requests": len(asked), "models": len(sizes),
         "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
         "is_estimate": hardware.is_estimate, "seed": seed, "compute_load": _load(used, asked),
-        "jobs": len(trains),
+        "jobs": len(trains), "tokens": sum(one.tokens for one in asked) if has_tokens else 0,
     }  # fmt: skip
     if plot is not None:
         _draw(Path(plot), runs, facts)
@@ -221,7 +229,9 @@ def _compare(
         views.print_json({**facts, "runs": rows})
         return
     views.console().print(_headline(facts))
-    views.console().print(_table(rows, has_requests=bool(asked), has_jobs=bool(trains)))
+    views.console().print(
+        _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens)
+    )
     if trains:
         views.console().print()
         views.console().print(_jobs_table(rows, has_requests=bool(asked)))
@@ -279,7 +289,7 @@ def _data(name: str) -> str:
 
 
 def _trace(
-    name: str, speed_up: float, seed: int, requests: int | None
+    name: str, speed_up: float, seed: int, requests: int | None, *, has_tokens: bool
 ) -> tuple[arrivals.Trace, list[str]]:
     """The trace, and its models' names where it has any."""
     kind, _, rate = name.partition(":")
@@ -288,7 +298,8 @@ def _trace(
     if name == "azure":
         return arrivals.of_functions(_data(FUNCTIONS), speed_up=speed_up, seed=seed), []
     if name == "azure-llm":
-        return arrivals.of_services([_data(one) for one in SERVICES], speed_up=speed_up), []
+        texts = [_data(one) for one in SERVICES]
+        return arrivals.of_services(texts, speed_up=speed_up, has_tokens=has_tokens), []
     if kind == "poisson":
         try:
             rate_per_s = _positive(rate) * speed_up
@@ -496,9 +507,10 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
-    """Computing time of all requests over the trace's length."""
+    """Computing time of all requests, prompts aside, over the trace's length."""
     length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
-    return sum(models[a.model].compute_ms for a in asked) / length_ms if length_ms else math.inf
+    took_ms = sum(models[a.model].compute_ms * a.tokens for a in asked)
+    return took_ms / length_ms if length_ms else math.inf
 
 
 def _row(memory: str, setting: Setting, outcome: Outcome) -> dict[str, Any]:
@@ -508,13 +520,18 @@ def _row(memory: str, setting: Setting, outcome: Outcome) -> dict[str, Any]:
          "evictions": job.evictions}
         for job in outcome.jobs
     ]  # fmt: skip
+    between = outcome.between_ms
+    of_tokens = {
+        f"between_{name}_ms": percentile(between, share)
+        for name, share in (("p50", 0.5), ("p99", 0.99)) if between
+    }  # fmt: skip
     of_jobs = {"training": setting.training, "jct_ms": outcome.jct_ms, "jobs": jobs}
     return {
         "memory": memory, "policy": setting.policy, "in_slo": outcome.share_in_slo,
         "p50_ms": quantile_ms(outcome, 0.5), "p99_ms": quantile_ms(outcome, 0.99),
         "refused": sum(outcome.refused.values()), "switches": outcome.switches,
         "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
-        "makespan_ms": outcome.makespan_ms, **(of_jobs if jobs else {}),
+        "makespan_ms": outcome.makespan_ms, **of_tokens, **(of_jobs if jobs else {}),
     }  # fmt: skip
 
 
@@ -524,15 +541,18 @@ def _headline(facts: dict[str, Any]) -> Text:
     jobs = f"; jobs: {facts['jobs']}" if facts["jobs"] else ""
     if not facts["requests"]:
         return Text(f"no requests{jobs}; {where}\n")
+    tokens = f", {facts['tokens']} tokens" if facts["tokens"] else ""
     return Text(
-        f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests of "
+        f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests{tokens} of "
         f"{facts['models']} models, {format_bytes(facts['models_bytes'])}{jobs}; {where}; "
         f"computing takes {facts['compute_load']:.0%} of the time; in time: "
         f"within {facts['slo_ms']:g} ms beyond a request's own computing\n"
     )
 
 
-def _table(rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool) -> Table:
+def _table(
+    rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool
+) -> Table:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"])}
@@ -540,8 +560,10 @@ def _table(rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool
     ]  # fmt: skip
     of_jobs = ("training", "jct_ms") if has_jobs else ()
     of_requests = OF_REQUESTS if has_requests else ()
-    columns = ("memory", *of_requests, *of_jobs, "idle")
-    return views.table(shown, columns, {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS"})
+    of_tokens = ("between_p50_ms", "between_p99_ms") if has_tokens else ()
+    columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle")
+    first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
+    return views.table(shown, columns, {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", **first})
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:

@@ -23,6 +23,8 @@ class Arrival(NamedTuple):
     model: int  # which of the trace's
     deadline_ms: float | None = None  # from then; None: the replay's own
     caller: str = ""
+    prompt: int = 0  # tokens, of a language model
+    tokens: int = 1  # of its answer, each a request of its own when the one before is answered
 
 
 class Trace(NamedTuple):
@@ -57,20 +59,24 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
     return Trace("azure", tuple(sorted(found)), len(counts))
 
 
-def of_services(texts: Sequence[str], *, speed_up: float = 1.0) -> Trace:
-    """Azure LLM 2023: a file for each service, a row for each request, which begins with its
-    ``TIMESTAMP``."""
-    times: list[tuple[datetime, int]] = []
+def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
+    """Azure LLM 2023: a file for each service, a row for each request: its ``TIMESTAMP``, the
+    tokens of its prompt and of its answer, which count only if asked for."""
+    times: list[tuple[datetime, int, list[int]]] = []
     for model, text in enumerate(texts):
         _, *rows = _rows(text)
-        times += [(_instant(row[0], number), model) for number, row in enumerate(rows, start=2)]
+        counts = [_counts(row[1:3], at) if has_tokens else [] for at, row in enumerate(rows, 2)]
+        times += [
+            (_instant(row[0], at), model, count)
+            for at, (row, count) in enumerate(zip(rows, counts, strict=True), 2)
+        ]
     times.sort()
     begin = times[0][0]
-    return Trace(
-        "azure-llm",
-        tuple(Arrival((at - begin).total_seconds() * 1e3 / speed_up, m) for at, m in times),
-        len(texts),
-    )
+    found = [
+        Arrival((at - begin).total_seconds() * 1e3 / speed_up, model, None, "", *count)
+        for at, model, count in times
+    ]
+    return Trace("azure-llm", tuple(found), len(texts))
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:

@@ -60,6 +60,7 @@ class Scene:
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
     devices: list[Device] = field(default_factory=list)  # all of the server's
+    prompts: dict[str, float] = field(default_factory=dict)  # request: what it adds to a row's time
 
 
 class Process:

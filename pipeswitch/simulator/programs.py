@@ -23,11 +23,12 @@ class Program:
     row_share: float = 1.0  # of those, what each further row of a batch adds
     profiles: tuple[Found, ...] = ()  # measured by an earlier server, found when it is built
 
-    def group_ms(self, plan: Sequence[int], batch: int) -> tuple[float, ...]:
-        """Computing time of each group. ``plan``: RunInference's, empty: as it was built."""
+    def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
+        """Computing time of each group. ``plan``: RunInference's, empty: as it was built;
+        ``more``: of one row's time, what prompts add."""
         begins = list(plan) or self.plan
         ends = (*begins[1:], len(self.layer_ms))
-        rows = 1.0 + (batch - 1) * self.row_share
+        rows = 1.0 + (batch - 1) * self.row_share + more
         return tuple(rows * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
 
 

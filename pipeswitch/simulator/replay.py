@@ -154,6 +154,7 @@ class Setting:
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
         is_known: what each model takes is known before it was measured.
+        prompt_share: of a step's computing, what each token of a prompt adds to the first one.
     """
 
     memory_bytes: int
@@ -167,6 +168,7 @@ class Setting:
     look_ahead: bool = True
     training: str = "rotate"
     is_known: bool = False
+    prompt_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +176,10 @@ class Outcome:
     """What became of a trace's requests; milliseconds of the virtual clock.
 
     Attributes:
-        latency_ms: of each request that was computed, in order of arrival.
-        in_slo: how many of all ended in time.
+        latency_ms: of each request that was computed, in order of arrival; of several tokens, until
+            the first.
+        between_ms: from each token of an answer to its next, sorted.
+        in_slo: how many of all ended in time, with all their tokens.
         refused: how many of all were not computed, by the error's name.
         busy_ms: the device computed this long, or trained.
         order: the requests by their number in the trace, as they were computed.
@@ -185,6 +189,7 @@ class Outcome:
 
     requests: int
     latency_ms: tuple[float, ...]
+    between_ms: tuple[float, ...] = ()
     in_slo: int
     refused: dict[str, int]
     switches: int
@@ -270,8 +275,10 @@ class _Replay(World):
     ) -> None:  # fmt: skip
         self._setting, self._models, self._jobs = setting, models, jobs
         self._watch, self._take_span = watch, take_span
-        self._asked: dict[ev.Token, tuple[int, Arrival, float]] = {}  # number, arrival, when
+        # Number, arrival, when this token was asked for, which one it is, none was late.
+        self._asked: dict[ev.Token, tuple[int, Arrival, float, int, bool]] = {}
         self._latency_ms: dict[int, float] = {}
+        self._between_ms: list[float] = []
         self._order: list[tuple[float, int]] = []
         self._refused: Counter[str] = Counter()
         self._training: dict[ev.Token, PaperJob] = {}  # by who waits for its end
@@ -309,7 +316,7 @@ class _Replay(World):
         count = self.scheduler.core.counts
         before = (count["switches"], count["transmitted_bytes"])
         for number, arrival in enumerate(arrivals):
-            self.clock.at(begin_ms + arrival.at_ms, partial(self._ask, number, arrival))
+            self.clock.at(begin_ms + arrival.at_ms, partial(self._ask, number, arrival, 0))
         for job in self._jobs:
             self.clock.at(begin_ms + job.at_ms, partial(self._train, job))
         self.run()
@@ -317,6 +324,7 @@ class _Replay(World):
         return Outcome(
             requests=len(arrivals),
             latency_ms=tuple(self._latency_ms[n] for n in sorted(self._latency_ms)),
+            between_ms=tuple(sorted(self._between_ms)),
             in_slo=self._in_slo, refused=dict(self._refused),
             switches=count["switches"] - before[0],
             copied_bytes=count["transmitted_bytes"] - before[1],
@@ -326,13 +334,21 @@ class _Replay(World):
             warnings=tuple(self._warnings),
         )  # fmt: skip
 
-    def _ask(self, number: int, arrival: Arrival) -> None:
+    def _own_ms(self, arrival: Arrival, step: int) -> float:
+        """What one of its tokens computes, alone."""
+        prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
+        return self._models[arrival.model].compute_ms * (1.0 + prompt)
+
+    def _ask(self, number: int, arrival: Arrival, step: int, is_in_time: bool = True) -> None:
         model = self._models[arrival.model]
         deadline_ms = arrival.deadline_ms
         if deadline_ms is None and self._setting.has_deadlines:
-            deadline_ms = self._setting.slo_ms + model.compute_ms
+            deadline_ms = self._setting.slo_ms + self._own_ms(arrival, step)
         # Known before the scheduler is: it may answer at once.
-        self._asked[ev.Token(self.clients.last_token + 1)] = (number, arrival, self.now_ms)
+        token = self.clients.last_token + 1
+        self._asked[ev.Token(token)] = (number, arrival, self.now_ms, step, is_in_time)
+        if not step and arrival.prompt:
+            self.scene.prompts[f"r{token}"] = arrival.prompt * self._setting.prompt_share
         name = ModelName(model.name)
         self.clients.infer(name, deadline_ms=deadline_ms, caller=arrival.caller)
 
@@ -362,18 +378,28 @@ class _Replay(World):
         asked = self._asked.pop(answer.token, None)
         if asked is None:
             return  # no request
-        number, arrival, at_ms = asked
+        number, arrival, at_ms, step, is_in_time = asked
         self._last_ms = self.now_ms
+        self.scene.prompts.pop(f"r{answer.token}", None)
         if answer.error is not None:
             self._refused[type(answer.error).__name__] += 1
         else:
             assert answer.timing is not None
             model, took_ms = self._models[arrival.model], self.now_ms - at_ms
-            self._latency_ms[number] = took_ms
-            self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + NEAR_MS
-            joined = answer.timing.joined
-            self._busy_ms += model.compute_ms * (1.0 + (joined - 1) * model.row_share) / joined
-            self._order.append((answer.timing.epoch, number))
+            own_ms, joined = self._own_ms(arrival, step), answer.timing.joined
+            shared = 1.0 - (joined - 1) * (1.0 - model.row_share) / joined
+            self._busy_ms += own_ms - model.compute_ms * (1.0 - shared)
+            is_in_time &= took_ms <= self._setting.slo_ms + own_ms + NEAR_MS
+            if step:
+                self._between_ms.append(took_ms)
+            else:
+                self._latency_ms[number] = took_ms
+                self._order.append((answer.timing.epoch, number))
+            if step + 1 < arrival.tokens:
+                soon = partial(self._ask, number, arrival, step + 1, is_in_time)
+                self.clock.at(self.now_ms, soon)
+                return
+            self._in_slo += is_in_time
         done = len(self._latency_ms) + self._refused.total()
         if self._watch is not None and done % REPORT_EVERY == 0:
             self._watch(done)

@@ -198,7 +198,10 @@ class SimulatedWorker(Process):
 
     def _receives(self, order: RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
-        costs_ms = program.group_ms(order.plan, max(1 + len(order.joined), order.trial_batch))
+        batch, prompts = max(1 + len(order.joined), order.trial_batch), self.scene.prompts
+        names = [order.request_id, *(one.request_id for one in order.joined)]
+        more = sum(prompts.get(name, 0.0) for name in names)
+        costs_ms = program.group_ms(order.plan, batch, more)
         self.inference = SimulatedInference(order, costs_ms, self.scene.clock.now_ms)
         self.inference.hangs = happens("hang", order.model)
         if happens("early_error", order.model):

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from benchmarks import thesis
 from benchmarks.replay import beside_greedy
 from pipeswitch.cli.main import main
+from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler.events import Spans
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, TraceError
@@ -104,6 +105,30 @@ def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> N
     outcome = replay(strict, models, [*warm, *(Arrival(400.0 + i, i % 2) for i in range(6))])
     assert outcome.refused["DeadlineExceeded"] >= 2
     assert outcome.in_slo == len(outcome.latency_ms)
+
+
+def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
+    models = [whole("A", 10.0, 4.0), whole("B", 10.0, 4.0)]
+    setting = Setting(memory_bytes=30 * PER_MS, costs=LINK, slo_ms=20.0, prompt_share=0.01)
+    alone = replay(setting, models, [Arrival(0.0, 0, prompt=100, tokens=5)])
+    assert alone.latency_ms == pytest.approx((18.0,), abs=0.01)  # copy, prompt, step
+    assert alone.between_ms == pytest.approx((4.0,) * 4, abs=0.01)
+    assert (alone.in_slo, alone.makespan_ms) == (1, pytest.approx(34.0, abs=0.01))
+    assert alone.busy_ms == pytest.approx(24.0, abs=0.01)
+    joined = [
+        dataclasses.replace(
+            model, row_share=0.5, batching=Batching(limit=4, delay_ms=0.0, is_exact=True)
+        )
+        for model in models
+    ]
+    six = replay(setting, joined, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
+    assert len(six.between_ms) == 24
+    assert six.busy_ms < 27 * 4.0  # what is joined takes half of its own
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
+    (plain,), (told,) = (
+        arrivals.of_services([text], has_tokens=has_tokens).arrivals for has_tokens in (False, True)
+    )
+    assert (plain, told) == (Arrival(0.0, 0), Arrival(0.0, 0, prompt=30, tokens=2))
 
 
 def test_a_model_larger_than_the_memory_is_an_error() -> None:

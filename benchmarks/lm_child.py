@@ -1,0 +1,61 @@
+"""A language model of transformers in a process of its own: what its ``generate()`` takes.
+
+``write`` makes models from configurations and keeps their folders; ``serve`` answers lines of JSON,
+as what stop-and-start starts does: imports, loads, computes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .trials import now_ms
+
+STARTED_AT_MS = time.monotonic() * 1000
+
+
+def _tell(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def write(order: dict[str, Any]) -> None:
+    """A GPT-2 of this size for each folder, each with weights of its own."""
+    import torch
+    import transformers
+
+    for seed, folder in enumerate(order["folders"]):
+        torch.manual_seed(seed)
+        config = transformers.GPT2Config(
+            vocab_size=order["vocabulary"], n_positions=order["context"], n_embd=order["hidden"],
+            n_layer=order["layers"], n_head=8, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    _tell(bytes=sum(file.stat().st_size for file in Path(order["folders"][0]).iterdir()))
+
+
+def serve(order: dict[str, Any]) -> None:
+    """Each line has ``ids`` (a list for each sequence) and ``new``: how many tokens each."""
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(order["threads"])
+    model = transformers.GPT2LMHeadModel.from_pretrained(order["folders"][0]).eval()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        ids = torch.tensor(asked["ids"])
+        began_ms = now_ms()
+        with torch.no_grad():
+            made = model.generate(ids, max_new_tokens=asked["new"], do_sample=False)
+        took_ms = now_ms() - began_ms
+        _tell(tokens=made[:, ids.shape[1] :].tolist(), took_ms=took_ms,
+              since_start_ms=now_ms() - STARTED_AT_MS)  # fmt: skip
+
+
+if __name__ == "__main__":
+    {"write": write, "serve": serve}[sys.argv[1]](json.loads(sys.argv[2]))
