@@ -77,10 +77,7 @@ class NodeJobs:
         elif row is not None and row["state"] not in FINAL_JOB_STATES:
             step, is_paused = row["persisted_step"], row["state"] == "paused" and not is_held
         else:
-            state = "over"
-            with self._changing:
-                if row is None and self._kept(job) == kept:  # its server keeps nothing either
-                    self._forget(job)
+            state = "over" if row is not None else "gone"
         return Copy(kept["life"], state, step, is_paused, is_held)
 
     def _claim(self, ray: Any) -> float:

@@ -14,7 +14,7 @@ class Copy(NamedTuple):
     """What one node keeps of a job."""
 
     life: int
-    state: str  # home: it lives there; replica; over: it has ended there
+    state: str  # home: it lives there; replica; over: it has ended there; gone: and was removed
     step: int = -1  # of the commit on disk; -1: none yet
     is_paused: bool = False  # by its user
     is_held: bool = False  # by us: its node heard nothing for a while, or was to hand it over
@@ -83,13 +83,15 @@ def orders(
     for job in sorted({job for kept in copies.values() for job in kept} - claimed):
         rows, homes = rows_of(job, copies), homes_of(job, copies)
         last = last_life(job, copies, claims)
-        over = [node for node in rows if rows[node].state == "over"]
+        over = [node for node in rows if rows[node].state in ("over", "gone")]
         if homes:
             older = [node for node in over if rows[node].life < rows[homes[0]].life]
             yield from (Order(node, "drop", job, last) for node in homes[1:] + older)
             yield from _replicate(job, homes[0], rows, targets)
         elif over:
-            yield from (Order(node, "drop", job, last) for node in rows if node not in over)
+            replicas = [node for node in rows if node not in over]
+            gone = [node for node in over if rows[node].state == "gone" and not replicas]
+            yield from (Order(node, "drop", job, last) for node in replicas + gone)
         elif job in given_up:
             best = max(rows, key=lambda node: (rows[node].life, rows[node].step))
             yield Order(best, "take_over", job)

@@ -98,6 +98,11 @@ def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
     world.kept[home]["j"] = world.kept[home]["j"]._replace(state="over")
     world.settle()
     assert [node for node, kept in world.kept.items() if kept] == [home]
+    world.kept[home]["j"] = world.kept[home]["j"]._replace(state="gone")
+    world.kept[next(node for node in NODES if node != home)]["j"] = Copy(1, "replica")
+    assert world.ordered()[0].node != home  # the end is known until no replica is left
+    world.settle()
+    assert not any(world.kept.values())
 
 
 def test_a_job_that_was_paused_or_held_is_told_apart() -> None:
