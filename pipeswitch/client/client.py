@@ -643,7 +643,7 @@ class Task:
         return self._row("cancel")
 
     def move(self, to: str) -> dict[str, Any]:
-        """Train on that device (``cpu:1``) from now on; it goes on behind its last step.
+        """Train on that device (``cpu:1``) or node of a cluster from now on, behind its last step.
 
         Raises:
             InvalidInput: there is no such device, or the job is over.
