@@ -314,8 +314,8 @@ class SchedulerConfig(_Checked):
         choices=JOB_ORDERS,
     )  # fmt: skip
     activation_memory_bytes: int = _setting(
-        "0", "device memory for the activations of all jobs together: one computes while another "
-        "waits for its copies; 0: each keeps to its own", parse_size,
+        "0", "with coshift: device memory for the activations of all jobs together; one computes "
+        "while another waits for its copies; 0: each keeps to its own", parse_size,
     )  # fmt: skip
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(

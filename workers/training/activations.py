@@ -61,9 +61,9 @@ CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.C
 STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
 SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
 UNLIMITED: Final = 1 << 62
-CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
 LOOK_AGAIN_S: Final = 0.01  # for room that others give up
+CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
@@ -157,10 +157,10 @@ class Activations:
 
     def __init__(
         self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
-        tiles: Tiles | None = None, charge: Callable[[int], None] = lambda _: None,
+        charge: Callable[[int], None] = lambda _: None, tiles: Tiles | None = None,
     ) -> None:  # fmt: skip
-        self._charge, self._charged = charge, 0
-        self._offload, self.asked_for, self._tiles = offload, (offload, budget_bytes), tiles
+        self._charge, self._charged, self._tiles = charge, 0, tiles
+        self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._is_limited = budget_bytes is not None or tiles is not None
         self._budget = UNLIMITED if budget_bytes is None else budget_bytes
         if tiles is not None:
@@ -200,7 +200,7 @@ class Activations:
             before.close()
         if asked_for in (("auto", None), ("none", None)) and host.tiles is None:
             return None
-        return cls(*asked_for, host.host_copies(), gate, host.tiles, host.charge_host)
+        return cls(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are no activations."""
