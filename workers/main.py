@@ -29,6 +29,7 @@ from pipeswitch.ipc.messages import (
     Exit,
     ForgetModel,
     GrantTurn,
+    HostGranted,
     LeaseGranted,
     LeaseRefused,
     Message,
@@ -308,7 +309,7 @@ class Worker:
                 host.wake()
             case MoveTask():
                 self._gate.request_move(partial(self._move, message, tuple(descriptors)))
-            case LeaseGranted() | LeaseRefused():
+            case LeaseGranted() | LeaseRefused() | HostGranted():
                 host.lease_answered(message, descriptors)
             case StepCommitted():
                 host.commit_answered(message)

@@ -30,9 +30,11 @@ STATE_STYLES: Final = {
     "quarantined": "bold red", "done": "dim", "host": "dim", "standby": "dim",
 }  # fmt: skip
 
-PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "host", "prio",
-                     "last_used", "why")  # fmt: skip
-PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED"}
+PS_SIZES: Final = {"activation_bytes": "ACTIVATIONS", "offloaded_bytes": "OFFLOADED",
+                   "streamed_bytes": "STREAMED"}  # fmt: skip
+PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "activation_bytes", "host",
+                     "offloaded_bytes", "streamed_bytes", "prio", "last_used", "why")  # fmt: skip
+PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
@@ -95,8 +97,9 @@ def table(
     columns: Sequence[str],
     titles: Mapping[str, str] | None = None,
 ) -> Table:
-    """Rows by column name; a missing value is empty. On which device: where there are several."""
-    columns = [one for one in columns if one != "on" or any(one in row for row in rows)]
+    """Rows by column name; a missing value is empty. Some columns are there with a value only."""
+    seldom = ("on", *PS_SIZES)
+    columns = [one for one in columns if one not in seldom or any(one in row for row in rows)]
     view = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         title = (titles or {}).get(column, column.replace("_", " ").upper())
@@ -127,7 +130,7 @@ def cell(column: str, value: Any) -> Text:
         return Text("")
     if column in ("state", "residency"):
         return Text(str(value), style=STATE_STYLES.get(str(value), ""))
-    if column == "bytes" or (column in ("device", "host") and str(value).isdigit()):
+    if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and str(value).isdigit()):
         return Text(format_bytes(int(value)) if int(value) else "")
     if column == "last_used":
         return Text(f"{_duration(float(value))} ago")
@@ -182,10 +185,16 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
         f"answered {inference.get('ok', 0)}  errors {inference.get('error', 0)}  ",
         f"switches {stats.get('switches', 0)}  preemptions {stats.get('preemptions', 0)}",
     )
-    capacity = int(stats.get("arena_capacity_bytes", 0))
-    used = capacity - int(stats.get("arena_free_bytes", 0))
-    memory = Text(f"arena {_bar(used, capacity)} {format_bytes(used)} of {format_bytes(capacity)}")
-    return Group(head, memory, Text(""), ps_table(rows))
+    of_jobs = sum(int(row["device"] or 0) for row in rows if row["kind"] == "job")
+    arena = _memory("arena", stats, of_jobs, "of jobs")
+    store = _memory("store", stats, int(stats.get("store_offloaded_bytes", 0)), "offloaded")
+    return Group(head, arena, store, Text(""), ps_table(rows))
+
+
+def _memory(name: str, stats: Mapping[str, Any], part: int, what: str) -> Text:
+    capacity, free = (int(stats.get(f"{name}_{of}_bytes", 0)) for of in ("capacity", "free"))
+    told = f"{name} {_bar(capacity - free, capacity)} {format_bytes(capacity - free)} of "
+    return Text(told + format_bytes(capacity) + (f", {format_bytes(part)} {what}" if part else ""))
 
 
 def _bar(used: int, capacity: int, width: int = 30) -> str:

@@ -441,7 +441,11 @@ class Frontend:
             try:
                 found = read_bundle(file).generation if wants_tokenizer else None
                 if found is not None:
-                    told.update(tokenizer=found.tokenizer, chat_template=found.chat_template)
+                    told.update(
+                        tokenizer=found.tokenizer,
+                        chat_template=found.chat_template,
+                        special=found.special,
+                    )
             except (PipeSwitchError, OSError) as failed:
                 _logger.warning("model=%s tokenizer unread cause=%s", header.model, failed)
                 error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')

@@ -75,6 +75,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     steps: int = 0  # that were answered
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
+    is_left: bool = False  # the same, however that ends
     copies: list[tuple[int, int, int]] = []  # to, from (negative: zeros), bytes; in this order
     leaving: list[Room] = []  # that are copied from, and not needed then
     donors: list[Held] = []  # that are copied from
@@ -359,7 +360,8 @@ class Sequences:
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
         is_here = self.held.get(held.key) is held
-        if is_ok and is_sent and is_here and not held.is_ending:
+        is_last = held.is_left or (is_ok and held.is_ending)
+        if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
             if held.history is not None:
@@ -375,7 +377,7 @@ class Sequences:
             self._steps += 1
         elif is_here:
             self._give_rows_back(held)
-            if not held.steps or not is_sent or (is_ok and held.is_ending):
+            if not held.steps or not is_sent or is_last:
                 self._retire(held)
         if room is not None:
             self._pool.release_reply(room)
@@ -506,17 +508,18 @@ class Sequences:
         return next_ms
 
     def end(self, name: str, caller: str) -> None:
-        """As its client asks, without a request.
+        """As its client asks, without a request; where one is under way, when that is over.
 
         Raises:
-            SequenceNotFound, InvalidInput.
+            SequenceNotFound: there is none.
         """
         held = self.held.get((caller, name))
         if held is None:
             raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
         if held.is_busy:
-            raise InvalidInput(f'sequence "{name}" has a request under way', hint="cancel it first")
-        self._retire(held)
+            held.is_left = True
+        else:
+            self._retire(held)
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
         """As ``pipeswitch sequences`` shows them; of one caller, or all."""

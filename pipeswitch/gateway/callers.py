@@ -18,6 +18,7 @@ from ..roles import ANYONE, MODEL_FACTS, OWNER, Role, Standing, in_order
 from .refusals import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
+NO_TOKEN: Final = ("", "Bearer EMPTY")  # clients of OpenAI's always show one: this is none
 
 
 class Callers:
@@ -64,7 +65,7 @@ class Callers:
         Raises:
             Unauthenticated: a token is asked for, or this one is not known.
         """
-        if not authorization:
+        if authorization in NO_TOKEN:
             if self._needs_token:
                 raise Unauthenticated(
                     "this address asks for a token", hint="Authorization: Bearer TOKEN"

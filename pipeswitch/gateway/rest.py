@@ -17,6 +17,8 @@ from ..units import nearest
 from . import oip
 from .api import PREFIX, Api
 from .callers import Callers
+from .completions import PREFIX as TEXT_PREFIX
+from .completions import Completions, refused
 from .http import Answer, Head, Work, answered, json_answer, refusal
 from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .service import Service
@@ -49,6 +51,7 @@ class Rest:
         self, service: Service, callers: Callers, api: Api, page: Page, aside: Aside
     ) -> None:
         self._service = service
+        self._completions = completions = Completions(service)
         self._aside = aside
         self._callers = callers
         self._api = api
@@ -68,6 +71,8 @@ class Rest:
             "config": ("GET", _told(service.config)),
             "stats": ("GET", _told(service.statistics)),
             "infer": ("POST", self._infer),
+            "generate": ("POST", partial(completions.generate, is_stream=False)),
+            "generate_stream": ("POST", partial(completions.generate, is_stream=True)),
         }
 
     def __call__(self, head: Head) -> Work | Answer:
@@ -95,7 +100,8 @@ class Rest:
             token = head.headers.get("authorization", "")
             return self._work(head, Callers.PROBE if is_probe else self._callers.standing(token))
         except PipeSwitchError as error:
-            return refusal(error)
+            is_text = head.path.startswith(TEXT_PREFIX)
+            return refused(error) if is_text else refusal(error)
 
     def _check_site(self, head: Head) -> None:
         """A browser says whose page asks: no other site's may."""
@@ -126,6 +132,8 @@ class Rest:
             _check_method(head, method)
             return partial(verb, caller, name, version, head)
         match path.split("/"):
+            case ["", "v1", *_]:
+                return self._completions.find(head, caller)
             case ["", "v2", "repository", "models", name, "load" | "unload" as action]:
                 _check_method(head, "POST")
                 verb = self._load if action == "load" else self._unload

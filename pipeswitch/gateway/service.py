@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..programs.generating import Facts
 from ..roles import URGENT_PRIORITY, Role, Standing
 from ..tracing import Traced
 from ..wire.frames import TRACEPARENT
@@ -105,7 +108,7 @@ class Service:
         if model:
             rows = [await self._row(caller, model, version)]
         else:
-            rows = await self._rows(caller)
+            rows = await self.rows(caller)
             self._tally.forget_others({row["name"] for row in rows})
         return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
@@ -118,7 +121,7 @@ class Service:
                 "state": _STATES.get(row["state"], "UNAVAILABLE"),
                 "reason": row.get("reason", ""),
             }
-            for row in await self._rows(caller)
+            for row in await self.rows(caller)
         ]
         return [row for row in rows if row["state"] == "READY" or not ready_only]
 
@@ -155,7 +158,7 @@ class Service:
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
-        number = _number(model, version) if version else 0
+        number = number_of(model, version) if version else 0
         began = time.perf_counter()
         places = _places(asked) if asked.outputs or Place in map(type, asked.frames) else []
         if places:
@@ -194,6 +197,20 @@ class Service:
         for step, part in bill.pop("steps", {}).items():  # a parameter is no object
             bill[f"{step}.total_ms"] = round(part["total_ms"], 3)
         return outputs, bill
+
+    async def generation(
+        self, caller: Standing, model: str, version: str, *, with_texts: bool = False
+    ) -> Facts:
+        """What is known of a language model; its tokenizer and template where they are wanted."""
+        require(caller, "generation")
+        body = {"version": number_of(model, version), "tokenizer": with_texts}
+        return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
+
+    async def end_sequence(self, caller: Standing, name: str) -> None:
+        """With the request that it has; raises SequenceNotFound."""
+        require(caller, "sequences")
+        tenant = {"tenant": caller.tenant} if caller.tenant else {}
+        await self._upstream.ask("sequences", body={"end": name, **tenant})
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
         """What Prometheus reads, and its type: the server's own numbers are for operators."""
@@ -237,13 +254,13 @@ class Service:
     async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
         require(caller, "show")
         try:
-            return told(await self._upstream.show(model, _number(model, version)), caller)
+            return told(await self._upstream.show(model, number_of(model, version)), caller)
         except InvalidInput as error:
             if "version" not in error.data:
                 raise
             raise NotFound(error.message, hint=error.hint) from None
 
-    async def _rows(self, caller: Standing) -> list[dict[str, Any]]:
+    async def rows(self, caller: Standing) -> list[dict[str, Any]]:
         require(caller, "models")
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
 
@@ -260,7 +277,7 @@ async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *ar
     return copy(*args) if total <= THREAD_BYTES else await asyncio.to_thread(copy, *args)
 
 
-def _number(model: str, version: str) -> int:
+def number_of(model: str, version: str) -> int:
     """A version as the wire has it; 0: the current one."""
     if version and not re.fullmatch("[1-9][0-9]{0,8}", version):
         raise NotFound(

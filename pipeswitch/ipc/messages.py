@@ -425,12 +425,25 @@ class LeaseGranted(Message, frozen=True):
 
 
 class LeaseRefused(Message, frozen=True):
-    """controller -> worker: it can never fit."""
+    """controller -> worker: it can never fit; or, to a ``HostRequest``, not now."""
 
     epoch: Epoch
     error: str
     message: str
     data: dict[str, Any] = {}
+
+
+class HostRequest(Message, frozen=True):
+    """worker -> controller: so much of a job's activations is to lie in host memory; blocks."""
+
+    epoch: Epoch
+    size_bytes: int
+
+
+class HostGranted(Message, frozen=True):
+    """controller -> worker: it counts as the host store's."""
+
+    epoch: Epoch
 
 
 class StopTask(Message, frozen=True):
@@ -717,7 +730,7 @@ AnyMessage = (
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
-    | Parked | GrantTurn
+    | HostRequest | HostGranted | Parked | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage

@@ -31,6 +31,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str = ""
+    special: dict[str, str] = {}  # tokens that the template names
     tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
 
 
@@ -115,7 +116,7 @@ class Generating:
         self._used = 0
 
 
-Tokenizer = tuple[Callable[[str], list[int]], Decode]
+Tokenizer = tuple[Callable[..., list[int]], Decode]
 """What makes ids of a text, and a text of ids."""
 
 
@@ -135,8 +136,8 @@ def tokenizer_of(facts: Facts) -> Tokenizer:
         ) from None
     made = tokenizers.Tokenizer.from_str(tokenizer_json(facts.tokenizer))
 
-    def encode(prompt: str) -> list[int]:
-        return [int(one) for one in made.encode(prompt).ids]
+    def encode(prompt: str, *, with_special: bool = True) -> list[int]:
+        return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
 
     def decode(ids: Sequence[int]) -> str:
         return str(made.decode(list(ids), skip_special_tokens=True))

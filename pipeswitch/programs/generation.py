@@ -29,6 +29,7 @@ STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64
 MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known has 9,000
+MAX_SPECIALS: Final = 64  # tokens that a template names
 MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known, of 262,000 words, has 33 MB
 
 
@@ -41,6 +42,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     eos_ids: tuple[int, ...] = ()  # any of them ends an answer
     bos_id: int | None = None
     chat_template: str = ""  # Jinja, of the model's author: to be rendered in a sandbox alone
+    special: dict[str, str] = {}  # what the template calls tokens, such as ``eos_token``
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
 
     def numbers(self) -> dict[str, Any]:
@@ -75,8 +77,9 @@ def check_generation(
         _refuse(f"a vocabulary of {vocabulary}, or more than {MAX_EOS} ends")
     if not all(0 <= token < vocabulary for token in ids):
         _refuse(f"a special token lies outside the vocabulary of {vocabulary}")
-    if len(generation.chat_template) > MAX_TEMPLATE_CHARS:
-        _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters")
+    texts = [generation.chat_template, *generation.special, *generation.special.values()]
+    if max(map(len, texts)) > MAX_TEMPLATE_CHARS or len(texts) > 2 * MAX_SPECIALS:
+        _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
     found = {one.name: (one.dtype, one.shape) for one in values}
     dtype, (*_, width) = found.get(CACHE, ("", (0,)))
     wanted = {

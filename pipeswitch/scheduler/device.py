@@ -9,6 +9,7 @@ from ..ipc.messages import (
     DaemonFault,
     DaemonReady,
     Epoch,
+    HostRequest,
     InferenceDone,
     InferenceFailed,
     JobEnded,
@@ -57,7 +58,7 @@ class Device:
         self.commits = Commits(state, self.arena, store)
         jobs.homes.append(Home(state, self.commits))
         self.jobs = jobs  # the machine's
-        self.leases = Leases(state, self.arena, self.slices, self.commits)
+        self.leases = Leases(state, self.arena, self.slices, self.commits, store)
         self.training = Training(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
         self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
@@ -109,6 +110,8 @@ class Device:
                 self.fleet.prepared(worker, message)
             case LeaseRequest() as message:
                 self.leases.requested(worker, message)
+            case HostRequest() as message:
+                self.leases.host_requested(worker, message)
             case CommitStep() as message:
                 self.commits.commit(worker, message)
             case JobReport() as message:

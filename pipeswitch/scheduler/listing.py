@@ -17,6 +17,7 @@ from .device import Device
 from .device_state import DeviceState
 from .events import Query
 from .machine import Machine
+from .memory.ledgers import gib
 from .memory.regions import Owner
 from .models.versions import Versions
 from .processes.stages import Process, Stages
@@ -24,6 +25,7 @@ from .profiling.plans import plan_row, stream_of
 from .records import Job, Model, Replica, Worker
 from .requests.accounts import Account
 from .states import ModelState, Residency, TaskState, WorkerState
+from .training.jobs import activations_row
 
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
@@ -285,7 +287,8 @@ class Listing:
             None,
         )
         stored = self._machine.store.regions.get(replica.owner)
-        return self._row(
+        streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
+        return streams | self._row(
             on,
             replica.name,
             "model",
@@ -326,6 +329,8 @@ class Listing:
         raw = self._stages.count(replica.name)
         if raw:
             return f"{raw} {TaskState.PREPROCESSING.value}"
+        if replica.landings is not None:
+            return f"larger than the arena: {gib(replica.sent_bytes)} come with each pass"
         if replica.residency.state is Residency.PARTIAL:
             return "its prefix is kept"
         return "pinned" if replica.model.want_pinned else ""
@@ -334,14 +339,15 @@ class Listing:
         worker = on.state.workers.get(job.slot) if job.slot is not None else None
         region = on.arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
-        return self._row(
+        host_bytes = 2 * job.commit_slot_bytes + self._machine.store.offloaded.get(job.name, 0)
+        return activations_row(job) | self._row(
             on,
             job.name,
             "job",
             words.get(job.state.state, job.state.state.value),
             worker=job.slot,
             device=f"{region.size_bytes if region else 0}",
-            host=f"{2 * job.commit_slot_bytes}",
+            host=f"{host_bytes}",
             prio=job.priority,
             last_used_at_ms=job.last_ran_at_ms,
             why=job.error or job.why,
@@ -407,6 +413,7 @@ class Listing:
             "arena_leases": sum(row["arena_leases"] for row in rows),
             "store_capacity_bytes": store.capacity_bytes,
             "store_free_bytes": store.free_bytes,
+            "store_offloaded_bytes": store.withheld_bytes,
             "models": len(self._machine.models),
             "jobs": sum(row["jobs"] for row in rows),
             "workers": sum(row["workers"] for row in rows),

@@ -427,10 +427,13 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants (docs/architecture.md) that the scheduler's state can show."""
         self.check_settled()
-        self.machine.store.regions.check()
-        for device in self.machine.devices:
+        store, devices = self.machine.store, self.machine.devices
+        store.regions.check()
+        for device in devices:
             device.check()
-        tokens = [token for device in self.machine.devices for token in device.state.requests]
+        jobs = {worker.job for device in devices for worker in device.state.workers.values()}
+        assert store.offloaded.keys() <= jobs, "a process that is gone has something on the host"
+        tokens = [token for device in devices for token in device.state.requests]
         tokens += self.admission.stages.tokens()
         assert len(tokens) == len(set(tokens)), "a request is in two places"
         self.admission.stages.check()

@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict
 from typing import Any
 
-from pipeswitch.errors import ModelNotFound
+from pipeswitch.errors import InvalidInput, ModelNotFound
 from pipeswitch.gateway.api import Api
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import Feed
@@ -72,6 +72,9 @@ class Upstream:
         return ROW
 
     async def ask(self, op: str, model: str = "", **_: Any) -> dict[str, Any]:
+        if op == "generation":
+            self._know(model)
+            raise InvalidInput("it generates no text")
         if op == "stats":
             nested = {"inference": Counter[str](), "dispatches": {}, "device_s": {}, "tenant_s": {}}
             return defaultdict(int, nested)
@@ -172,7 +175,12 @@ class _Gate:
         self.statuses.append(answer.status)
         if answer.status >= 400:
             told = json.loads(b"".join(answer.parts))
-            if set(told) != {"error", "code", "hint"}:
+            if head.path.startswith("/v1"):
+                told = told["error"] if set(told) == {"error"} else {}
+                wanted = {"message", "type", "param", "code"}
+            else:
+                wanted = {"error", "code", "hint"}
+            if set(told) != wanted:
                 self.escaped.append(f"{head.method} {head.path}: {told}")
         return answer
 
@@ -307,6 +315,10 @@ def seeds() -> list[bytes]:
                              token=TOKEN)]),
         join_frames([request("DELETE /api/models/m", token=TOKEN), request("GET /api/ps")]),
         join_frames([request("POST /v2/models/m/infer", body, "Expect: 100-continue")]),
+        join_frames([request("POST /v1/chat/completions", b'{"model": "m", "messages": [{"role": '
+                             b'"user", "content": [{"text": "a"}]}], "stop": ["b"], "n": 1}')]),
+        join_frames([request("POST /v1/completions", b'{"model": "m", "prompt": [[1, 2]]}'),
+                     request("POST /v2/models/m/generate", b'{"text_input": "a"}')]),
         join_frames([b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"x"]),
     ]  # fmt: skip
 

@@ -13,15 +13,12 @@ from typing import Any, Final
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
+from process_tools import ENVIRONMENT as OFTEN
+from process_tools import Checked, checked_server, finish, hurt, mlp, run_plain, until, write_script
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
-ENVIRONMENT: Final = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-    "PIPESWITCH_DEVICE__LINK_GBPS": "0.5",
-}
+ENVIRONMENT: Final = {**OFTEN, "PIPESWITCH_DEVICE__LINK_GBPS": "0.5"}
 SCRIPT: Final = """
     import hashlib, sys
     from pathlib import Path
@@ -29,7 +26,7 @@ SCRIPT: Final = """
     from pipeswitch import job
 
     out, memory, enough = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    torch.manual_seed(0)
+    torch.manual_seed(int((sys.argv[4:] or ["0"])[0]))
     layers, width = [], 3
     for more in (8, 8, 16, 16):
         layers += [torch.nn.Conv2d(width, more, 3, padding=1), torch.nn.BatchNorm2d(more),
@@ -57,16 +54,12 @@ def strike(checked: Checked, name: str, dice: random.Random) -> None:
     """Suspend, evict or kill it, at any instant."""
     threading.Event().wait(dice.uniform(0, 0.05))  # an instant, not a condition
     task = checked.client.task(name)
-    match dice.choice(["request", "evict", "kill"]):
-        case "request":
-            for _ in range(3):
-                checked.client.infer("small", torch.ones(1, 64))
-        case "evict":
-            task.pause()
-            task.resume()
-        case "kill":
-            row = until(lambda: row if (row := checked.row(name))["pid"] else None, "a worker")
-            assert kill(int(row["pid"]))
+    how = dice.choice(["request", "evict", "kill"])
+    if how == "request":
+        for _ in range(3):
+            checked.client.infer("small", torch.ones(1, 64))
+    else:
+        hurt(checked, task, how)
     before = task.status()["committed_step"]
     until(lambda: task.status()["committed_step"] > before, "it commits")
 
@@ -95,15 +88,24 @@ def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path
     assert served.read_text() == plain.read_text()
 
 
-def test_a_job_over_its_budget_fails_and_says_by_how_much(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "store", "kind", "says", "hint"),
+    [("100KiB", "64MiB", "OutOfDeviceMemory", r"may take 100\.00 KiB: .* too much",
+      "activation_memory="),
+     ("1MiB", "2MiB", "HostStoreFull", r"has [01]\.\d MiB left", "--host-store ")],
+)  # fmt: skip
+def test_a_job_over_its_budget_or_the_host_stores_fails_and_says_by_how_much(
+    tmp_path: Path, memory: str, store: str, kind: str, says: str, hint: str
+) -> None:
     script = write_script(tmp_path, "large.py", SCRIPT)
-    with checked_server(arena="64MiB") as checked:
-        arguments = [str(tmp_path / "out"), "100KiB", str(tmp_path / "never")]
+    with checked_server(arena="64MiB", host_store=store) as checked:
+        arguments = [str(tmp_path / "out"), memory, str(tmp_path / "never")]
         task = checked.client.train(script, name="large", args=arguments)
-        with pytest.raises(TaskFailed, match=r"may take 100.00 KiB: .* too much") as caught:
+        with pytest.raises(TaskFailed, match=says) as caught:
             task.wait(60)
-        assert caught.value.data["type"] == "OutOfDeviceMemory"
-        assert 'activation_memory="' in caught.value.data["text"]
+        assert caught.value.data["type"] == kind
+        assert hint in caught.value.data["text"]
+        until(lambda: not checked.count("store_offloaded_bytes"), "its process has left")
 
 
 def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_path: Path) -> None:

@@ -211,7 +211,8 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         assert driver.current_url == page  # the token is not in the history
         assert driver.get_cookies() == []
 
-        checked.client.train(write_script(tmp_path, "evil.py", SCRIPT), name="digits")
+        script = write_script(tmp_path, "evil.py", SCRIPT)
+        checked.client.train(script, name="digits", activation_memory="1MiB")
         tab.shows("#headline", "Training digits")
         until(lambda: tab.ink("lanes", "train") > 500, "training moves on its lane")
         until(lambda: checked.client.job("digits", "show")["job"]["step"] > 5, "it trains")
@@ -227,6 +228,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         tab.shows("#events", "switch.evicted")
         tab.shows("#owners", "right")
         tab.shows("#jobs", "loss")
+        tab.shows("#jobs", "KiB activations")
 
         tab.click("Infer left with a random input")
         tab.shows("#toasts", "left: ")

@@ -8,9 +8,7 @@ from typing import Final
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
-
-from pipeswitch.client.client import Task
+from process_tools import checked_server, finish, hurt, mlp, run_plain, until, write_script
 
 SEED: Final = 17
 ROUNDS: Final = 6
@@ -45,18 +43,6 @@ SCRIPT: Final = """
     with open(out, "w") as file:
         file.write(f"{job.step} {persistent()} {torch.rand(1).item().hex()}")
 """
-
-
-def hurt(checked: Checked, task: Task, how: str) -> None:
-    """One job loses its process or its memory; the others are not asked."""
-    before = task.status()["restarts"]
-    pid = until(lambda: checked.row(task.name)["pid"], "it has a worker")
-    if how == "kill":
-        assert kill(pid)
-        until(lambda: task.status()["restarts"] > before, "its death is known")
-    else:
-        task.pause()
-        task.resume()
 
 
 @pytest.mark.timeout(240)

@@ -49,7 +49,7 @@ class FakeHost:
         self.slots: list[bytes | None] = [None, None]
         self.newest = -1
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.leases = 0
+        self.leases = self.charged = 0
         self.remembered: list[tuple[int, dict[str, float]]] = []
         self.clock_ms = 0.0
         self._slice = torch.zeros(0, dtype=torch.uint8)
@@ -92,6 +92,9 @@ class FakeHost:
 
     def host_copies(self) -> CpuCopies:
         return CpuCopies(1e8)
+
+    def charge_host(self, size_bytes: int) -> None:
+        self.charged = size_bytes
 
     is_publishing = False
     ring = None
@@ -375,8 +378,10 @@ def attempt(
             session._over = True  # no more commits; the hooks must go, this process stays
             host.crash()
         session.close()
+        host.charged = 0  # the process is reaped
         return False
     session.finish()
+    assert host.charged == 0, "the loop is over"
     return True
 
 

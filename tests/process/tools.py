@@ -331,6 +331,21 @@ def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
     return row
 
 
+def hurt(checked: Checked, task: Task, how: str) -> None:
+    """A job loses its process ("kill") or its memory; the others are not asked."""
+    if how != "kill":
+        task.pause()
+        task.resume()
+        return
+    before = task.status()["restarts"]
+    pid = until(lambda: checked.row(task.name)["pid"], "it has a worker")
+    kill(pid)  # unless it has just left
+    until(
+        lambda: task.status()["restarts"] > before or checked.row(task.name)["pid"] not in (0, pid),
+        "its death is known",
+    )
+
+
 _PLAIN = """
 import gc, json, os, runpy, sys
 import torch, torch._dynamo  # seconds

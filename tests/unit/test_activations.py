@@ -133,9 +133,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Ticking(Activations):
-    """Looks at every place that holds bytes of the device whenever one of them may have changed."""
+    """Looks at every place that holds bytes whenever one of them may have changed."""
 
     ticks = 0
+
+    def __init__(self, *given: Any) -> None:
+        self.asks: list[int] = []  # for host memory
+        super().__init__(*given, self.asks.append)
 
     def _settle(self) -> bool:
         changed = super()._settle()
@@ -143,6 +147,9 @@ class Ticking(Activations):
         there = [one.size_bytes for one in self._alive
                  if one.device is not None or one.place is Place.COMING]  # fmt: skip
         assert sum(there) <= self._held <= self._budget
+        away = [one.size_bytes for one in self._alive
+                if one.host is not None or one.place is Place.LEAVING]  # fmt: skip
+        assert sum(away) == self._on_host <= self._charged
         return changed
 
     def drain(self) -> None:
@@ -214,6 +221,9 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         assert limit._held == limit._on_host == 0, "bytes that nobody uses are counted"
         assert limit.ticks > 20
         figures = limit.figures
+        assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
+        limit.give_back()
+        assert limit.asks[-1:] in ([], [0])
         if share:  # without a budget a copy that comes late is given up
             assert (figures["offloaded_bytes"] == 0) == (share == 1)
 

@@ -40,8 +40,8 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # "More than fits" has 2.4 of 2.5 thousand, sequences 2.1 of 3, Ray 1.1 of 1.5.
-MOST_PRODUCT_LINES = 64_700
-MOST_TEST_LINES = 60_100
+MOST_PRODUCT_LINES = 67_000
+MOST_TEST_LINES = 61_500
 
 
 def lines_of(*tops: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli import views
@@ -633,6 +635,22 @@ def test_tables_have_a_column_for_the_device_where_there_are_several() -> None:
     rows = [{"name": "m", "on": ["cpu:0", "cpu:1"]}, {"name": "n", "on": []}]
     (on,) = (one for one in views.table(rows, views.MODEL_COLUMNS).columns if one.header == "ON")
     assert list(map(str, on.cells)) == ["cpu:0, cpu:1", ""]
+
+
+def test_top_shows_what_jobs_hold_and_what_streams() -> None:
+    large = {"name": "large", "kind": "model", "device": "0", "streamed_bytes": 120 << 20}
+    job = {"name": "j", "kind": "job", "device": str(8 << 20), "host": str(5 << 20),
+           "activation_bytes": 4 << 20, "offloaded_bytes": 3 << 20}  # fmt: skip
+    stats = {"arena_capacity_bytes": 40 << 20, "arena_free_bytes": 30 << 20,
+             "store_capacity_bytes": 64 << 20, "store_offloaded_bytes": 3 << 20}  # fmt: skip
+    console = Console(width=200, file=io.StringIO())
+    console.print(views.dashboard({}, [large, job], stats))
+    told = console.file.getvalue()
+    assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in told
+    assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in told
+    titles = ["DEVICE", "ACTIVATIONS", "HOST", "OFFLOADED", "STREAMED", "PRIO"]
+    assert [one for one in told.split() if one in titles] == titles
+    assert told.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
 
 
 def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:

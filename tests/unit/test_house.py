@@ -68,7 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "client errors job wire",
     "cluster": "client commits controller errors roles scheduler/policies wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc programs roles shares tracing units wire texts",
+    "gateway": "client errors frontend ipc programs roles sandbox shares tracing units wire texts",
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
     "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",

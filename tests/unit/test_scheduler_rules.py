@@ -38,6 +38,8 @@ from pipeswitch.ipc.messages import (
     DaemonReady,
     EvictTask,
     GrantTurn,
+    HostGranted,
+    HostRequest,
     InferenceDone,
     InferenceFailed,
     JobEnded,
@@ -990,6 +992,32 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
     assert refused.error == "HostStoreFull"
     rig.job_ends(job, "failed")
     assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
+
+
+def test_what_a_job_offloads_counts_in_the_host_store_while_its_process_lives(rig: Rig) -> None:
+    job, store = rig.start_training(), rig.scheduler.machine.store.regions
+    free = store.free_bytes
+
+    def ask(size_bytes: int) -> type:
+        rig.worker(job.slot, HostRequest(epoch=job.epoch, size_bytes=size_bytes))
+        (answer,) = rig.sent(HostGranted) or rig.sent(LeaseRefused)
+        return type(answer)
+
+    for size_bytes in (10 * MIB, free, free - 4 * MIB):
+        assert ask(size_bytes) is HostGranted
+        assert store.free_bytes == free - size_bytes
+    token, epoch = rig.begin("large")
+    rig.built("large", 5, epoch)
+    assert "has 4.0 MiB left" in str(rig.error(token))
+    assert ask(free + 1) is LeaseRefused
+    (refused,) = rig.sent(LeaseRefused)
+    assert f"--host-store {(rig.core.settings.store_bytes >> 20) + 1}MiB" in refused.message
+    assert store.free_bytes == 4 * MIB, "it keeps what it had"
+    assert ask(0) is ask(-MIB) is HostGranted
+    assert store.free_bytes == free
+    assert ask(free) is HostGranted
+    rig.worker_exits(job.slot)
+    assert store.free_bytes == free
 
 
 def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -59,6 +59,7 @@ CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.C
 STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
 SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
 UNLIMITED: Final = 1 << 62
+CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
 
 
@@ -147,11 +148,14 @@ class Activations:
     Args:
         offload: as ``pipeswitch.job.steps``.
         budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
+        charge: called with what is needed of host memory, before it is taken, whenever that grows.
     """
 
     def __init__(
-        self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate
-    ) -> None:
+        self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
+        charge: Callable[[int], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._charge, self._charged = charge, 0
         self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._is_limited = budget_bytes is not None
         self._budget = UNLIMITED if budget_bytes is None else budget_bytes
@@ -186,10 +190,11 @@ class Activations:
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
+            before.give_back()
             before.close()
         if asked_for in (("auto", None), ("none", None)):
             return None
-        return cls(*asked_for, host.host_copies(), gate)
+        return cls(*asked_for, host.host_copies(), gate, host.charge_host)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are no activations."""
@@ -212,6 +217,13 @@ class Activations:
             for hook in hooks:
                 hook.remove()
         self._end()
+
+    def give_back(self) -> None:
+        """A loop is over: what host memory it had beside what is still there."""
+        self._settle()
+        if self._charged > self._on_host:
+            self._charge(self._on_host)
+            self._charged = self._on_host
 
     def close(self) -> None:
         """Nothing is used any more."""
@@ -454,6 +466,12 @@ class Activations:
 
     def _send(self, saved: _Saved) -> None:
         assert saved.device is not None
+        on_host = self._on_host + saved.size_bytes
+        if on_host > self._charged:
+            self._charge(needed := -(-on_host // CHARGE_BYTES) * CHARGE_BYTES)
+            self._charged = needed
+        self._on_host = on_host
+        self._host_peak = max(self._host_peak, on_host)
         saved.place = Place.LEAVING
         saved.copy = self._lanes.submit(saved, saved.device, to_host=True)
 
@@ -468,6 +486,7 @@ class Activations:
         if saved.place is Place.LEAVING:
             assert saved.copy is not None
             self._lanes.cancel(saved.copy)
+            self._on_host -= saved.size_bytes
             saved.copy, saved.place = None, Place.DEVICE
 
     def _forget_bytes(self, saved: _Saved) -> None:
@@ -509,13 +528,12 @@ class Activations:
             saved.copy = None
             if copy.error is not None:
                 saved.place = Place.DEVICE if copy.to_host else Place.HOST
+                self._on_host -= saved.size_bytes if copy.to_host else 0
                 self._held -= 0 if copy.to_host else saved.size_bytes
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:
                 self._moved += saved.size_bytes
-                self._on_host += saved.size_bytes
-                self._host_peak = max(self._host_peak, self._on_host)
                 saved.host = copy.target
                 self._forget_bytes(saved)
             else:
@@ -527,6 +545,8 @@ class Activations:
         self._note("release", saved)
         self._alive.pop(saved, None)
         copy, saved.copy = saved.copy, None
+        if saved.host is not None or saved.place is Place.LEAVING:
+            self._on_host -= saved.size_bytes
         if saved.place is Place.REFUSED:
             self._refused -= saved.size_bytes
         elif copy is not None and not self._lanes.cancel(copy):
@@ -535,8 +555,6 @@ class Activations:
             self._held -= saved.size_bytes
         if saved.end is not None and saved.end.detach():
             self._held -= saved.size_bytes  # the script holds it still: that does not count
-        if saved.host is not None:
-            self._on_host -= saved.size_bytes
         saved.host = saved.device = None
 
 

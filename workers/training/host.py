@@ -24,6 +24,8 @@ from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     ByteRange,
     CommitStep,
+    HostGranted,
+    HostRequest,
     JobReport,
     LeaseGranted,
     LeaseRefused,
@@ -52,7 +54,7 @@ class JobHost:
         self._view = view
         self.device = view.device
         self._changed = threading.Condition()
-        self._lease: LeaseGranted | LeaseRefused | None = None
+        self._lease: LeaseGranted | LeaseRefused | HostGranted | None = None
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
@@ -98,19 +100,14 @@ class JobHost:
             TaskPreempted: the job was evicted while it waited.
         """
         reach("job.lease")
-        with self._changed:
-            self._lease = None
         self._view.settle()  # what still reads the former slice: it may be given to another
-        self._task.send(
-            LeaseRequest(
-                epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
-            )
+        request = LeaseRequest(
+            epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
-        answer = self._await_lease()
+        answer = self._ask(request, or_evicted=True)
         if answer is None:
             raise TaskPreempted("evicted while waiting for device memory")
-        if isinstance(answer, LeaseRefused):
-            raise from_wire(answer.error, answer.message, "", answer.data)
+        assert isinstance(answer, LeaseGranted)
         slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
         if self._has_leased:
             slice_tensor.zero_()  # the first slice again, for the next phase
@@ -118,11 +115,27 @@ class JobHost:
         reach("job.leased")
         return slice_tensor
 
-    def _await_lease(self) -> LeaseGranted | LeaseRefused | None:
-        """The answer; None when an eviction came first."""
+    def charge_host(self, size_bytes: int) -> None:
+        """So much of the activations may lie in host memory from now on.
+
+        Raises:
+            HostStoreFull: there is no room; what was granted before stays.
+        """
+        self._ask(HostRequest(epoch=self._message.epoch, size_bytes=size_bytes), or_evicted=False)
+
+    def _ask(
+        self, request: LeaseRequest | HostRequest, *, or_evicted: bool
+    ) -> LeaseGranted | HostGranted | None:
+        """For memory; None when an eviction came first, and that ends the wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lease is not None or self._evicting)
-            return self._lease
+            self._lease = None
+        self._task.send(request)
+        with self._changed:
+            self._changed.wait_for(lambda: self._lease or (or_evicted and self._evicting))
+            answer = self._lease
+        if isinstance(answer, LeaseRefused):
+            raise from_wire(answer.error, answer.message, "", answer.data)
+        return answer
 
     def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Let the daemon copy these pieces of the slice; returns at once."""
@@ -259,9 +272,10 @@ class JobHost:
     # -- termination thread --------------------------------------------------------------------
 
     def lease_answered(
-        self, message: LeaseGranted | LeaseRefused, descriptors: Sequence[int]
+        self, message: LeaseGranted | LeaseRefused | HostGranted, descriptors: Sequence[int]
     ) -> None:
-        """An answer to ``lease``; a granted one brings the commit area, which may be a new one."""
+        """An answer to ``lease``, or to ``charge_host``; a granted slice brings the commit area,
+        which may be a new one."""
         with self._changed:
             for descriptor in descriptors:  # the main thread, which reads the old one, waits here
                 if self._commits >= 0:

@@ -481,6 +481,8 @@ class TrainingSession:
         Where code behind the last loop has written parameters, the point is gone. Then the last
         commit stays, and a resume recomputes from there; unless ``force``: commit what is now.
         """
+        if self._activations is not None:
+            self._activations.give_back()
         if self._place.saved is not None or self._point is None or self._over:
             return
         if force and not self._is_whole(self._point):

@@ -126,10 +126,16 @@ function showMemory() {
   const more = owners.length - SHOWN_OWNERS;
   fill($("owners"), [...owners.sort((a, b) => b.bytes - a.bytes).slice(0, SHOWN_OWNERS).map((one) => one.line), ...(more > 0 ? [make("li", "", `and ${more} more`)] : []),
     make("li", "", `free ${size(model.stats.arena_free_bytes)}`)]);
-  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes;
+  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes, away = model.stats.store_offloaded_bytes;
   $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the ` +
     `${devices.length > 1 ? "devices" : "device"}, ` +
-    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store`;
+    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store${away ? `, ${size(away)} of it offloaded` : ""}`;
+}
+
+// What a job's steps hold beside its slice, what of them is sent to the host; what of a model comes with each pass.
+function beside(row) {
+  const told = { activations: row.activation_bytes, offloaded: row.offloaded_bytes, "streamed each time": row.streamed_bytes };
+  return Object.entries(told).filter(([, bytes]) => bytes).map(([what, bytes]) => ` + ${size(bytes)} ${what}`).join("");
 }
 
 // What lies where on a device; ``owners`` gets its lines of the list below.
@@ -140,7 +146,7 @@ function arena(device, on, owners) {
   const percent = (bytes) => `${(100 * bytes) / whole}%`;
   for (const row of held) {
     const registered = model.models.find((one) => inPs(one) === row.name); // one size everywhere: regions are rounded
-    const bytes = registered?.bytes ?? row.regions.reduce((all, region) => all + region[1], 0);
+    const bytes = (row.streamed_bytes === undefined && registered?.bytes) || row.regions.reduce((all, region) => all + region[1], 0);
     row.regions.forEach(([offset, length], index) => {
       const piece = make("div", `region ${row.kind === "job" ? "job" : row.state}`);
       piece.style.left = percent(Math.max(0, offset - begin));
@@ -157,7 +163,7 @@ function arena(device, on, owners) {
       }
       drawn.append(piece);
     });
-    owners.push({ bytes, line: make("li", "", "", make("b", "", row.name), ` ${size(bytes)}, ${row.state}${on && ` on ${on}`}`) });
+    owners.push({ bytes, line: make("li", "", "", make("b", "", row.name), ` ${size(bytes)}${beside(row)}, ${row.state}${on && ` on ${on}`}`) });
   }
   drawn.setAttribute("role", "img");
   const words = held.map((row) => `${row.name} ${row.state}`).join(", ") || "empty";
@@ -327,6 +333,7 @@ function showJobs() {
     if (row.steps_per_s && row.state !== "paused" && !FINAL.includes(row.state)) told.push(`${row.steps_per_s.toFixed(row.steps_per_s < 10 ? 1 : 0)} steps/s`);
     if (last) told.push(`${last.name} ${last.value.toPrecision(3)}`);
     told.push(`stepped aside ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
+    if (row.lease_bytes) told.push(`${size(row.lease_bytes)} in the arena${beside(row)}`);
     if (row.persisted_step >= 0) told.push(`on disk: step ${count(row.persisted_step)}`);
     if (row.error || row.why) told.push(row.error || row.why);
     element.querySelector(".what").textContent = told.join(", ");
@@ -357,7 +364,7 @@ function showJob() {
   const lost = (step, what) => (step < 0 ? `nothing ${what} yet` : `step ${count(step)} is ${what}`);
   const facts = { state: row.state, step: count(row.step), speed: row.steps_per_s ? `${row.steps_per_s.toFixed(1)} steps/s` : "", trained: `${row.trained_s.toFixed(1)} s`,
     "stepped aside": `${count(row.suspensions)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps done again": count(row.steps_recomputed),
-    memory: size(row.lease_bytes), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
+    memory: size(row.lease_bytes) + beside(row), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
   fill($("job-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
   $("commits-line").textContent = `${lost(row.committed_step, "committed: a process's death goes back to it")}; ${lost(row.persisted_step, "on disk: the server's death goes back to it")}`;
   for (const [name, step] of Object.entries({ step: row.step, committed: row.committed_step, persisted: row.persisted_step })) {

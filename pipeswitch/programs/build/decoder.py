@@ -148,6 +148,7 @@ class Decoder(nn.Module):
         known = range(self.vocabulary)  # some configurations name tokens that are none
         text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
         template = getattr(tokenizer, "chat_template", None)
+        special = getattr(tokenizer, "special_tokens_map", {})
         return Generation(
             version=VERSION,
             vocabulary=self.vocabulary,
@@ -155,6 +156,7 @@ class Decoder(nn.Module):
             eos_ids=tuple(one for one in (eos if isinstance(eos, list) else [eos]) if one in known),
             bos_id=bos if bos in known else None,
             chat_template=template if isinstance(template, str) else "",
+            special={key: one for key, one in special.items() if isinstance(one, str)},
             tokenizer=packed_tokenizer(text) if text else b"",
         )
 

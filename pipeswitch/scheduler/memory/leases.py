@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
-from ...ipc.messages import Epoch, JobName, LeaseGranted, LeaseRefused, LeaseRequest, Scrub
+from ...ipc.messages import (
+    Epoch,
+    HostGranted,
+    HostRequest,
+    JobName,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    Scrub,
+)
 from ..core import PLACES
 from ..device_state import DeviceState
 from ..events import ToWorker
@@ -14,7 +23,7 @@ from ..policies.job_orders import JOB_ORDERS
 from ..records import Job, Worker
 from ..states import MoveEvent, MoveState, TaskEvent, TaskState
 from ..training.commits import Commits
-from .ledgers import Arena, gib
+from .ledgers import Arena, Store, gib
 from .regions import Owner, Region
 from .residency import Residents
 
@@ -121,13 +130,17 @@ LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may
 
 
 class Leases:
-    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped."""
+    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped; and
+    as long what it has in host memory of its activations."""
 
-    def __init__(self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits) -> None:
+    def __init__(
+        self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits, store: Store
+    ) -> None:
         self._device = device
         self._arena = arena
         self._slices = slices
         self._commits = commits
+        self._store = store
 
     def requested(self, worker: Worker, message: LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
@@ -148,6 +161,26 @@ class Leases:
         job.lease_asked_bytes = max(1, message.slice_bytes)
         if not job.lease_bytes:  # a later phase of the script asks again
             job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
+
+    def host_requested(self, worker: Worker, message: HostRequest) -> None:
+        """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
+        job = self._device.job_of(worker, message.epoch)
+        if job is None:
+            return  # it is being killed
+        assert job.slot is not None
+        try:
+            self._store.charge(job.name, max(0, message.size_bytes))
+        except PipeSwitchError as error:
+            self._refuse(job, error)
+            return
+        self._device.emit(
+            ToWorker(slot=job.slot, message=HostGranted(epoch=job.epoch), channel="signal")
+        )
+
+    def reaped(self, name: JobName) -> None:
+        """The job's process is gone: it holds nothing any more, and writes nowhere."""
+        self._store.charge(name, 0)
+        self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
         """Slices for jobs that wait; not while requests do, whose models may need the room.

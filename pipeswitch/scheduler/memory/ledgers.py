@@ -308,11 +308,39 @@ class Arena:
 
 
 class Store:
-    """Each model's bytes lie here once, as they will lie on the device."""
+    """Each model's bytes lie here once, as they will lie on the device.
+
+    What jobs offload lies in their processes' memory and counts here: together they keep to the
+    limit.
+    """
 
     def __init__(self, core: Core) -> None:
         self.regions = Regions(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
         self._held_bytes: Counter[str] = Counter()  # by tenant
+        self.offloaded: dict[JobName, int] = {}  # bytes, of jobs whose process lives
+
+    def charge(self, name: JobName, size_bytes: int) -> None:
+        """A job may have so much in host memory from now on; 0: its process has nothing there.
+
+        Raises:
+            HostStoreFull: that is more than is free; it may have what it had.
+        """
+        before = self.offloaded.get(name, 0)
+        free = self.regions.free_bytes + before
+        if size_bytes > free:
+            store = aligned(self.regions.capacity_bytes + size_bytes - free, 1 << 20) >> 20
+            raise HostStoreFull(
+                f'job "{name}" offloads {gib(size_bytes)} of activations, the host store has '
+                f"{gib(free)} left for them",
+                hint=f"start with --host-store {store}MiB, unregister a model, or give the job a "
+                "larger activation_memory",
+                requested_bytes=size_bytes,
+                largest_free_bytes=free,
+            )
+        self.offloaded[name] = size_bytes
+        if not size_bytes:
+            del self.offloaded[name]
+        self.regions.withheld_bytes = sum(self.offloaded.values())
 
     def take(self, model: Model) -> None:
         """Reserve its place.

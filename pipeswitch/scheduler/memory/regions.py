@@ -84,6 +84,7 @@ class Regions:
         self._regions: list[Region] = []  # sorted by offset
         self._by_owner: dict[Owner, Region] = {}
         self._reserved_bytes = 0
+        self.withheld_bytes = 0  # of the capacity: they lie elsewhere, so no range is theirs
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
@@ -97,12 +98,13 @@ class Regions:
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity_bytes - self._reserved_bytes
+        return self.capacity_bytes - self._reserved_bytes - self.withheld_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The longest hole."""
-        return max((end - start for start, end in self._holes()), default=0)
+        """The longest hole, as far as it may be taken."""
+        longest = max((end - start for start, end in self._holes()), default=0)
+        return min(longest, self.free_bytes)
 
     def _holes(self) -> Iterator[tuple[int, int]]:
         cursor = 0
@@ -149,6 +151,8 @@ class Regions:
         size = aligned(size_bytes, self.align_bytes)
         if size <= 0:
             raise ValueError(f"{owner} asks for {size_bytes} bytes")
+        if self._reserved_bytes + self.withheld_bytes + size > self.capacity_bytes:
+            return None
         offset = self._best_fit(size) if at_bytes is None else at_bytes
         if offset is None or offset % self.align_bytes or offset < 0:
             return None
@@ -230,4 +234,5 @@ class Regions:
         assert cursor <= self.capacity_bytes, "a region ends beyond the capacity"
         reserved = sum(region.size_bytes for region in self._regions)
         assert reserved == self._reserved_bytes, f"{reserved} != {self._reserved_bytes}"
+        assert 0 <= self.withheld_bytes <= self.capacity_bytes - reserved, self.withheld_bytes
         assert len(self._by_owner) == len(self._regions), "an owner without a region"

@@ -254,6 +254,7 @@ class Jobs:
             "share": job.share,
             "log": job.last_log,
             **({"activations": job.activations} if job.activations else {}),
+            **activations_row(job),
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }
 
@@ -358,3 +359,10 @@ class Jobs:
 
 def _number(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
+
+
+def activations_row(job: Job) -> dict[str, int]:
+    """Of a job that is in place: what its steps hold beside its slice, and what they send out."""
+    told = job.activations if job.lease_bytes else {}
+    named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
+    return {name: _number(told[key], 0) for name, key in named.items() if key in told}

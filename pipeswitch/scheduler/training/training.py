@@ -20,7 +20,6 @@ from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
 from ..device_state import DeviceState
 from ..events import ToWorker
 from ..memory.leases import Leases, Slices
-from ..memory.regions import Owner
 from ..policies.job_orders import JOB_ORDERS
 from ..records import NO_TURN, Job, Worker
 from ..states import (
@@ -442,4 +441,4 @@ class Training:
                 job.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
             self._jobs.unwound(job)
-        self._slices.release(Owner("slice", name))
+        self._leases.reaped(name)

@@ -1,0 +1,364 @@
+"""Text over HTTP: OpenAI's ``/v1``, and Triton's ``generate`` and ``generate_stream``.
+
+What OpenAI's clients may say and is not done here is refused by its name, in their form of errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from ..errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ..programs.answer import Ending
+from ..programs.generation import CACHE, CACHE_NEW, LOGITS
+from ..programs.sampling import MAX_SEED, Sampling
+from ..roles import Standing
+from ..units import nearest
+from .feed import CONTENT_TYPE
+from .http import Answer, Head, Work, json_answer, refusal
+from .refusals import MethodNotAllowed, NotFound, TooLarge, body_of, status_of
+from .service import Service
+from .text_process import Begin, Step
+from .texts import Answering, Texts
+
+PREFIX: Final = "/v1"
+MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_MESSAGES: Final = 1024
+SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
+WHOLE_CONTEXT: Final = 1 << 40
+SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
+# What else OpenAI has: what says nothing of the text, and what is as if it were not said.
+IGNORED: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier",
+                            "prompt_cache_key", "tool_choice", "parallel_tool_calls"})  # fmt: skip
+NEUTRAL: Final = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "logprobs": False}
+CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
+S = TypeVar("S", "Said", "Asked")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Triton's body; its ``parameters`` may stand beside the text as well."""
+
+    text_input: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+
+
+class Said(Asked, frozen=True, kw_only=True):
+    """Either of OpenAI's; null is as if it were left out."""
+
+    model: str
+    prompt: Any = None
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completions:
+    """The paths below ``/v1``, and two of a model."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._texts = service, Texts(service)
+        self._began_s = int(time.time())
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def find(self, head: Head, caller: Standing) -> Work:
+        """What a request below ``/v1`` asks for.
+
+        Raises:
+            NotFound, MethodNotAllowed, TooLarge: nothing of its body is read.
+        """
+        path, model = head.path.rstrip("/"), ""
+        if path.startswith(f"{MODELS}/"):
+            path, model = MODELS, path.removeprefix(f"{MODELS}/")
+        if path not in (MODELS, TEXT, CHAT):
+            near = nearest(path, (MODELS, TEXT, CHAT))
+            raise NotFound(f"no path {path[:200]!r}{near}", hint=f"{MODELS}, {TEXT}, {CHAT}")
+        if head.method != (method := "GET" if path == MODELS else "POST"):
+            raise MethodNotAllowed(head.method, path, method)
+        _check_size(head.length or 0)
+
+        async def work(body: Any) -> Answer:
+            try:
+                if path == MODELS:
+                    return await self._models(caller, model)
+                return await self._complete(caller, head, body, is_chat=path == CHAT)
+            except PipeSwitchError as error:
+                return refused(error)
+
+        return work
+
+    async def _models(self, caller: Standing, name: str) -> Answer:
+        told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
+        rows = {
+            row["name"]: {"id": row["name"], **told}
+            for row in await self._service.rows(caller)
+            if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
+        }
+        if not name:
+            return json_answer({"object": "list", "data": [*rows.values()]})
+        if name not in rows:
+            raise ModelNotFound(f"no language model {name[:80]!r}{nearest(name, rows)}")
+        return json_answer(rows[name])
+
+    async def _complete(self, caller: Standing, head: Head, body: Any, *, is_chat: bool) -> Answer:
+        said = _said(body, Said)
+        wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+        if getattr(said, wanted) is None or getattr(said, other) is not None:
+            raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
+        if said.max_completion_tokens is not None:
+            said = replace(said, max_tokens=said.max_completion_tokens)
+        prompt = "" if is_chat else _prompt(said.prompt)
+        begin = _begin(said, prompt, WHOLE_CONTEXT if is_chat else SHORT_TOKENS, temperature=1.0)
+        if said.messages is not None:
+            begin = replace(begin, messages=_messages(said.messages))
+        answering = await self._texts.begin(caller, head, said.model, begin)
+        form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
+        return await self._answer(answering, form, is_stream=bool(said.stream))
+
+    async def generate(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any,
+        *, is_stream: bool,
+    ) -> Answer:  # fmt: skip
+        """Triton's, of one model."""
+        asked = _said(body, Asked)
+        begin = _begin(asked, asked.text_input, WHOLE_CONTEXT, temperature=0.0)
+        answering = await self._texts.begin(caller, head, model, begin, version=version)
+        return await self._answer(answering, _Triton(answering), is_stream=is_stream)
+
+    async def _answer(
+        self, answering: Answering, form: _OpenAi | _Triton, *, is_stream: bool
+    ) -> Answer:
+        """All of it, or what comes; its first token decides whether that is a refusal."""
+        try:
+            step, texts = await answering.next(), [""]
+            if is_stream:
+                events = _Events(_pieces(answering, form, step), partial(self._close, answering))
+                return Answer(content_type=CONTENT_TYPE, stream=events)
+            while step is not None:
+                texts.append(step.text)
+                step = await answering.next()
+        except BaseException:
+            self._close(answering)
+            raise
+        await answering.close()
+        return json_answer(form.whole("".join(texts)))
+
+    def _close(self, answering: Answering) -> None:
+        task = asyncio.get_running_loop().create_task(answering.close())
+        self._closing.add(task)  # else nothing would hold it
+        task.add_done_callback(self._closing.discard)
+
+
+class _OpenAi:
+    """How chats and completions are told."""
+
+    end = b"data: [DONE]\n\n"
+
+    def __init__(self, answering: Answering, said: Said, *, has_ids: bool) -> None:
+        """``has_ids``: who asks in token ids is told them, beside the text."""
+        self._answering, self._has_ids = answering, has_ids
+        self._is_chat, self._created_s = said.messages is not None, int(time.time())
+        self._role = {"role": "assistant"}
+        self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
+
+    def whole(self, text: str) -> dict[str, Any]:
+        ids = {"token_ids": self._answering.tokens} if self._has_ids else {}
+        message = {**self._role, "content": text, "refusal": None}
+        choice = {"message": message} if self._is_chat else {"text": text, **ids}
+        return self._told("", choice, self._usage())
+
+    def events(self, step: Step | None) -> Iterable[dict[str, Any]]:
+        """Of a token, or None: of the end."""
+        text = step.text if step else ""
+        if text or self._has_ids or not step:
+            ids = {"token_ids": [step.token] if step else []} if self._has_ids else {}
+            delta = {**self._role, **({"content": text} if step else {})}
+            self._role = {}  # the first says it
+            yield self._told(".chunk", {"delta": delta} if self._is_chat else {"text": text, **ids},
+                             is_last=not step)  # fmt: skip
+        if not step and self._tells_usage:
+            yield self._told(".chunk", None, self._usage())
+
+    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
+        return openai_body(error)
+
+    def _told(
+        self, kind: str, choice: dict[str, Any] | None, usage: Any = None, *, is_last: bool = True
+    ) -> dict[str, Any]:
+        is_chat, answering = self._is_chat, self._answering
+        rest = {"logprobs": None, "finish_reason": answering.step.reason if is_last else None}
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answering.id}",
+            "object": f"chat.completion{kind}" if is_chat else "text_completion",
+            "created": self._created_s,
+            "model": answering.model,
+            "choices": [] if choice is None else [{"index": 0, **choice, **rest}],
+            **({"usage": usage} if usage or self._tells_usage else {}),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        asked, made = self._answering.step.prompt_count, len(self._answering.tokens)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+class _Triton:
+    """How ``generate`` tells it."""
+
+    end = b""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def whole(self, text: str) -> dict[str, Any]:
+        model, version = self._answering.model, self._answering.version
+        return {"model_name": model, "model_version": str(version), "text_output": text}
+
+    def events(self, step: Step | None) -> Iterable[dict[str, Any]]:
+        return [self.whole(step.text)] if step and step.text else []
+
+    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
+        return body_of(error)
+
+
+class _Events:
+    """An answer as it comes; an ``http.Stream``."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self._pieces, self.close = pieces, close
+
+    async def next(self) -> bytes:
+        return await anext(self._pieces, b"")
+
+
+async def _pieces(
+    answering: Answering, form: _OpenAi | _Triton, step: Step | None
+) -> AsyncIterator[bytes]:
+    try:
+        while step is not None:
+            for one in form.events(step):
+                yield _event(one)
+            step = await answering.next()
+        yield b"".join([*map(_event, form.events(None)), form.end]) or b"\n"
+    except PipeSwitchError as error:
+        yield _event(form.failed(error))
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % msgspec.json.encode(value)
+
+
+def openai_body(error: PipeSwitchError) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    name, status = type(error).__name__, status_of(error).http
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    told = {
+        "message": str(error),
+        "type": "server_error" if status >= 500 else kind,
+        "param": error.data.get("param"),
+        "code": CODES.get(name, name),
+    }
+    return {"error": told}
+
+
+def refused(error: PipeSwitchError) -> Answer:
+    """As ``http.refusal``, for OpenAI's clients."""
+    return replace(refusal(error), parts=[msgspec.json.encode(openai_body(error))])
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise TooLarge(f"{size} bytes, and a prompt comes with {MAX_BODY_BYTES} at most")
+
+
+def _said(body: Any, kind: type[S]) -> S:
+    """
+    Raises:
+        InvalidInput: it is no such request, or asks for what is not done here.
+    """
+    _check_size(len(body))
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+        if kind is Asked:
+            given |= msgspec.convert(given.pop("parameters", {}), dict[str, Any])
+        given = {name: value for name, value in given.items() if value is not None}
+        known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
+        for name in given.keys() - {*known} - IGNORED:
+            _check_neutral(name, given[name], known)
+        return msgspec.convert(given, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = re.search(r"\$\.(\w+)", str(error))
+        raise InvalidInput(
+            f"the body is no such request: {error}", param=where[1] if where else None
+        ) from None
+
+
+def _check_neutral(name: str, value: Any, known: Iterable[str]) -> None:
+    """Of what is not known here only what asks for nothing may be."""
+    is_same = NEUTRAL.get(name, value) == value and type(NEUTRAL.get(name, value)) is type(value)
+    if not is_same or (value and name not in NEUTRAL):
+        near = nearest(name, known)
+        hint = "leave it out" + (f", or {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else "")
+        raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
+
+
+def _begin(asked: Asked, prompt: str | list[int], tokens: int, *, temperature: float) -> Begin:
+    """``tokens`` and ``temperature``: where it does not say."""
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
+    stop = asked.stop or []
+    return Begin(
+        answer=0,
+        prompt=prompt,
+        sampling=Sampling(
+            temperature=temperature if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            seed=secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed,
+        ),
+        ending=Ending(
+            max_new_tokens=asked.max_tokens or tokens,
+            stop=(stop,) if isinstance(stop, str) else (*stop,),
+        ),
+    )
+
+
+def _prompt(given: Any) -> str | list[int]:
+    """A text or ids; a list of one of these is that one, as some clients send it."""
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        [given] = given
+    is_ids = isinstance(given, list) and all(type(token) is int for token in given)
+    if not isinstance(given, str) and not is_ids:
+        raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")
+    found: str | list[int] = given
+    return found
+
+
+def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As templates take them: a content of several texts is one."""
+    if not 0 < len(given) <= MAX_MESSAGES:
+        raise InvalidInput(f"{len(given)} messages: 1 to {MAX_MESSAGES}", param="messages")
+    return [{**one, "content": _content(one.get("content"))} for one in given]
+
+
+def _content(given: Any) -> str:
+    parts = given if isinstance(given, list) else [{"text": given or ""}]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
+        raise InvalidInput("a message's content is text", param="messages")
+    return "".join(one["text"] for one in parts)

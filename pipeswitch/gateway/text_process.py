@@ -1,0 +1,224 @@
+"""The process of one model's texts: its chat template, its tokenizer, and which token comes next.
+
+Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
+to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, BinaryIO, Final
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidInput
+from ..programs.answer import Ending
+from ..programs.generating import Facts, Generating, Tokenizer, tokenizer_of
+from ..programs.sampling import Sampling, next_token
+from ..sandbox.confine import confine_worker, missing
+
+MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
+CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
+LENGTH_BYTES: Final = 4
+PR_SET_PDEATHSIG: Final = 1
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the process, of an answer."""
+
+    answer: int
+
+
+class Begin(Said, frozen=True, kw_only=True, tag=True):
+    """A new one."""
+
+    prompt: str | list[int] = ""
+    messages: list[dict[str, Any]] | None = None  # instead: the template makes the prompt of them
+    sampling: Sampling
+    ending: Ending
+
+
+class Came(Said, frozen=True, kw_only=True, tag=True):
+    """The logits of a step."""
+
+    dtype: str
+    logits: Any  # a buffer
+
+
+class Lost(Said, frozen=True, kw_only=True, tag=True):
+    """Its sequence is gone."""
+
+
+class Drop(Said, frozen=True, kw_only=True, tag=True):
+    """Nobody asks for more of it; this alone has no reply."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Back: a token that has come, if one has, and what is asked next."""
+
+    ids: list[int]
+    used: int
+    prompt_count: int
+    token: int | None = None
+    text: str = ""
+    reason: str | None = None  # why there is no next
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Back: it cannot be; as InvalidInput says it."""
+
+    message: str
+    hint: str = ""
+
+
+Asked = Begin | Came | Lost | Drop
+
+
+class Texts:
+    """One model's answers."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._answers: dict[int, tuple[Generating, int]] = {}
+
+    def handle(self, asked: Asked) -> Step | Wrong | None:
+        if isinstance(asked, Drop):
+            self._answers.pop(asked.answer, None)
+            return None
+        try:
+            return self._step(asked)
+        except InvalidInput as error:
+            return Wrong(message=error.message, hint=error.hint)
+        except Exception as error:  # a template's own refusal of a role too, and MemoryError
+            return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
+
+    def _step(self, asked: Begin | Came | Lost) -> Step:
+        token = None
+        if isinstance(asked, Begin):
+            ids = self._ids(asked)
+            decode = self._tokenizer[1] if self._facts.tokenizer else None
+            new = Generating(self._facts, ids, asked.sampling, asked.ending, decode)
+            self._answers[asked.answer] = new, len(ids)
+        generating, prompt_count = self._answers[asked.answer]
+        if isinstance(asked, Lost):
+            generating.lost()
+        elif isinstance(asked, Came):
+            token = generating.answered(_logits(asked))
+        inputs = generating.step()
+        return Step(
+            ids=inputs["ids"][0].tolist(),
+            used=int(inputs["used"][0]),
+            prompt_count=prompt_count,
+            token=token and token.id,
+            text=token.text if token else "",
+            reason=generating.reason,
+        )
+
+    def _ids(self, asked: Begin) -> list[int]:
+        if isinstance(asked.prompt, list):
+            return asked.prompt
+        encode, _ = self._tokenizer
+        text = asked.prompt if asked.messages is None else self._rendered(asked.messages)
+        if len(text) > CHARS_PER_TOKEN * self._facts.context:
+            raise InvalidInput(
+                f"a prompt of {len(text)} characters: the model takes {self._facts.context} tokens"
+            )
+        return encode(text, with_special=asked.messages is None)  # a template writes its own
+
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+        if not self._facts.chat_template:
+            raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
+        return self._template(messages=messages, add_generation_prompt=True, tools=None,
+                              documents=None, **self._facts.special)  # fmt: skip
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self._facts)
+
+    @cached_property
+    def _template(self) -> Callable[..., str]:
+        return compiled(self._facts.chat_template)
+
+
+def compiled(template: str) -> Callable[..., str]:
+    """What renders it, with the names that transformers gives a template."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Marked(Extension):
+        """Which text is the model's own, which matters to who trains: here it is as any."""
+
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marked, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
+    return environment.from_string(template).render
+
+
+def _logits(came: Came) -> Any:
+    if came.dtype == "bfloat16":
+        return (np.frombuffer(came.logits, np.uint16).astype(np.uint32) << 16).view("float32")[None]
+    return np.frombuffer(came.logits, came.dtype)[None]
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def _frame(source: BinaryIO) -> bytes:
+    """Empty: who asked is gone."""
+    head = source.read(LENGTH_BYTES)
+    return source.read(int.from_bytes(head, "big")) if len(head) == LENGTH_BYTES else b""
+
+
+def main() -> None:
+    """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
+    from jinja2.exceptions import TemplateError
+
+    with contextlib.suppress(TemplateError):
+        compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
+            messages=[]
+        )
+    next_token(np.zeros(2), Sampling(temperature=1.0, top_p=0.5), 0)
+    with contextlib.suppress(ImportError):  # said to who brings a text
+        import tokenizers  # noqa: F401
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source, sink = os.fdopen(0, "rb", closefd=False), os.fdopen(0, "wb", closefd=False)
+    if "seccomp" not in missing():
+        confine_worker(MEMORY_BYTES)
+    texts = Texts(msgspec.msgpack.decode(_frame(source), type=Facts))
+    decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+    while data := _frame(source):
+        reply = texts.handle(decoder.decode(data))
+        if reply is not None:
+            sink.write(framed(msgspec.msgpack.encode(reply)))
+            sink.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""An arena that is too small for what it serves, two hundred times disturbed: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from process_tools import (
+    ENVIRONMENT,
+    Checked,
+    checked_server,
+    eager,
+    finish,
+    hurt,
+    is_bit_equal,
+    kill,
+    mlp,
+    run_plain,
+    until,
+    write_script,
+)
+
+from pipeswitch.client.client import Client
+from tests.process.figures import say
+from tests.process.test_activations import SAVED_BYTES, SCRIPT
+
+SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
+DISTURBANCES: Final = 200
+DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # before these
+ARENA: Final = "22MiB"  # 20 and the arrival words
+MODELS: Final = {  # width and depth: 60 MiB stream, the others leave for each other
+    "large": (1024, 15), "middle": (1024, 2), "small": (128, 2),
+}  # fmt: skip
+JOBS: Final = {  # how they offload, and the budget of their activations
+    "limited": ("all", SAVED_BYTES // 2), "planned": ("auto", SAVED_BYTES // 3),
+    "roomy": ("none", 1 << 30),
+}  # fmt: skip
+
+
+class Asked:
+    """Models, and what the plain ones answer; asked from two threads."""
+
+    def __init__(self, client: Client) -> None:
+        modules = {name: mlp(*size, seed) for seed, (name, size) in enumerate(MODELS.items())}
+        self.inputs = {name: torch.linspace(-1, 1, MODELS[name][0])[None] for name in modules}
+        self.expected = {name: eager(one, self.inputs[name]) for name, one in modules.items()}
+        for name, module in modules.items():
+            client.register(name, module, example_inputs=(self.inputs[name],))
+
+    def ask(self, client: Client, name: str) -> None:
+        answer = client.infer(name, self.inputs[name])["y"]
+        assert is_bit_equal(answer, self.expected[name]), f"{name} answers otherwise"
+
+    def keep_asking(self, client: Client, over: threading.Event) -> int:
+        dice, count = random.Random(SEED), 0
+        while not over.wait(dice.uniform(0, 0.2)):
+            self.ask(client, dice.choice([*MODELS]))
+            count += 1
+        return count
+
+
+def disturb(checked: Checked, asked: Asked, dice: random.Random, number: int) -> None:
+    """At any instant of whatever goes on; it may be of the one before."""
+    threading.Event().wait(dice.uniform(0, 0.3))  # an instant, not a condition
+    how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
+    if number in DAEMON_DIES:
+        assert kill(checked.daemon_pid())
+        checked.wait_until_whole()
+    elif how == "request":
+        asked.ask(checked.client, dice.choice([*MODELS]))
+    else:
+        hurt(checked, checked.client.task(dice.choice([*JOBS])), how)
+
+
+def figures_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What is told of its activations, once it has a plan."""
+    figures: dict[str, Any] = row.get("activations", {})
+    is_planned = row["name"] != "planned" or figures.get("planned_step_ms")
+    return figures if figures.get("saved_bytes") and is_planned else {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_back(
+    tmp_path: Path,
+) -> None:
+    say(f"PIPESWITCH_SEED={SEED}")
+    script, dice = write_script(tmp_path, "job.py", SCRIPT), random.Random(SEED)
+    enough = {name: tmp_path / f"enough-{name}" for name in JOBS}
+    environment = {**ENVIRONMENT, "PIPESWITCH_DEVICE__LINK_GBPS": "1"}
+    with checked_server(arena=ARENA, host_store="128MiB", environment=environment) as checked:
+        asked, over = Asked(checked.client), threading.Event()
+        tasks = {}
+        for seed, (name, (offload, budget)) in enumerate(JOBS.items()):
+            args = [str(tmp_path / name), str(budget), str(enough[name]), str(seed)]
+            tasks[name] = checked.client.train(script, name=name, args=args, offload=offload)
+        with checked.running.client() as other, ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(asked.keep_asking, other, over)
+            try:
+                for number in range(DISTURBANCES):
+                    disturb(checked, asked, dice, number)
+            finally:
+                over.set()
+            say(f"{answers.result(60)} answers beside")
+        told = {name: until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
+                for name, task in tasks.items()}  # fmt: skip
+        until(lambda: checked.count("store_offloaded_bytes"), "what is offloaded is charged")
+        for name, task in tasks.items():
+            enough[name].write_text(str(task.status()["epoch"] + 3))
+        ends = {name: finish(task, 120.0) for name, task in tasks.items()}
+        say(str({name: [row[key] for key in ("step", "restarts", "evictions", "suspensions")]
+                 for name, row in ends.items()}))  # fmt: skip
+        for name, figures in told.items():
+            assert figures["peak_bytes"] <= JOBS[name][1], name
+            assert (figures["offloaded_bytes"] > 0) == (name != "roomy"), figures
+        for what in ("restarts", "evictions"):
+            assert sum(row[what] for row in ends.values()) > DISTURBANCES // 20, ends
+        for name in MODELS:
+            checked.client.unregister(name)
+        for what in ("arena", "store"):
+            whole = checked.count(f"{what}_capacity_bytes")
+            until(lambda w=what, b=whole: checked.count(f"{w}_free_bytes") == b, f"a free {what}")
+    for seed, name in enumerate(JOBS):
+        served, plain = tmp_path / name, tmp_path / f"{name}-plain"
+        enough[name].write_text(served.read_text().split()[-1])
+        run_plain(script, str(plain), "1GiB", str(enough[name]), str(seed))
+        assert served.read_text() == plain.read_text(), name

@@ -1,0 +1,255 @@
+"""Text over HTTP, asked by OpenAI's own client, unmodified: what it says is what the SDK says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from process_tools import Checked, checked_server, until
+
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.gateway import texts
+from pipeswitch.gateway.text_process import Begin
+from pipeswitch.programs.answer import Ending
+from pipeswitch.programs.generating import Facts
+from pipeswitch.programs.generation import packed_tokenizer
+from pipeswitch.programs.sampling import Sampling
+from tests.models.words import trained
+
+openai = pytest.importorskip("openai")
+transformers = pytest.importorskip("transformers")
+
+CONTEXT = 2048  # so that an answer is long enough to be hung up on
+TEMPLATE = """{%- for message in messages %}
+{%- if message.role not in ('system', 'user', 'assistant') %}
+  {{- raise_exception('no role ' + message.role) }}
+{%- endif %}
+<{{ message.role }}>{% generation %}{{ message.content | trim }}{% endgeneration %}{{ eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+PROMPT = "The data set has"
+SAID: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+]
+
+
+def made() -> tuple[Any, Any]:
+    """A small model whose answers are no one word again and again, and a tokenizer."""
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(
+        "qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
+        vocab_size=700, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=None,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained("bytes"), eos_token="<end>", chat_template=TEMPLATE
+    )
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
+        model, tokenizer = made()
+        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        yield checked
+
+
+@pytest.fixture
+def ai(running: Checked) -> Iterator[Any]:
+    url = f"http://{running.running.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
+        yield client
+    until(lambda: running.client.sequences() == [], "no sequence is left")
+
+
+def post(running: Checked, path: str, body: Any, key: str = "EMPTY") -> tuple[int, Any, Any]:
+    """Status, JSON (or the lines of a stream) and headers."""
+    connection = http.client.HTTPConnection(running.running.http_address, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, data, {"Authorization": f"Bearer {key}"})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    if "event-stream" in str(answer.headers["Content-Type"]):
+        return answer.status, [json.loads(one[6:]) for one in text.splitlines() if one], {}
+    return answer.status, json.loads(text), answer.headers
+
+
+def test_a_completion_is_what_the_sdk_generates(running: Checked, ai: Any) -> None:
+    ours = running.client.generate("chat", PROMPT, max_new_tokens=40)
+    text, ids = ours.text, made()[1](PROMPT)["input_ids"]
+    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = ai.completions.create(**asked)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "length")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 40)
+    chunks = [*ai.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    assert "".join(one.choices[0].text for one in chunks[:-1]) == text
+    assert (chunks[-1].usage, chunks[-2].choices[0].finish_reason) == (whole.usage, "length")
+    by_ids = ai.completions.create(**{**asked, "prompt": ids})
+    assert by_ids.choices[0].token_ids == ours.tokens
+    stop = text[8:12]
+    cut = ai.completions.create(**asked, stop=stop)
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    drawn = [
+        ai.completions.create(**{**asked, "temperature": 1.0, "seed": seed}).choices[0].text
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    parameters = {"max_tokens": 40, "temperature": 0}
+    triton = {"text_input": PROMPT, "parameters": parameters}
+    _, told, _ = post(running, "/v2/models/chat/generate", triton)
+    assert told == {"model_name": "chat", "model_version": "1", "text_output": text}
+    _, events, _ = post(
+        running, "/v2/models/chat/generate_stream", {"text_input": PROMPT, **parameters}
+    )
+    assert "".join(one["text_output"] for one in events) == text
+
+
+def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> None:
+    tokenizer = made()[1]
+    plain = [SAID[0], {"role": "user", "content": PROMPT}]
+    rendered = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    ours = running.client.generate("chat", ids, max_new_tokens=30)
+    tokens = [one.id for one in ours]
+    asked: Any = {"model": "chat", "messages": SAID, "temperature": 0}
+    whole = ai.chat.completions.create(**asked, max_completion_tokens=30)
+    assert whole.choices[0].message.content == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert whole.usage.prompt_tokens == len(ids)
+    chunks = [*ai.chat.completions.create(**asked, max_tokens=30, stream=True)]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == (
+        whole.choices[0].message.content
+    )
+    long: Any = {"role": "user", "content": "ab1" * 660}
+    unbound = ai.chat.completions.create(**{**asked, "messages": [long]})
+    assert unbound.usage.prompt_tokens > 1000
+    assert unbound.usage.total_tokens == CONTEXT  # it ends with the context
+    assert [one.id for one in ai.models.list()] == ["chat"]
+    assert ai.models.retrieve("chat").id == "chat"
+
+
+def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> None:
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    good: Any = {"model": "chat", "prompt": PROMPT}
+    for path, body, status, param, words in (
+        (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
+        (text, {**good, "n": 2}, 400, "n", "leave it out, or 1"),
+        (text, {**good, "temprature": 1}, 400, "temprature", "temperature"),
+        (text, {**good, "max_tokens": "4"}, 400, "max_tokens", "Expected `int"),
+        (text, {**good, "max_tokens": 0}, 400, "max_tokens", "below 1"),
+        (text, {**good, "top_p": 2}, 400, None, "top_p"),
+        (text, {**good, "prompt": "a" * 140_000}, 400, None, "the model takes 2048 tokens"),
+        (text, {**good, "prompt": ["a", "b"]}, 400, "prompt", "one text"),
+        (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),
+        (text, {**good, "model": "chart"}, 404, None, "chart"),
+        (text, b"[" * 5000, 400, None, "no such request"),
+        (text, {**good, "prompt": [1, 10**30]}, 400, None, "none"),
+        (text, {**good, "prompt": "\ud800"}, 400, None, ""),
+        (text, b" " * ((1 << 20) + 1), 413, None, "at most"),
+        (chat, {"model": "chat", "messages": []}, 400, "messages", "1 to 1024"),
+        (chat, {"model": "chat", "messages": [{"role": "tool"}]}, 400, None, "no role tool"),
+        (chat, {"model": "chat", "messages": [{"role": "user", "content": [{}]}]}, 400,
+         "messages", "content is text"),
+        ("/v1/embeddings", {}, 404, None, "/v1/models"),
+    ):  # fmt: skip
+        found, told, _ = post(running, path, body)
+        assert (found, told["error"]["param"]) == (status, param), told
+        assert words in told["error"]["message"]
+        assert told["error"].keys() == {"message", "type", "param", "code"}
+    with pytest.raises(openai.AuthenticationError, match="token"):
+        ai.with_options(api_key="sk-0123456789abcdef").models.list()
+    with pytest.raises(openai.NotFoundError, match="no language model"):
+        ai.models.retrieve("other")
+    status, told, _ = post(
+        running, "/v2/models/chat/generate", {"text_input": "a", "bad_words": "b"}
+    )
+    assert (status, told["code"]) == (400, "InvalidInput")
+
+
+def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
+    asked: Any = {"model": "chat", "messages": SAID, "temperature": 0, "stream": True}
+    with contextlib.ExitStack() as stack:  # side by side: none ends of itself for long
+        for _ in range(8):
+            stream = stack.enter_context(ai.chat.completions.create(**asked))
+            assert next(iter(stream)).choices
+        assert [row["model"] for row in running.client.sequences()] == ["chat"] * 8
+    until(lambda: running.client.sequences() == [], "their sequences are gone")
+    with pytest.raises(openai.APITimeoutError):  # who waits for the whole answer hangs up too
+        ai.chat.completions.create(**{**asked, "stream": False}, timeout=0.2)
+    until(lambda: running.client.sequences() == [], "its sequence is gone")
+
+
+def test_streams_side_by_side_lose_nothing(running: Checked) -> None:
+    url = f"http://{running.running.http_address}/v1"
+
+    async def told(client: Any, seed: int) -> tuple[str, Any]:
+        asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 24, "seed": seed}
+        options = {"include_usage": True}
+        stream = await client.completions.create(**asked, stream=True, stream_options=options)
+        chunks = [one async for one in stream]
+        return "".join(c.text for one in chunks for c in one.choices), chunks[-1].usage
+
+    async def all_of(seeds: range) -> list[tuple[str, Any]]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
+            return await asyncio.gather(*(told(client, seed) for seed in seeds))
+
+    found = asyncio.run(all_of(range(12)))
+    alone = asyncio.run(all_of(range(5, 6)))
+    assert found[5] == alone[0]
+    assert len({text for text, _ in found}) > 6
+    assert {usage.completion_tokens for _, usage in found} == {24}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 'a' * 9999999999 }}", "MemoryError"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% include 'other' %}", "no loader"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        (ENDLESS, "took more than"),
+    ],
+)
+def test_a_hostile_template_costs_its_own_process_alone(
+    template: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where who asked has hung up: then the next one finds that process ended."""
+    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
+                  chat_template=template,
+                  tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
+    asked = Begin(answer=1, messages=[{"role": "user"}], sampling=Sampling(),
+                  ending=Ending(max_new_tokens=4))  # fmt: skip
+
+    async def asks() -> Any:
+        talk = await texts.Talk.open(facts)
+        plain = msgspec.structs.replace(asked, messages=None, prompt=PROMPT)
+        assert (await talk.ask(plain)).prompt_count == len(made()[1](PROMPT)["input_ids"])
+        if template == ENDLESS:
+            monkeypatch.setattr(texts, "TEXT_S", 0.5)
+            hung_up = asyncio.create_task(talk.ask(asked))
+            await asyncio.sleep(0)
+            hung_up.cancel()
+        try:
+            return await talk.ask(asked)
+        finally:
+            await talk.close()
+
+    with pytest.raises(PipeSwitchError, match=words):
+        asyncio.run(asks())
