@@ -170,8 +170,11 @@ def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: C
         clients = ((client, 3), (client, 3), (other, 5))
         outcomes = [*beside.map(lambda one: register(*one), clients)]
     assert outcomes in ([3, 3, 0], [0, 0, 5])
-    held = [node["models"]["name"] for node in nodes.status()["nodes"] if "name" in node["models"]]
-    assert (len(held), len({digest for digest, _ in held})) == (2, 1)
+    wait_for(
+        lambda: {node["name"]: node["models"]["name"][0] for node in nodes.status()["nodes"]
+                 if "name" in node["models"]},
+        lambda digests: (len(digests), len({*digests.values()})) == (2, 1),
+    )  # fmt: skip
     client.unregister("name")
 
 
