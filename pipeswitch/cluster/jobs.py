@@ -21,6 +21,7 @@ import msgspec
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import placement_of, told
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
+from ..config import NAME_PATTERN
 from ..controller.journal import FILE_NAME, JournalFile
 from ..errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
 from .leases import hold
@@ -107,12 +108,19 @@ class NodeJobs:
     # ---- lives ---------------------------------------------------------------------------------
 
     def train(self, body: dict[str, Any], script: bytes, life: int) -> dict[str, Any]:
-        """A new job's first life."""
+        """A new job's first life.
+
+        Raises:
+            InvalidInput: its name is none that a server takes, nor a folder here; or as the server.
+        """
         job, entry = body["name"], Path(body["entry"])
+        if not NAME_PATTERN.fullmatch(job):
+            raise InvalidInput(f"job {job[:80]!r} is no name", hint=NAME_PATTERN.pattern)
         self._forget(job)
         self._keep(job, life=life - 1, state="replica", body=body, is_paused=False)
         with contextlib.suppress(OSError):
-            _write(self._jobs / job / entry.name, script or entry.read_bytes())
+            if entry.suffix == ".py":
+                _write(self._jobs / job / entry.name, script or entry.read_bytes())
         try:
             return self.take_over(job, life)
         except BaseException:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from pipeswitch.cluster.jobs import NodeJobs
 from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
+from pipeswitch.errors import InvalidInput
 
 NODES = ("a", "b", "c")
 
@@ -127,3 +130,12 @@ def test_what_is_of_an_older_job_of_its_name_is_not_gone_on_with() -> None:
     assert list(orders(kept, {}, "ab", {"j"})) == [Order("b", "take_over", "j")]
     kept = {"a": {"j": Copy(1, "over")}, "b": {"j": Copy(7, "home")}}
     assert Order("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
+
+
+def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").touch()
+    jobs = NodeJobs("n", tmp_path)
+    for name in ("..", "../jobs", "a/b", "", "A"):
+        with pytest.raises(InvalidInput, match="is no name"):
+            jobs.train({"name": name, "entry": "train.py"}, b"", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"journal.db", "jobs"}
