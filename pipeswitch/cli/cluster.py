@@ -44,6 +44,8 @@ def up(
 ) -> None:
     """Start a server on each of Ray's machines that has none; what follows -- is told to each.
 
+    Again when a machine was added: what runs stays as it is.
+
     pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
     """
     folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
@@ -157,7 +159,7 @@ def down(address: str, drain: float, as_json: bool) -> None:
 @address_option
 @json_option
 def drain(node: str, address: str, as_json: bool) -> None:
-    """Move a node's models elsewhere, let it finish, and stop it; one that trains stays."""
+    """Move a node's models and jobs elsewhere, let it finish, and stop it."""
     ray = connect_ray(address)
     missed = told(ray, placement_of(ray).drain.remote(node))
     if missed:

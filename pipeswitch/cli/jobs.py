@@ -183,10 +183,10 @@ _job_verb("wait", "Block until a job is over; fails if the job failed.")
 
 @jobs.command("move")
 @job_argument
-@click.option("--to", required=True, metavar="DEVICE", help="cpu:1")
+@click.option("--to", required=True, metavar="DEVICE", help="cpu:1; a node of a cluster.")
 @json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
-    """Move a job to another device of the server.
+    """Move a job to another device of the server, or to another node of the cluster.
 
     Between two cpu devices the job's process goes along, and no step is computed again. Otherwise
     it commits its last step, and its script starts again over there.

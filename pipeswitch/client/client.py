@@ -341,7 +341,8 @@ class Client(Verbs):
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            batch: join waiting requests into one run of up to this many rows; 0: never. ``show``
+            batch: join waiting requests into one run of up to this many rows; 0: never, but those
+                of a language model (``generate``) up to ``max_batch``. ``show``
                 says whether the last bits of an answer then depend on the batch (``batching``).
             batch_delay_ms: how long a request waits for others though the device is free.
             devices: the server's devices that may serve it, by name or kind (``cuda:1``, ``cpu``);
@@ -642,7 +643,7 @@ class Task:
         return self._row("cancel")
 
     def move(self, to: str) -> dict[str, Any]:
-        """Train on that device (``cpu:1``) from now on; it goes on behind its last step.
+        """Train on that device (``cpu:1``) or node of a cluster from now on, behind its last step.
 
         Raises:
             InvalidInput: there is no such device, or the job is over.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 from ..errors import (
@@ -34,6 +35,7 @@ NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
+LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -100,14 +102,14 @@ def placement_of(ray: Any) -> Any:
         ) from None
 
 
-def told(ray: Any, answer: Any) -> Any:
+def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
     """What an actor answers; its own errors are those that it raised.
 
     Raises:
         PipeSwitchError: as the actor did, or it is gone.
     """
     try:
-        return ray.get(answer)
+        return ray.get(answer, timeout=timeout_s)
     except PipeSwitchError as error:
         raise getattr(error, "cause", error) from None
     except Exception as error:
@@ -131,7 +133,10 @@ class ClusterConnection:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # of the table and the connections
         self._connections: dict[str, Connection] = {}  # by address
-        self._home = ""  # where this client's files and new models go
+        self._home = ""  # where this client's files go, until all are part of a model
+        self._files: dict[str, str] = {}  # by digest: the node that has it
+        self._waiting: set[str] = set()  # of them, for a registration
+        self._choosing = threading.Lock()  # of these three
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
         self._table: dict[str, Any] = {}
         self._asked_at_s = 0.0
@@ -248,14 +253,22 @@ class ClusterConnection:
         return verb
 
     def _do_put(self, op: str, **options: Any) -> Any:
-        if not self._home:
-            self._home = self._ask("home", int(options["body"]["size_bytes"]))
-        return self._to(self._home).call(op, **options)
+        name = f"put:{options['body']['digest']}"
+        with self._choosing:  # registrations of several threads
+            if self._files.get(name) not in self._table["nodes"]:
+                self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
+                self._files[name] = self._home
+                self._waiting.add(name)
+        return self._to(self._files[name]).call(op, **options)
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
-        home = self._home or self._table["models"].get(model) or self._ask("home", 0)
-        self._home = ""
+        files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
+        home = self._files[min(files)] if files else self._table["models"].get(model)
+        home = home or self._ask("home", 0)
         reply = self._to(home).call(op, model=model, body=body, **options)
+        with self._choosing:
+            self._waiting -= files
+            self._home = self._home if self._waiting else ""
         missed = self._ask("registered", model, home, body)
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 
@@ -323,20 +336,45 @@ class ClusterConnection:
         return _reply({"jobs": rows})
 
     def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
-        there = self._job_node(body["name"])
-        node = there or self._ask("idle")
-        return self._to(node).call(op, body=body, **options)
+        script = b""
+        with contextlib.suppress(OSError):  # it may be on the nodes' machines alone
+            if body["entry"].endswith(".py"):
+                script = Path(body["entry"]).read_bytes()
+        return _reply(self._ask("train", body, script))
 
     def _do_job(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
+        if body["action"] == "move" and body["to"] in self._table["nodes"]:
+            self._ask("move", body["name"], body["to"])
+            body = {**body, "action": "show"}
+            del body["to"]
+        if body["action"] == "wait":
+            return self._wait(body, options)
         node = self._job_node(body["name"])
         if not node:
-            raise ModelNotFound(f'no job "{body["name"]}"', hint="pipeswitch jobs")
+            raise _no_job(body["name"])
         return self._to(node).call(op, body=body, **options)
+
+    def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Until the job is over, wherever it goes meanwhile: what moves is cancelled where it was,
+        and what its node's death ends begins again elsewhere."""
+        while True:
+            is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
+            if not node and not is_alive:
+                raise _no_job(body["name"])
+            with contextlib.suppress(ServerUnavailable):
+                reply = self._to(node).call("job", body=body, **options) if node else None
+                if reply and (reply.body["job"]["state"] != "cancelled" or not is_alive):
+                    return reply
+            time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
         """Where a job is; empty: nowhere."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
+
+
+def _no_job(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs")
 
 
 def _reply(body: dict[str, Any]) -> Reply:

@@ -11,21 +11,33 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
-from ..errors import ConfigError, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..errors import (
+    AlreadyExists,
+    ConfigError,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
 from ..roles import Role
 from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
-from . import placement
+from . import lives, placement
+from .jobs import NodeJobs
+
+log = logging.getLogger(__name__)
 
 NODE: Final = "node:"  # before its name, an actor's
 COPIES: Final = 2  # of each model, on as many nodes
@@ -33,20 +45,19 @@ ROUND_S: Final = 1.0  # between two looks at all nodes
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
 LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
+ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
+LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
+START_S: Final = 60.0  # for its server's start, before the first of them
 CHILD: Final = """\
-import os, signal, threading
-def leave():
-    os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-threading.Thread(target=leave, daemon=True).start()
+import pathlib, sys, threading
+from pipeswitch.cluster.leases import watch
+threading.Thread(target=watch, args=(pathlib.Path(sys.argv.pop(1)),), daemon=True).start()
 from pipeswitch.cli.main import main
 main()
 """
-"""The server leaves as if it was told to when the other end of its standard input is gone: also
-when its node's process was killed."""
 
 
-class Node:
+class Node(NodeJobs):
     """One machine's server. If that ends so does this process, and Ray starts both again: the
     server's journal knows its models and jobs."""
 
@@ -56,11 +67,12 @@ class Node:
                 "this Ray lets everybody in who reaches its ports: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
-        self._name, self._state = name, Path(folder) / name
+        super().__init__(name, Path(folder) / name)
         folder_of_keys, secret, self._keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
+        until_s = self._claim(connect_ray()) + START_S - LEASE_S
         command = [
-            sys.executable, "-P", "-c", CHILD, "serve", "--listen", f"tcp://{host}:0",
+            sys.executable, "-P", "-c", CHILD, str(self._jobs), "serve", "--listen", f"tcp://{host}:0",
             "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
             "--keys-dir", str(folder_of_keys.path), "--no-http", "--allow-code", "*", *flags,
         ]  # fmt: skip
@@ -68,6 +80,7 @@ class Node:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
         )  # fmt: skip
+        self._lease(until_s, "-")  # it has no address yet
         self._address, self._owners = self._addresses()
         self._client = Client(self._owners)
         server_key = self._keys.server.decode()
@@ -75,6 +88,8 @@ class Node:
         self._tenant = Client(self._address, key=secret, server_key=server_key)
         self._lock = threading.Lock()  # of the bodies' file
         self._is_leaving = False
+        self._answered = int(time.time() * 1000)  # above those of the one before
+        self._answered_s: dict[int, float] = {}  # by number: answers to placement
         threading.Thread(target=self._leave_with_it, daemon=True).start()
 
     def _addresses(self) -> tuple[str, str]:
@@ -98,9 +113,28 @@ class Node:
         if not self._is_leaving:
             os._exit(1)
 
-    def summary(self) -> dict[str, Any]:
-        """All that placement knows of it."""
+    def _lease(self, until_s: float, address: str) -> None:
+        """To the server: placement counts on this node until then."""
+        self._until_s = until_s
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
+            self._process.stdin.write(f"{until_s} {address}\n")
+            self._process.stdin.flush()
+
+    def summary(self, heard: int = 0) -> dict[str, Any]:
+        """All that placement knows of it, which has ``heard`` the answer of that number."""
+        if heard in self._answered_s:
+            self._lease(self._answered_s[heard] + LEASE_S, self._owners)
+            self._answered_s.clear()
+        answer = self._summary()
+        with self._lock:
+            number = self._answered = self._answered + 1
+            self._answered_s[number] = time.monotonic()
+        return {**answer, "number": number}
+
+    def _summary(self) -> dict[str, Any]:
         stats, served = self._client.stats(), self._client.models()
+        copies, jobs = self._copies()
         runs, requests = stats["inferences"], stats["inference"]["in_flight"]
         each_ms = stats["device_s"]["infer"] * 1000.0 / runs if runs else 0.0
         return {
@@ -112,7 +146,8 @@ class Node:
             "free_bytes": stats["arena_free_bytes"],
             "queue_ms": requests * each_ms,
             "waiting": requests,
-            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in self._client.jobs()),
+            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
+            "copies": copies,
             "models": {row["name"]: (row["digest"], row["bytes"])
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
@@ -156,6 +191,9 @@ class Node:
         self.remember(model, body)
         return str(found)
 
+    def unregister(self, model: str) -> None:
+        self._tenant.unregister(model)
+
     def stop(self, drain_s: float) -> None:
         """Finish what was accepted, commit its jobs, leave."""
         self._is_leaving = True
@@ -191,11 +229,18 @@ class Placement:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._deciding = threading.Lock()
         self._nodes = placement.Nodes()
         self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
         self._serving: dict[str, str] = {}  # by model: the node that requests go to
         self._short_since: dict[str, float] = {}  # models with too few copies
         self._leaving: set[str] = set()
+        self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
+        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
+        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
+        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
+        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
+        self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
         self._look()
@@ -223,23 +268,27 @@ class Placement:
         with self._lock:
             return self._nodes.choose("", size_bytes).node
 
-    def idle(self) -> str:
-        """Where a job goes: the fewest jobs, then the fewest requests."""
-        with self._lock:
-            ready = [one for one in self._facts.values() if one["name"] in self._nodes]
-            if not ready:
-                raise ServerUnavailable(
-                    "the cluster has no node left", hint="pipeswitch cluster up"
-                )
-            found = min(ready, key=lambda one: (one["jobs"], one["waiting"], one["name"]))
-            found["jobs"] += 1  # until the next look at it
-            return str(found["name"])
-
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
-        """A node has it; its second copy is there when this returns. What could not be done."""
+        """A node has it; its second copy is there when this returns. What could not be done.
+
+        Raises:
+            AlreadyExists: another node had another model of that name before.
+        """
         ray = connect_ray()
-        ray.get(_node(ray, node).remember.remote(model, body))
-        self._look()
+        with self._deciding:  # who comes first has the name
+            self._look()
+            with self._lock:
+                known = [
+                    (facts["models"][model][0], name == node or model in facts["bodies"])
+                    for name, facts in self._facts.items()
+                    if model in facts["models"]
+                ]
+            if len({digest for digest, counts in known if counts}) > 1:
+                told(ray, _node(ray, node).unregister.remote(model))
+                raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
+                                    hint="choose another name")  # fmt: skip
+            ray.get(_node(ray, node).remember.remote(model, body))
+            self._look()
         return self._copy(model)
 
     def forgotten(self, model: str) -> None:
@@ -253,12 +302,14 @@ class Placement:
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
-            if self._facts[node]["jobs"]:
-                return ["jobs train there: wait for them, or cancel them"]
+            jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
+            if self._facts[node]["jobs"] > len(jobs):
+                return ["jobs train there that were not started through the cluster"]
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)
-        missed = [note for name in held for note in self._copy(name, leaving=node)]
+        missed = [note for job in jobs for note in self._move_away(job)]
+        missed += [note for name in held for note in self._copy(name, leaving=node)]
         with self._lock:
             if missed:
                 self._leaving.discard(node)
@@ -267,32 +318,174 @@ class Placement:
         self._look()
         return missed
 
+    def _move_away(self, job: str) -> list[str]:
+        try:
+            self.move(job, self._idle())
+        except PipeSwitchError as error:
+            return [f"job {job}: {error.message}"]
+        return []
+
     def status(self) -> dict[str, Any]:
         self._look()
         with self._lock:
-            hidden = ("keys", "bodies")
+            hidden, copies = ("keys", "bodies", "copies", "number"), self._copies()
+            kept = {job: {node: one[job].state for node, one in copies.items() if job in one}
+                    for job in {job for one in copies.values() for job in one}}  # fmt: skip
             return {
                 "version": self._version,
                 "nodes": [{key: value for key, value in one.items() if key not in hidden}
                           for one in self._facts.values()],
                 "models": {name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
                            for name, held in self._nodes.holders.items() if held},
+                "jobs": kept,
             }  # fmt: skip
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
+        """Start a job where the fewest are, or where one of its name has ended.
+
+        Raises:
+            AlreadyExists: one of its name is not over.
+        """
+        job = body["name"]
+        with self._lock:
+            if self.is_alive(job):
+                raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
+            over = [node for node, kept in self._copies().items() if job in kept]
+            node, life = over[0] if over else self._idle(), self._next_life(job)
+            self._moving.add(job)
+        try:
+            return dict(self._order(node, "train", body, script, life))
+        finally:
+            self._moving.discard(job)
+
+    def move(self, job: str, to: str) -> None:
+        """It commits its last step, and goes on over there."""
+        with self._lock:
+            homes = lives.homes_of(job, self._copies())
+            if not homes:
+                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+            if to not in self._nodes or job in self._moving:
+                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
+            if to == homes[0]:
+                return
+            life = self._next_life(job)
+            self._moving.add(job)
+        try:
+            target = _node(connect_ray(), to)
+            self._order(homes[0], "hand_over", job, target, life)
+            self._order(to, "take_over", job, life)
+        finally:
+            self._moving.discard(job)
+
+    def is_alive(self, job: str) -> bool:
+        """It is not over, though it may be between two lives."""
+        with self._lock:
+            states = {one[job].state for one in self._copies().values() if job in one}
+            return job in self._moving or "home" in states or states == {"replica"}
+
+    def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
+        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
+        others have not said yet what they have; ask again."""
+        now_s, names = time.monotonic(), node_names(connect_ray())
+        with self._lock:
+            self._forget(node)
+            self._claims[node] = (now_s, claimed)
+            silent = (one for one in names if one not in self._facts and one not in self._claims)
+            may_come = any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in silent)
+            if may_come or claimed.keys() & self._busy():
+                return None
+            gone = lives.lost(node, self._copies(), self._claimed())
+            kept = {job: life for job, life in claimed.items() if job not in gone}
+            self._claims[node] = (now_s, kept)
+            return gone
+
+    def _idle(self) -> str:
+        """Where a job goes: the fewest jobs."""
+        if not self._targets():
+            raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
+        found = min(self._targets(), key=lambda name: self._facts[name]["jobs"])
+        self._facts[found]["jobs"] += 1  # until the next look at it
+        return found
+
+    def _targets(self) -> list[str]:
+        """Where something new may go, the node that keeps the least first."""
+        ready = [name for name in self._facts if name in self._nodes]
+        return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
+
+    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
+        return {name: facts["copies"] for name, facts in self._facts.items()}
+
+    def _claimed(self) -> dict[str, dict[str, int]]:
+        """Of nodes that may still come."""
+        now_s = time.monotonic()
+        return {node: claimed for node, (at_s, claimed) in self._claims.items()
+                if now_s - at_s < START_S}  # fmt: skip
+
+    def _next_life(self, job: str) -> int:
+        """Above those of older jobs of its name, too: a node that is away may have a replica."""
+        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
+
+    def _busy(self) -> set[str]:
+        """Jobs that are started or moved, or of which a node that answers was told something."""
+        return self._moving | {job for node, job in self._ordered if node in self._facts}
+
+    def _order(self, node: str, verb: str, *args: Any) -> Any:
+        """What a node answers; what it has become is known when this returns."""
+        ray = connect_ray()
+        answer = told(ray, getattr(_node(ray, node), verb).remote(*args), ORDER_S)
+        self._look()
+        return answer
+
+    def _tend(self) -> None:
+        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
+        ray, now_s = connect_ray(), time.monotonic()
+        for key, answer in list(self._ordered.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                self._trouble(f"job {key[1]}", partial(ray.get, self._ordered.pop(key)))
+        with self._lock:
+            copies, claims, busy = self._copies(), self._claimed(), self._busy()
+            alone = lives.homeless(copies, claims) - busy
+            self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
+            given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
+            for node, verb, job, life, to in lives.orders(
+                copies, claims, self._targets(), given_up
+            ):
+                if job in busy or (node, job) in self._ordered:
+                    continue
+                life = self._next_life(job) if verb == "take_over" else life
+                args = [_node(ray, to)] if to else [life] if life else []
+                answer = getattr(_node(ray, node), verb).remote(job, *args)
+                self._ordered[node, job] = answer
+
+    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
+        """Do it; why it cannot be done is logged once, until that changes."""
+        try:
+            found = work()
+            now = "; ".join(found) if isinstance(found, list) else ""
+        except Exception as error:  # Ray's are of no one class; there is another round
+            now = why_of(error)
+        if now and now != self._troubles.get(what):
+            log.warning("%s: %s", what, now)
+        self._troubles[what] = now
 
     # ---- looking -------------------------------------------------------------------------------
 
     def _rounds(self) -> None:
         while True:
             time.sleep(ROUND_S)  # a load is looked at, not told
-            with contextlib.suppress(Exception):  # Ray's own: there is another round
-                self._look()
-                for model in self._short():
-                    self._copy(model)
+            self._trouble("look", self._look)
+            self._trouble("jobs", self._tend)
+            for model in self._short():
+                self._trouble(model, partial(self._copy, model))
 
     def _look(self) -> None:
         """Ask every node how it is; who does not say so is gone."""
-        ray = connect_ray()
-        asked = {name: _node(ray, name).summary.remote() for name in node_names(ray)}
+        ray, names = connect_ray(), node_names(connect_ray())
+        heard = {name: facts["number"] for name, facts in self._facts.items()}
+        asked = {name: _node(ray, name).summary.remote(heard.get(name, 0)) for name in names}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
             if asked else ([], [])  # fmt: skip
         found = {}
@@ -301,6 +494,9 @@ class Placement:
                 with contextlib.suppress(Exception):  # it died, or its server did
                     found[name] = ray.get(answer)
         with self._lock:
+            now_s = time.monotonic()
+            self._silent_since = {name: self._silent_since.get(name, now_s)
+                                  for name in names if name not in found}  # fmt: skip
             self._leaving &= set(asked)  # one of its name may be started later
             for name in set(self._facts) - set(found):
                 self._forget(name)
@@ -309,13 +505,18 @@ class Placement:
             self._place()
 
     def _heard(self, name: str, facts: dict[str, Any]) -> None:
+        if facts["number"] < self._facts.get(name, facts)["number"]:
+            return  # another thread has looked later
         self._facts[name] = facts
+        self._claims.pop(name, None)
         if name in self._leaving:
             return
         for held in self._nodes.holders.values():
             held.discard(name)
-        for model in facts["models"]:
-            self._nodes.holders[model].add(name)
+        for model, (digest, _) in facts["models"].items():
+            others = self._nodes.holders[model]
+            if all(self._facts[one]["models"][model][0] == digest for one in others):
+                others.add(name)  # else it is about to be told that its name is taken
         self._nodes.put(placement.Node(
             name, facts["free_bytes"], facts["queue_ms"], facts["waiting"], LINK_BYTES_PER_MS
         ))  # fmt: skip
@@ -398,7 +599,8 @@ def start_nodes(
 
     common = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
               "get_if_exists": True, "max_concurrency": 16}  # fmt: skip
-    handles = [
+    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
+    handles = [  # they ask it whether their jobs are still theirs
         ray.remote(Node).options(
             name=NODE + name, scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=False),
             **common,
@@ -406,5 +608,4 @@ def start_nodes(
         for name, where in names.items()
     ]  # fmt: skip
     told(ray, [handle.summary.remote() for handle in handles])
-    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
     told(ray, made.status.remote())

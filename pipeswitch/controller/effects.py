@@ -195,7 +195,14 @@ class Effects:
 
     def _create_commits(self, command: CreateCommits) -> None:
         reach("commits.create")
-        self._memory.create_commits(command.job, command.slot_bytes)
+        if command.loaded < 0:
+            self._memory.create_commits(command.job, command.slot_bytes)
+            return
+        self._memory.commits[command.job] = os.dup(command.loaded)
+        target = self._places.commits / command.job
+        shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
+        shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
+                        copy_function=os.link)  # fmt: skip
 
     def restore_commits(self, job: JobName) -> tuple[int, int] | None:
         """Load a job's persisted commit; (slot bytes, step), or None when there is none."""

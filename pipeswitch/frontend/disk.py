@@ -17,7 +17,7 @@ from typing import Final
 from ..errors import HostStoreFull
 from ..units import Amount, format_bytes
 
-FOLDERS: Final = ("models", "uploads", "commits", "published")
+FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs")
 GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed
 PARTIAL: Final = ".part-"  # begins the name of an unfinished upload
 AUTO_SHARE: Final = 0.9  # of the disk, for all; the rest is logs' and the journal's

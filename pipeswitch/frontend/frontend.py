@@ -15,6 +15,7 @@ import math
 import os
 import select
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from .. import failpoints
+from ..commits.files import load_commit
 from ..config import Config
 from ..errors import (
     Cancelled,
@@ -39,7 +41,17 @@ from ..failpoints import reach
 from ..programs.bundle import read_bundle
 from ..programs.layout import BUNDLE_FILE
 from ..roles import Role, Standing, in_order, parse_roles
-from ..scheduler.events import Announce, Answer, CancelAsked, Event, Publish, RegisterAsked, Retract
+from ..scheduler.events import (
+    Announce,
+    Answer,
+    CancelAsked,
+    Event,
+    LoadedCommit,
+    Publish,
+    RegisterAsked,
+    Retract,
+    TrainAsked,
+)
 from ..units import nearest
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
@@ -481,7 +493,24 @@ class Frontend:
             if isinstance(asked, RegisterAsked):
                 pending.uploads = self.uploads.pin(asked.spec)
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
+            if isinstance(asked, TrainAsked) and asked.resumes:
+                threading.Thread(target=self._load, args=(pending, asked), name="load").start()
+                return
             self._take(asked)
+
+    def _load(self, pending: Pending, asked: TrainAsked) -> None:
+        """Beside the loop, which reading a large state would hold up."""
+        try:
+            found = load_commit(self._state_directory / "jobs" / asked.job / "commit")
+        except (RemoteProtocolError, OSError) as error:
+            refusal = ServerUnavailable(f'the commit of job "{asked.job}" cannot be read: {error}')
+            self.answer_soon(Answer(token=asked.token, error=refusal))
+            return
+        if found is not None:
+            pending.commit, slot_bytes, record = found
+            loaded = LoadedCommit(slot_bytes, record.step, pending.commit)
+            asked = msgspec.structs.replace(asked, loaded=loaded)
+        self._call_soon(lambda: self._take(asked))
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -513,6 +542,8 @@ class Frontend:
             return
         if pending.uploads:
             self.uploads.unpin(pending.uploads)
+        if pending.commit >= 0:
+            os.close(pending.commit)
         outgoing = self.requests.end(pending, answer)
         if outgoing is not None:
             self._outbox.send(client, outgoing)

@@ -165,6 +165,7 @@ class Inference:
             caller=caller,
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
+            sequence=0 if held is None else held.number,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:

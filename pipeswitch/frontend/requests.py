@@ -56,6 +56,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     counts: list[Counters]  # that it is counted in
     room: Room | None = None  # an inference's, in the pool
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
+    commit: int = -1  # a descriptor: the area that a job from elsewhere is to have
     is_copying: bool = False  # its payload is on the way into the pool
     is_cancelled: bool = False  # meanwhile
     caller: str = ""  # an inference's: who asks

@@ -37,6 +37,7 @@ from .request_pool import RequestPool, Room
 
 MAX_ID: Final = 64
 LEAST_ROWS: Final = 64  # of what grows
+ROWS_STEP: Final = 32  # what may be padded grows by so many: most steps have the last one's shape
 MOST_SPARES: Final = 128
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
@@ -52,6 +53,7 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
     capacity: int  # rows
     least: int  # that its input has: of zeros, until there are as many
     used: int = 0
+    stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
 
     def has_room_for(self, made: SlabTensor | None) -> bool:
         """Whether these are whole rows, no more than were foreseen."""
@@ -65,6 +67,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     """One sequence."""
 
     key: Key
+    number: int  # the scheduler's name for it
     client: Client
     announced: Announce  # the version that it began with
     used_at_ms: float
@@ -163,6 +166,7 @@ class Sequences:
         self._steps = self._tokens_reused = 0
         pool.give_up = self._give_up
         self._look_at_ms = 0.0  # none is abandoned before
+        self._number = 0
 
     def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
         """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
@@ -188,7 +192,9 @@ class Sequences:
             if known is None or (known.announced.base or known.announced.model) != base:
                 raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
             return known
-        held = Held(key=key, client=client, announced=announced, used_at_ms=self._now_ms())
+        self._number += 1
+        held = Held(key=key, number=self._number, client=client, announced=announced,
+                    used_at_ms=self._now_ms())  # fmt: skip
         if announced.manifest.extra.get("generation"):
             held.history = History((caller, announced.model, announced.manifest.digest), of=held)
         return held
@@ -288,7 +294,7 @@ class Sequences:
         held.grown, donor.grown = donor.grown, {}
         held.ahead = donor.history.tokens
         for grown in held.grown.values():
-            grown.used = 0
+            grown.stale, grown.used = max(grown.stale, grown.used), 0
         self.drop(donor)
 
     def _copy_rows(self, held: Held, donor: Held, known: int, count: int, values: Values) -> None:
@@ -344,6 +350,7 @@ class Sequences:
     def _give_rows_back(self, held: Held) -> None:
         """The request's tokens are not the sequence's: it is as before."""
         for grown in held.grown.values():
+            grown.stale = max(grown.stale, grown.used)
             grown.used -= held.borrowed
         held.borrowed, held.asked = 0, []
 
@@ -468,14 +475,17 @@ class Sequences:
                 held.leaving.append(grown.room)
             held.copies.append((at + size, -1, row_bytes * capacity - size))
             grown = Grown(
-                room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used
-            )
+                room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used,
+                stale=grown.stale if grown is not None else 0,
+            )  # fmt: skip
             held.grown[spec.name] = grown
+        rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
+        if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
+            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(
             name=spec.name, dtype=spec.dtype,
-            shape=(*numbers[:axis], max(grown.used, grown.least), *numbers[axis + 1 :]),
-            offset_bytes=grown.room.input_offset_bytes,
-            size_bytes=row_bytes * max(grown.used, grown.least),
+            shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
+            offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
 
     def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:

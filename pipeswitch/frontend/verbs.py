@@ -188,6 +188,8 @@ def _train(q: Question) -> Event:
         share=share and admission.check_name(share, "share"),
         devices=q.body.texts("devices"),
         defaults=_defaults_of_steps(q),
+        resumes=q.body.flag("resumes"),
+        is_paused=q.body.flag("paused"),
     )
 
 

@@ -15,6 +15,7 @@ from ..errors import RegistrationRefused
 from ..units import printable
 from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
 from .dims import BATCH, names_in
+from .generation import PADS
 from .layout import TENSOR_ALIGN_BYTES, GroupSpec, LayerSpec, Manifest, TensorSpec, aligned
 
 MAX_TEXT_CHARS: Final = 4096
@@ -44,6 +45,13 @@ def check_claims(manifest: Manifest) -> None:
         _refuse("it does not say of each tensor which node reads it last")
     if any(type(node) is not int or not -1 <= node <= MAX_NODES for node in readers):
         _refuse("a tensor is read last by no node of it")
+    if "pads" in manifest.extra:
+        shapes = {value.name: value.shape for value in manifest.inputs}
+        is_known = manifest.extra["pads"] == PADS and manifest.mode == "graph"
+        if not is_known or any(shapes.get(counted) != (BATCH,) for counted in PADS.values()):
+            _refuse("no inputs say how much of a padded one is real")
+        if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
+            _refuse("it has not the dimensions that would be padded")
     if manifest.batching is not None:
         limit, delay_ms = manifest.batching.limit, manifest.batching.delay_ms
         check_joinable(manifest, limit)

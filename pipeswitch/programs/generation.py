@@ -25,6 +25,7 @@ CACHE: Final = "cache"
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
+PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
 
 MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64

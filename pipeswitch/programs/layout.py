@@ -8,12 +8,14 @@ arena or of the host store: the two are laid out alike, so a group is one contig
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
 from .dims import Dim, Shape, Values, batch_range, shape_at
 
+MOST_JOINED_BYTES: Final = 512 << 20  # of padded requests' inputs together: a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
 REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary
@@ -105,6 +107,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def batch(self) -> tuple[int, int]:
         """The smallest and the largest batch; equal where it is fixed."""
         return batch_range(self.dims)
+
+    @property
+    def pads(self) -> Mapping[str, str]:
+        """Dimensions along which zeros at the end change no answer, each with the input that says
+        how much of it is real."""
+        found: Mapping[str, str] = self.extra.get("pads", {})
+        return found
 
 
 def aligned(value_bytes: int, unit_bytes: int) -> int:

@@ -51,7 +51,9 @@ def next_token(logits: NDArray[np.floating], sampling: Sampling, position: int) 
     Raises:
         InvalidInput: no logit is a number, so the model computes nonsense.
     """
-    best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
+    best = int(np.argmax(logits))  # of one that is no number, where there is one
+    if math.isnan(logits[best]):
+        best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
     if not math.isfinite(logits[best]):
         raise InvalidInput(f"its largest logit at position {position} is {logits[best]}")
     if sampling.temperature == 0.0:

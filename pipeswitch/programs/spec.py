@@ -124,11 +124,19 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "state": dict(state)})
 
 
+def joined_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
+    """Up to which batch requests of a program are joined, and how long one waits for others; None:
+    each runs alone. Those that may be padded are, as many as the program takes."""
+    low, high = manifest.batch
+    if spec.batch:
+        return spec.batch, spec.batch_delay_ms
+    return (high, 0.0) if manifest.pads and high > low else None
+
+
 def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
-    """Whether its requests are joined as an encoded spec says, or not at all where it does not."""
-    decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
-    asked = (decoded.batch, decoded.batch_delay_ms) if decoded.batch else None
+    """Whether its requests are joined as an encoded spec says."""
     found = manifest.batching
+    asked = joined_as(manifest, msgspec.msgpack.decode(spec, type=BuildSpec))
     return asked == (found and (found.limit, found.delay_ms))
 
 

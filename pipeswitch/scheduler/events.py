@@ -57,6 +57,7 @@ class InferArrived(Asked, frozen=True):
     is_after: bool = False  # its model has computed: ``inputs`` go to the function behind that
     is_later: bool = False  # a later step of a chain: what was accepted is finished
     follows: bool = False  # and another step will come
+    sequence: int = 0  # whose step it is; 0: it stands alone
 
 
 class Prepared(_Told, frozen=True):
@@ -133,6 +134,14 @@ class PinAsked(Asked, frozen=True):
     pin: bool
 
 
+class LoadedCommit(msgspec.Struct, frozen=True):
+    """In a commit area of its own, beside the loop."""
+
+    slot_bytes: int
+    step: int
+    descriptor: int  # the frontend's, until its asker is answered
+
+
 class TrainAsked(Asked, frozen=True):
     job: JobName
     entry: str
@@ -142,6 +151,9 @@ class TrainAsked(Asked, frozen=True):
     share: str = ""  # jobs of one group share their input; empty: none
     devices: tuple[str, ...] = ()  # that may train it; none named: all
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
+    resumes: bool = False  # at the commit that lies in ``jobs/NAME/commit``, of another server
+    is_paused: bool = False  # as it was there
+    loaded: LoadedCommit | None = None  # of what it resumes at; None: the job had not committed
 
 
 class JobAsked(Asked, frozen=True):
@@ -365,6 +377,7 @@ class CreateCommits(_Told, frozen=True):
 
     job: JobName
     slot_bytes: int
+    loaded: int = -1  # a descriptor of one that is made, and whose file is to be the job's own
 
 
 class DropCommits(_Told, frozen=True):

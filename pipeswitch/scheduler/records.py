@@ -129,6 +129,14 @@ class Model:
 
 
 @dataclass
+class Away:
+    """Those of a model's last run that belong to sequences and have no next step here yet."""
+
+    requests: dict[int, Request] = field(default_factory=dict)  # by sequence
+    until_ms: float = 0.0  # others wait for them
+
+
+@dataclass
 class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
@@ -161,6 +169,7 @@ class Replica:
     ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # after a transmission that broke off
+    away: Away = field(default_factory=Away)
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
@@ -245,6 +254,9 @@ class Request:
     placed: str = ""  # why on its device, where there are several
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
+    sequence: int = 0  # whose step it is; 0: it stands alone
+    padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
+    fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
     preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import itertools
 import json
 import os
 import random
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from pipeswitch import Client, ModelNotFound, PermissionDenied
+from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
 from pipeswitch.client.cluster import connected_ray, placement_of, told
+from pipeswitch.cluster.actors import start_nodes
 from pipeswitch.errors import InvalidInput, ServerUnavailable
 from pipeswitch.wire.addresses import is_loopback, parse_listen
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'pipeswitch[ray]'")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None,
+                                reason="no Ray: pip install 'pipeswitch[ray]'")  # fmt: skip
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "128MiB", "--standby", "1",
          "--commit-every", "200ms")  # fmt: skip
+NAMES = ("node-0", "node-1", "node-2")
 REQUESTS = 200
 JOB = """
-import sys, time
+import os, sys, time
 import torch
 from pipeswitch import job
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for x in job.steps([torch.ones(2, 4)] * 60, model=model, optimizer=optimizer):
-    time.sleep(float(sys.argv[2]))
+for x in job.steps([torch.ones(2, 4)] * 400, model=model, optimizer=optimizer):
+    time.sleep(0.0 if os.path.exists(sys.argv[2]) else 0.25)
+    with open(sys.argv[1] + ".lives", "a") as file:
+        print(os.getpid(), file=file)
     optimizer.zero_grad()
     model(x).pow(2).mean().backward()
     optimizer.step()
@@ -46,13 +59,16 @@ torch.save(model.state_dict(), sys.argv[1])
 
 class Cluster:
     def __init__(self, folder: Path) -> None:
+        self.folder, self.pids = folder, dict[str, int]()
         self.process = subprocess.Popen(
             [*COMMAND, "cluster", "up", "--local", "3", "--state-dir", str(folder), "--", *SMALL],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert "3 nodes is ready" in line, line + self.process.stdout.read()
+        if "3 nodes is ready" not in line:
+            self.process.terminate()
+            raise AssertionError(line + self.process.communicate()[0])
 
         # Ray tries for 20 s: meanwhile the other tests are run.
         self.stranger = subprocess.Popen(
@@ -62,25 +78,42 @@ class Cluster:
 
     def cli(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*COMMAND, *words], env={**os.environ, **environment}, text=True,
-                              capture_output=True, timeout=60)  # fmt: skip
+                              capture_output=True, timeout=200)  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        found = self.cli("cluster", "status", "--json")
-        assert found.returncode == 0, found.stderr
-        return dict(json.loads(found.stdout))
+        with connected_ray("auto") as ray:
+            status = dict(told(ray, placement_of(ray).status.remote()))
+        self.pids |= {node["name"]: node["pid"] for node in status["nodes"]}
+        return status
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Ray of its own, whatever else runs on this machine; nothing of it stays."""
     before = dict(os.environ)  # Ray adds to it
-    made = Cluster(tmp_path_factory.mktemp("cluster"))
-    yield made
-    stopped = made.cli("cluster", "down")
-    assert made.process.wait(60) == 0, stopped.stderr
-    assert made.process.stdout is not None
-    made.process.stdout.close()
-    os.environ.clear()
-    os.environ.update(before)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token)}
+    started: list[psutil.Process] = []
+    try:
+        made = Cluster(tmp_path_factory.mktemp("cluster"))
+        yield made
+        started = psutil.Process(made.process.pid).children(recursive=True)
+        made.stranger.kill()
+        made.stranger.communicate()
+        stopped = made.cli("cluster", "down")
+        assert made.process.wait(200) == 0, stopped.stderr
+        assert made.process.stdout is not None
+        made.process.stdout.close()
+        assert not [one for one in psutil.wait_procs(started, 100)[1] if one.is_running()]
+    finally:
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +149,33 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
         client.job("nothing", "show")
     with pytest.raises(InvalidInput, match="one node"):
         client.trace()
+    status = nodes.cli("cluster", "status", "--json")
+    assert json.loads(status.stdout)["models"]["m"]["nodes"] == sorted(model["nodes"])
     table = nodes.cli("--host", "cluster", "ps")
     assert table.returncode == 0, table.stderr
     assert "node-2/memory-daemon" in table.stdout
+
+
+def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
+    """Each at a node of its own; the files that one client's threads bring are at one node."""
+    modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
+
+    def register(one: Client, width: int) -> int:
+        with contextlib.suppress(AlreadyExists):
+            one.register("name", modules[width], example_inputs=(torch.zeros(1, 8),))
+            return width
+        return 0
+
+    with Client("cluster") as other, ThreadPoolExecutor(3) as beside:
+        clients = ((client, 3), (client, 3), (other, 5))
+        outcomes = [*beside.map(lambda one: register(*one), clients)]
+    assert outcomes in ([3, 3, 0], [0, 0, 5])
+    wait_for(
+        lambda: {node["name"]: node["models"]["name"][0] for node in nodes.status()["nodes"]
+                 if "name" in node["models"]},
+        lambda digests: (len(digests), len({*digests.values()})) == (2, 1),
+    )  # fmt: skip
+    client.unregister("name")
 
 
 def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: Client) -> None:
@@ -127,28 +184,95 @@ def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: C
         ray.kill(placement_of(ray), no_restart=False)
         again = told(ray, placement_of(ray).table.options(max_task_retries=-1).remote())
     assert again["version"] > before["version"]
-    assert {"serving": again["models"]["m"], "nodes": again["holders"]["m"]} == before["models"][
-        "m"
-    ]
+    assert again["holders"]["m"] == before["models"]["m"]["nodes"]
+    assert again["models"]["m"] in again["holders"]["m"]
 
 
-def test_a_jobs_node_is_killed_and_it_ends_with_the_same_bits(
+class Job:
+    """That runs on the cluster, slowly until it is let go; another has run at once."""
+
+    def __init__(self, client: Client, folder: Path, name: str) -> None:
+        self.client, self.folder, self.name = client, folder, name
+        (folder / "job.py").write_text(JOB)
+        for one, let_go in ((f"whole-{name}", folder), (name, folder / "let_go")):
+            args = [f"{folder}/{one}.pt", str(let_go)]
+            client.train(folder / "job.py", name=one, args=args)
+        assert client.task(f"whole-{name}").wait(60)["state"] == "done"
+
+    def has_come(self, nodes: Cluster, step: int) -> str:
+        """When so many steps are on the disk of another node too: its own node."""
+        row = wait_for(lambda: job_row(self.client, self.name),
+                       lambda row: row["persisted_step"] >= step)  # fmt: skip
+        with connected_ray("auto"):  # once
+            wait_for(lambda: nodes.status()["jobs"].get(self.name, {}),
+                     lambda kept: sorted(kept.values()) == ["home", "replica"])  # fmt: skip
+        return str(row["node"])
+
+    def ends_as_the_whole_one(self) -> None:
+        """With the same bits; and no two of its processes have ever run by turns."""
+        (self.folder / "let_go").touch()
+        assert self.client.task(self.name).wait(120)["state"] == "done"
+        weights = [torch.load(self.folder / f"{one}.pt", weights_only=True)["weight"]
+                   for one in (f"whole-{self.name}", self.name)]  # fmt: skip
+        assert torch.equal(*weights)
+        lives = (self.folder / f"{self.name}.pt.lives").read_text().split()
+        assert len([*itertools.groupby(lives)]) == len(set(lives)) > 1
+
+
+def test_a_jobs_server_is_killed_and_then_it_moves(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """Ray starts the node again, and the job goes on from its last commit."""
-    (tmp_path / "job.py").write_text(JOB)
-    for name, step_s in (("whole", "0"), ("killed", "0.05")):
-        client.train(tmp_path / "job.py", name=name, args=[f"{tmp_path}/{name}.pt", step_s])
-    assert client.task("whole").wait(60)["state"] == "done"
-    row = wait_for(lambda: job_row(client, "killed"), lambda row: row["persisted_step"] >= 10)
-    assert len({row["node"] for row in client.jobs()}) == 2
-    victim = next(node for node in nodes.status()["nodes"] if node["name"] == row["node"])
-    os.kill(victim["pid"], signal.SIGKILL)
-    row = wait_for(lambda: job_row(client, "killed"), lambda row: row["state"] == "done")
-    assert (row["node"], row["restarts"]) == (victim["name"], 1)
-    weights = [torch.load(tmp_path / f"{name}.pt", weights_only=True)["weight"]
-               for name in ("whole", "killed")]  # fmt: skip
-    assert torch.equal(*weights)
+    """The server is started again, and goes on with it."""
+    job = Job(client, tmp_path, "moved")
+    home = job.has_come(nodes, 2)
+    os.kill(nodes.pids[home], signal.SIGKILL)
+    wait_for(lambda: job_row(client, "moved"), lambda row: row["restarts"] == 1)
+    assert job.has_come(nodes, 4) == home
+
+    to = next(name for name in NAMES if name != home)
+    moved = nodes.cli("--host", "cluster", "jobs", "move", "moved", "--to", to)
+    assert moved.returncode == 0, moved.stderr
+    job.ends_as_the_whole_one()
+    assert [row["node"] for row in client.jobs() if row["name"] == "moved"] == [to]
+
+
+@pytest.mark.slow
+def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> None:
+    """Its server lives on, and stops the job before another node has it."""
+    job = Job(client, tmp_path, "hung")
+    to = job.has_come(nodes, 2)
+    node = psutil.Process(nodes.pids[to]).parent()
+    assert node is not None
+    (tmp_path / "job.py").unlink()  # its script has come along
+    node.suspend()
+    try:
+        wait_for(lambda: nodes.status()["jobs"].get("hung", {}),
+                 lambda kept: "home" in kept.values() and to not in kept)  # fmt: skip
+    finally:
+        node.resume()
+    job.ends_as_the_whole_one()
+    assert to not in [row["node"] for row in client.jobs() if row["name"] == "hung"]
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_is_lost_again_and_again(
+    nodes: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """Ray does not start it again; later it comes back, and has the job no more."""
+    job = Job(client, tmp_path, "lost")
+    for number in range(3):
+        home = job.has_come(nodes, 2 * number + 2)
+        with connected_ray("auto") as ray:
+            ray.kill(ray.get_actor(f"node:{home}", namespace="pipeswitch"), no_restart=True)
+        os.kill(nodes.pids[home], signal.SIGKILL)
+        wait_for(
+            lambda: nodes.status()["jobs"].get("lost", {}), lambda kept: "home" in kept.values()
+        )
+        with connected_ray("auto") as ray:
+            where = ray.get_runtime_context().get_node_id()
+            start_nodes(ray, {home: where}, str(nodes.folder), {home: "127.0.0.1"}, SMALL)
+        assert [row["node"] for row in client.jobs() if row["name"] == "lost"] != [home]
+    job.ends_as_the_whole_one()
 
 
 def job_row(client: Client, name: str) -> dict[str, Any]:
@@ -159,16 +283,19 @@ def job_row(client: Client, name: str) -> dict[str, Any]:
 def wait_for(
     look: Callable[[], dict[str, Any]], is_so: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
-    until_s = time.monotonic() + 60.0
+    until_s = time.monotonic() + 200.0
     while not (found := look()) or not is_so(found):
         assert time.monotonic() < until_s, found
         time.sleep(0.05)
     return found
 
 
-def test_a_node_is_killed_under_requests_and_none_is_lost(nodes: Cluster, client: Client) -> None:
-    """Each request is answered once and with the same bits; the node comes back with its model;
-    then a drained node's models are elsewhere."""
+def test_a_node_is_killed_under_requests_and_none_is_lost(
+    nodes: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """Each request is answered once and with the same bits; the node comes back with its model.
+    Then a node is drained, which trains: its models and its job are elsewhere, and no request that
+    came meanwhile is lost."""
     x = np.random.default_rng(0).random((1, 8), dtype=np.float32)
     expected = client.infer("m", x).outputs["y"].tobytes()
     status = nodes.status()
@@ -184,19 +311,26 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(nodes: Cluster, client
     assert len({request for request, _ in answers}) == REQUESTS
     assert {bits for _, bits in answers} == {expected}
 
-    other = next(name for name in status["models"]["m"]["nodes"] if name != serving)
-    drained = nodes.cli("cluster", "drain", other)
-    assert drained.returncode == 0, drained.stderr
+    job = Job(client, tmp_path, "drained")
+    home = job.has_come(nodes, 2)
+    with ThreadPoolExecutor(1) as beside:
+        drained = beside.submit(nodes.cli, "cluster", "drain", home)
+        answers = [client.infer("m", x)]
+        while not drained.done():
+            answers.append(client.infer("m", x))
+    assert drained.result().returncode == 0, drained.result().stderr
+    assert {answer.outputs["y"].tobytes() for answer in answers} == {expected}
+    assert len({answer.request_id for answer in answers}) == len(answers)
     left = nodes.status()
-    assert other not in {node["name"] for node in left["nodes"]}
-    assert other not in left["models"]["m"]["nodes"]
-    assert client.infer("m", x).outputs["y"].tobytes() == expected
+    assert home not in {node["name"] for node in left["nodes"]}
+    assert home not in left["models"]["m"]["nodes"]
+    job.ends_as_the_whole_one()
     client.unregister("m")
     with pytest.raises(ModelNotFound):
         client.infer("m", x)
 
 
 def test_who_has_another_token_hears_nothing(nodes: Cluster) -> None:
-    heard, error = nodes.stranger.communicate(timeout=60)
+    heard, error = nodes.stranger.communicate(timeout=200)
     assert (nodes.stranger.returncode, heard) == (3, ""), error
     assert "no Ray answers" in error

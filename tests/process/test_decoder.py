@@ -7,6 +7,8 @@ read, and run by our executor, with the rows of its cache kept by the loop here.
 from __future__ import annotations
 
 import json
+import math
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from pipeswitch.programs.bundle import Bundle, read_bundle
 from pipeswitch.programs.executor import GraphProgram
 from pipeswitch.programs.generation import check_generation, packed_tokenizer, tokenizer_json
 from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.padding import cut, padded, padded_shape
 from pipeswitch.programs.sampling import Sampling, next_token
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
 from pipeswitch.programs.views import tensor_over
@@ -171,6 +174,33 @@ def test_in_one_step_with_others_a_sequence_answers_as_alone(made: Made) -> None
     assert torch.equal(together, again)
 
 
+def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is_zeros() -> None:
+    made = random.Random(3)
+    for axes in (1, 2, 3) * 20:
+        shapes = [[made.randint(1, 4) for _ in range(1 + axes)] for _ in range(made.randint(1, 5))]
+        parts = [torch.rand(shape) for shape in shapes]
+        whole = padded(parts, torch.full(padded_shape(parts), math.nan))
+        for rows, part in zip(torch.split(whole, [*map(len, parts)]), parts, strict=True):
+            assert torch.equal(cut(rows, part.shape), part)
+            assert float(rows.sum()) == pytest.approx(float(part.sum()))
+
+
+def test_one_whose_answers_depend_on_what_pads_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes all rows of its cache as used, once one is: alone nobody sees that."""
+    right = Decoder._mask
+
+    def wrong(self: Decoder, step: Any, used: Any, cache: torch.Tensor) -> torch.Tensor:
+        return right(self, step, torch.where(used > 0, cache.shape[1], 0), cache)
+
+    monkeypatch.setattr(Decoder, "_mask", wrong)
+    export_decoder_to_bundle(plain_model("gpt2"), tmp_path / "chat.bundle", max_batch=4)
+    spec = BuildSpec(name="chat", source=str(tmp_path / "chat.bundle"))
+    with pytest.raises(RegistrationRefused, match="depends on the others of its batch"):
+        build(spec, tmp_path / "out", lambda stage, done: None)
+
+
 def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     said = made.bundle.generation
     assert said is not None
@@ -178,6 +208,9 @@ def test_its_bundle_says_what_its_tokens_mean(made: Made) -> None:
     assert made.manifest.extra["generation"] == {
         "vocabulary": 700, "context": 256, "eos_ids": (0,), "bos_id": 0,
     }  # fmt: skip
+    batching = made.manifest.batching
+    assert batching is not None
+    assert (batching.limit, batching.delay_ms) == (8, 0.0)
     assert made.manifest.extra["state"] == {"cache": ("cache_new", 1)}
     assert said.chat_template == "{{ messages }}"
     from tokenizers import Tokenizer

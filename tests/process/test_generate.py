@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from process_tools import Checked, checked_server, kill, start_endless_job, until
 
 from pipeswitch.cli.main import main
-from pipeswitch.errors import InvalidInput
+from pipeswitch.client import Client
+from pipeswitch.errors import DeadlineExceeded, InvalidInput, PipeSwitchError
 from tests.models.words import trained
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +105,67 @@ def test_two_hundred_tokens_beside_a_job_with_workers_and_sequences_that_die(
         striking.join()
         task.cancel()
     assert client.sequences() == []
+
+
+def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]) -> list[int]:
+    """Greedy tokens, each step asked for until it is answered, whatever deadline passes."""
+    tokens, done = list(ids), 0
+    with client.sequence("chat") as sequence:
+        while len(tokens) < len(ids) + new:
+            given = {"ids": np.array([tokens[done:]]), "used": np.array([done])}
+            given["count"] = np.array([len(tokens) - done])
+            try:
+                logits = sequence.infer(given, deadline_ms=deadlines[len(tokens) % 3])["logits"]
+            except DeadlineExceeded:
+                deadlines = [*deadlines[1:], None]
+                continue
+            done = len(tokens)
+            tokens.append(int(logits[0].argmax()))
+    return tokens[len(ids) :]
+
+
+def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tokens(
+    running: Checked, model: Any
+) -> None:
+    client, new, gone = running.client, 36, Client(running.running.ipc_address)
+    prompts = [[5 + n, *range(1, 2 + 5 * n)] for n in range(8)]
+    expected = [wanted(model, ids, new) for ids in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    before, start = (running.count("runs"), running.count("inferences")), threading.Barrier(9)
+
+    def talk(number: int, asked: Any) -> None:
+        start.wait()
+        with asked.generate("chat", prompts[number], max_new_tokens=new) as answer:
+            for token in answer:
+                found[number].append(token.id)
+                if number == 0 and len(found[0]) in (9, 24):  # in whatever step the others are
+                    for row in running.rows("worker"):
+                        if row["pid"]:
+                            kill(row["pid"])
+                if number == 1 and len(found[1]) == 12:
+                    break
+
+    def is_gone() -> None:
+        with contextlib.suppress(PipeSwitchError):
+            talk(2, gone)
+
+    def fails() -> None:
+        start.wait()
+        found[3][:] = by_hand(client, prompts[3], new, [None, 0.05, 2.0])
+
+    tasks = [partial(talk, number, client) for number in (0, 1, 4, 5, 6, 7)]
+    with ThreadPoolExecutor(8) as pool:
+        ends = [pool.submit(task) for task in (*tasks, is_gone, fails)]
+        start.wait()
+        until(lambda: len(found[2]) > 15, "it has some tokens")
+        gone.close()
+        for end in ends:
+            end.result()
+    for number, tokens in enumerate(expected):
+        count = 12 if number == 1 else len(found[2]) if number == 2 else new
+        assert found[number] == tokens[:count], number
+    runs, inferences = running.count("runs") - before[0], running.count("inferences") - before[1]
+    assert runs < inferences
 
 
 def test_a_text_comes_back_as_text_and_a_seed_says_which(

@@ -139,7 +139,7 @@ class Ticking(Activations):
 
     def __init__(self, *given: Any) -> None:
         self.asks: list[int] = []  # for host memory
-        super().__init__(*given, self.asks.append)
+        super().__init__(*given, charge=self.asks.append)
 
     def _settle(self) -> bool:
         changed = super()._settle()

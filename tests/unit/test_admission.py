@@ -284,9 +284,9 @@ def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.Mon
     """Deadlines of some 17 runs: sums of medians fall short of sums, and 1 of 20 was late."""
     rng, exact = random.Random(3), Program.group_ms
 
-    def scattered(program: Program, plan: Any, batch: int) -> tuple[float, ...]:
+    def scattered(program: Program, *asked: Any) -> tuple[float, ...]:
         factor = 0.9 + rng.expovariate(1 / 0.12)
-        return tuple(factor * ms for ms in exact(program, plan, batch))
+        return tuple(factor * ms for ms in exact(program, *asked))
 
     monkeypatch.setattr(Program, "group_ms", scattered)
     server, asked, began_ms = Server("edf"), [], 1_000.0

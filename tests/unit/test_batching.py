@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,9 +14,11 @@ from msgspec import structs
 from pipeswitch.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
 from pipeswitch.ipc.messages import InferenceDone, ModelName, RunInference, SlabTensor
 from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.generation import PADS
 from pipeswitch.programs.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.requests import batching
 from pipeswitch.scheduler.requests.predictions import Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.programs import program_of
@@ -413,3 +417,134 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
     commands = server.scheduler.decide(ev.Tick(), server.now_ms + DELAY_MS)
     orders = [command.message for command in commands if isinstance(command, ev.ToWorker)]
     assert [type(order) for order in orders] == [RunInference]
+
+
+class Steps(Server):
+    """``lm`` takes steps of sequences of unequal lengths together; clients ask for the next one a
+    moment after each answer."""
+
+    gap_ms: Callable[[int], float] = staticmethod(lambda sequence: 0.5)
+
+    def __init__(self, **settings: Any) -> None:
+        self.to_go: dict[int, int] = {}  # steps, by sequence
+        self.past: dict[int, int] = {}
+        self.waiting: dict[ev.Token, int] = {}
+        self.due: list[tuple[float, int]] = []
+        super().__init__(**settings)
+        joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
+        program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
+        inputs = [("ids", "length"), ("count",), ("used",), ("cache", "past", 3)]
+        manifest = structs.replace(
+            program.manifest, extra={**program.manifest.extra, "pads": PADS},
+            inputs=tuple(ValueSpec(name=name, dtype="int64", shape=("batch", *more))
+                         for name, *more in inputs),
+            dims=(Dim("batch", 1, 8), Dim("length", 1, 512), Dim("past", 1, 512)),
+        )  # fmt: skip
+        self.clients.register(ModelName("lm"), replace(program, manifest=manifest, row_share=0.1))
+        self.run()
+        self.step(99, past=1)
+        self.run(self.now_ms + 100.0)
+        self.runs.clear()
+
+    def step(self, sequence: int, *, past: int, length: int = 1, **values: Any) -> ev.Token:
+        shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
+        token = self.clients.token()
+        self.waiting[token] = sequence
+        self.handle(ev.InferArrived(
+            token=token, request_id=f"r{token}", model=ModelName("lm"), digest="lm", priority=1,
+            deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=sequence,
+            inputs=tuple(
+                SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
+                           size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()
+            ), **values,
+        ))  # fmt: skip
+        return token
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            if isinstance(command, ev.Answer) and command.token in self.waiting:
+                sequence = self.waiting.pop(command.token)
+                assert command.error is None
+                if self.to_go.get(sequence):
+                    self.due.append((self.now_ms + self.gap_ms(sequence), sequence))
+
+    def talk(self, starts: dict[int, float], steps: int, past: int = 40) -> None:
+        """Each sequence from its moment on, so many steps."""
+        self.to_go = dict.fromkeys(starts, steps)
+        self.past = dict.fromkeys(starts, past)
+        self.due = [(self.now_ms + at_ms, sequence) for sequence, at_ms in starts.items()]
+        while self.due or self.waiting:
+            self.run(self.now_ms + 0.125)
+            for at_ms, sequence in sorted(self.due):
+                if at_ms <= self.now_ms:
+                    self.due.remove((at_ms, sequence))
+                    self.to_go[sequence] -= 1
+                    self.past[sequence] += 1
+                    self.step(sequence, past=self.past[sequence])
+        assert not any(self.to_go.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        return [1 + len(run.joined) for _, run in self.runs]
+
+
+def test_sequences_that_go_on_together_are_one_run_however_they_began() -> None:
+    """Not two halves in turns, which each wait for the other's run: one waits a moment."""
+    for starts in (dict.fromkeys(range(1, 9), 0.0), {n: n * 3.1 for n in range(1, 9)},
+                   {n: 9.0 * (n % 2) for n in range(1, 9)}):  # fmt: skip
+        server = Steps()
+        server.talk(starts, 20)
+        assert sum(server.sizes) == 8 * 20
+        assert server.sizes[6:17] == [8] * 11, starts
+
+
+def test_a_sequence_alone_waits_for_nobody() -> None:
+    server = Steps()
+    server.talk({1: 0.0}, 10)
+    assert server.sizes == [1] * 10
+    bills = [answer.timing for _, answer in server.answers.values()][-10:]
+    assert all(bill is not None and bill.queue_ms == 0.0 for bill in bills)
+
+
+def test_one_that_thinks_long_costs_the_others_a_moment_and_not_its_thinking() -> None:
+    server = Steps()
+    server.gap_ms = lambda sequence: 500.0 if sequence == 1 else 0.5  # type: ignore[method-assign]
+    server.talk({1: 0.0, 2: 0.0, 3: 0.0}, 5)
+    ends = [at for at, run in server.runs if run.joined]
+    assert max(ends) - server.runs[0][0] < 5 * 1.25 * (1.2 * COMPUTE_MS + 1.0)
+    assert sum(server.sizes) == 15
+
+
+def test_lengths_are_joined_as_far_as_padding_pays() -> None:
+    server = Steps()
+    server.ask_behind(0)
+    given = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
+    tokens = [server.step(n + 1, past=past, length=length)
+              for n, (past, length) in enumerate(given)]  # fmt: skip
+    server.run()
+    found = [one for one in server.joined() if set(one) <= set(tokens)]
+    assert found == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
+
+
+def test_what_is_joined_together_has_room_in_a_workers_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batching, "MOST_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
+    server = Steps()
+    server.ask_behind(0)
+    for sequence in range(1, 8):
+        server.step(sequence, past=40)
+    server.run()
+    assert [1 + len(run.joined) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
+
+
+def test_the_steps_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
+    server, everyone = Steps(), dict.fromkeys(range(1, 9), 0.0)
+    server.talk(everyone, 3)
+    server.runs.clear()
+    server.faults["infer_error"] = ["lm"]
+    server.talk(everyone, 8)
+    assert server.sizes[:9] == [8] + [1] * 8
+    assert sum(server.sizes) == 8 + 8 * 8
+    assert server.sizes[-4:-1] == [8] * 3

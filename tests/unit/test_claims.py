@@ -22,6 +22,7 @@ from pipeswitch.ipc.messages import (
     ModelName,
 )
 from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.generation import PADS
 from pipeswitch.programs.layout import (
     Batching,
     GroupSpec,
@@ -113,6 +114,9 @@ LIES: dict[str, dict[str, Any]] = {
     "one is read by more than there is": with_extra(last_readers=[1, 2, 1 << 40]),
     "one is not spoken of": with_extra(last_readers=[1, 2]),
     "bytes that are negative": with_extra(largest_value_bytes=-1),
+    "padding that no input speaks of": with_extra(pads=PADS),
+    "padding along a dimension that is none": with_extra(pads={"length": "x"}),
+    "padding that is a number": with_extra(pads=7),
 }
 
 

@@ -67,7 +67,7 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
     programs: Any = SimpleNamespace(
         made_up=None, bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
     )
-    pool: Any = SimpleNamespace(write=lambda *_: ())
+    pool: Any = SimpleNamespace(write=lambda *_: (), joined_for="")
     task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))
     sent: list[type] = []
     order = RunInference(epoch=1, request_id="r", model="m", digest="d", directory="",

@@ -2722,3 +2722,22 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
     assert not rig.commands(ev.StartBuild)
     assert not rig.scheduler.publishing._lines
     assert versions_of(rig) == [(1, True)]
+
+
+def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
+    """Paused if it was; where its commits have no room it is refused, and nothing of it is left."""
+    job = over(rig)  # of its name: that one's files go before the new one's come
+    for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
+        token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)
+        name = job.name if is_paused else "large"
+        rig.handle(ev.TrainAsked(token=token, job=name, entry="t.py", args=(), priority=1,
+                                 resumes=True, is_paused=is_paused, loaded=loaded))  # fmt: skip
+        if not is_paused:
+            assert isinstance(rig.error(token), HostStoreFull)
+            assert name not in rig.state.jobs
+            continue
+        kinds = [type(one) for one in rig.out
+                 if isinstance(one, ev.RemoveJob | ev.CreateCommits | ev.Journal)]  # fmt: skip
+        assert kinds == [ev.RemoveJob, ev.CreateCommits, ev.Journal, ev.Journal]
+        made = rig.state.jobs[name]
+        assert (made.state.state, made.persisted_step) == (TaskState.PAUSED, 7)

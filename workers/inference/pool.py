@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -13,7 +15,8 @@ import torch
 from pipeswitch.devices.cpu.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages import SlabTensor
-from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
+from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec, aligned
+from pipeswitch.programs.padding import padded, padded_shape
 from pipeswitch.programs.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
@@ -32,6 +35,7 @@ class RequestPool:
         if is_hidden:  # no slab is opened and closed for what this code copies
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
+        self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
         # To make a tensor is two of torch's operations, of the five of a small request.
         self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
         self._reply = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._own))
@@ -52,9 +56,27 @@ class RequestPool:
         """
         return self._view(self._storage, slab) if is_code else self._kept(slab)
 
-    def joined(self, slabs: Sequence[SlabTensor]) -> torch.Tensor:
-        """The rows of several requests one after the other, in memory of this process."""
-        return torch.cat([self._view(self._own, slab) for slab in slabs])
+    def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
+        """Of each input the rows of several requests one after the other, in our own memory.
+
+        The model's next ones lie there too: to take fresh pages is five times the copy.
+        """
+        inputs = [[self._view(self._own, slab) for slab in slabs] for slabs in columns]
+        shapes = [padded_shape(parts) for parts in inputs]
+        sizes = [math.prod(s) * p[0].itemsize for s, p in zip(shapes, inputs, strict=True)]
+        starts = [0, *accumulate(aligned(size, REPLY_ALIGN_BYTES) for size in sizes)]
+        if starts[-1] > len(self._joined):
+            self.let_go()  # first, or both would be there for a moment
+            self._joined = torch.empty(starts[-1], dtype=torch.uint8)
+        self.joined_for = model
+        return [
+            padded(parts, self._joined[at:][:size].view(parts[0].dtype).view(shape))
+            for parts, at, size, shape in zip(inputs, starts, sizes, shapes, strict=False)
+        ]
+
+    def let_go(self) -> None:
+        """Of what the last joined requests lay in: another model's run has its own limit."""
+        self.joined_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
         dtype_name, shape = slab.dtype, slab.shape

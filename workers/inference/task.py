@@ -24,10 +24,12 @@ from pipeswitch.ipc.messages import (
     SteppedAside,
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
+from pipeswitch.programs.dims import shape_at, values_of
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
+from pipeswitch.programs.padding import cut
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
@@ -227,6 +229,8 @@ def infer(
             region_bytes = max([landing + group.size_bytes for landing, group in pairs])
         _lend_inputs(view, message, manifest)
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
+        if pool.joined_for and pool.joined_for != message.model:
+            pool.let_go()
         inputs, rows = _inputs(message, pool)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
@@ -311,7 +315,7 @@ def _inputs(message: RunInference, pool: RequestPool) -> tuple[list[torch.Tensor
     requests = _requests(message)
     columns = zip(*(request.inputs for request in requests), strict=True)
     rows = [request.inputs[0].shape[0] for request in requests]
-    return [pool.joined(slabs) for slabs in columns], rows
+    return pool.joined(columns, message.model), rows
 
 
 def _write(
@@ -321,15 +325,27 @@ def _write(
     rows: list[int],
     pool: RequestPool,
 ) -> list[tuple[SlabTensor, ...]]:
-    """Each request's outputs to its own slab; ``split`` raises when there are other rows."""
-    values = bound.manifest.outputs
+    """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
+    was padded each gets its own extents."""
+    manifest, values = bound.manifest, bound.manifest.outputs
     if not rows:
         return [pool.write(values, outputs, message.reply_offset_bytes, message.reply_bytes)]
     parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
-    return [
-        pool.write(values, part, request.reply_offset_bytes, request.reply_bytes)
-        for request, part in zip(_requests(message), parts, strict=True)
-    ]
+    slabs = []
+    for request, part in zip(_requests(message), parts, strict=True):
+        own = _its_own(part, request, manifest) if manifest.pads else part
+        slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
+    return slabs
+
+
+def _its_own(
+    outputs: Sequence[torch.Tensor], request: RunInference | JoinedRequest, manifest: Manifest
+) -> list[torch.Tensor]:
+    shapes = (slab.shape for slab in request.inputs)
+    own = values_of((spec.shape for spec in manifest.inputs), shapes)
+    assert own is not None
+    pairs = zip(outputs, manifest.outputs, strict=True)
+    return [cut(output, shape_at(spec.shape, own)) for output, spec in pairs]
 
 
 def _failure(message: RunInference, error: BaseException) -> InferenceFailed:

@@ -13,10 +13,11 @@ import torch
 from ...errors import RegistrationRefused
 from ..bundle import read_bundle
 from ..claims import check_joinable
-from ..dims import BATCH, Values, at_batch, largest
+from ..dims import BATCH, at_batch, largest, shape_at
 from ..executor import GraphProgram
-from ..layout import Batching, Manifest, ValueSpec
-from ..spec import BUNDLE_FILE, BuildSpec
+from ..layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
+from ..padding import cut, padded
+from ..spec import BUNDLE_FILE
 from ..views import tensor_over
 from .checking import same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
@@ -31,16 +32,17 @@ ROUNDING: Final = {
 """Of the largest number of an output: what other kernels for another batch may differ by."""
 
 
-def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest:
-    """The manifest of a program whose requests are joined, up to a batch of ``spec.batch``.
+def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
+    """The manifest of a program whose requests are joined, up to a batch of ``limit``.
 
-    Rows of a joined run are compared with the rows alone, at the limit and at two requests.
+    Rows of a joined run are compared with the rows alone, at the limit and at two requests; of one
+    that pads, requests of unequal extents.
 
     Raises:
         RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit;
             or what a request is answered depends on those beside it by more than rounding.
     """
-    check_joinable(manifest, spec.batch)
+    check_joinable(manifest, limit)
     image = load_image(folder / BUNDLE_FILE, manifest)
     program = GraphProgram(manifest, read_bundle(folder / BUNDLE_FILE).graph, "cpu")
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
@@ -50,12 +52,17 @@ def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest
             return [value.clone() for value in bound.run(inputs, lambda index: None)]
 
     low = manifest.batch[0]
-    limit = spec.batch // low * low
-    inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, limit), compute)
-    found = [_is_exact(manifest, inputs, low, size, compute) for size in {2 * low, limit}]
-    batching = Batching(limit=spec.batch, delay_ms=spec.batch_delay_ms, is_exact=all(found))
-    taken_bytes = manifest.extra.get("intermediate_bytes", 0) + _bytes(
-        manifest.inputs, largest(manifest.dims) | {BATCH: spec.batch}
+    rows = limit // low * low
+    if manifest.pads:
+        found = [_is_exact_padded(manifest, low, size, compute) for size in {2 * low, rows}]
+    else:
+        inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, rows), compute)
+        found = [_is_exact(manifest, inputs, low, size, compute) for size in {2 * low, rows}]
+    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=all(found))
+    at_most = largest(manifest.dims) | {BATCH: limit}
+    joined_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
+    taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (
+        min(joined_bytes, MOST_JOINED_BYTES) if manifest.pads else joined_bytes
     )
     digest = hashlib.sha256(manifest.digest.encode() + msgspec.json.encode(batching))
     return msgspec.structs.replace(
@@ -64,11 +71,6 @@ def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest
         digest=digest.hexdigest(),
         extra={**manifest.extra, "intermediate_bytes": taken_bytes},
     )
-
-
-def _bytes(inputs: Sequence[ValueSpec], values: Values) -> int:
-    """A worker copies the rows of joined requests to memory of its own."""
-    return sum(value.size_bytes(values) for value in inputs)
 
 
 def _is_exact(
@@ -82,6 +84,30 @@ def _is_exact(
         alone = compute([value[start : start + low].contiguous() for value in inputs])
         for spec, joined, own in zip(manifest.outputs, together, alone, strict=True):
             rows = joined[start : start + low]
+            if not same_bits(rows.contiguous(), own.contiguous()):
+                is_exact = False
+                _check_rounding(spec, rows, own)
+    return is_exact
+
+
+def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain) -> bool:
+    """As ``_is_exact``, of requests of many extents: of each dimension from its least on."""
+    requests, extents = [], []
+    for number in range(size // low):
+        values = {d.name: d.low + number * (2 * k + 1) % min(9, d.high - d.low + 1)
+                  for k, d in enumerate(manifest.dims)}  # fmt: skip
+        values[BATCH] = low
+        inputs = acceptable_inputs(manifest.inputs, values, lambda inputs: [])
+        for dim, counted in manifest.pads.items():
+            index = [value.name for value in manifest.inputs].index(counted)
+            inputs[index] = torch.full_like(inputs[index], values[dim])
+        requests.append(inputs)
+        extents.append(values)
+    together = compute([padded(column) for column in zip(*requests, strict=True)])
+    is_exact = True
+    for number, (inputs, values) in enumerate(zip(requests, extents, strict=True)):
+        for spec, joined, own in zip(manifest.outputs, together, compute(inputs), strict=True):
+            rows = cut(joined[number * low :][:low], shape_at(spec.shape, values))
             if not same_bits(rows.contiguous(), own.contiguous()):
                 is_exact = False
                 _check_rounding(spec, rows, own)

@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..generation import STATE, Generation
+from ..generation import PADS, STATE, Generation
 from ..graph import check_no_mutation, check_shapes, last_readers
 from ..groups import regrouped
 from ..layout import Manifest
@@ -32,7 +32,7 @@ from ..nesting import argument_names
 from ..operators import checked_by
 from ..partition import Weight as GraphWeight
 from ..partition import default_plan, layers_of_graph, place
-from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest, with_state
+from ..spec import BUNDLE_FILE, BuildSpec, joined_as, load_manifest, save_manifest, with_state
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
@@ -72,8 +72,8 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_bundle(spec, out_dir, progress)
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
-        if spec.batch:
-            manifest = with_batching(manifest, spec, out_dir)
+        if (joined := joined_as(manifest, spec)) is not None:
+            manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         save_manifest(out_dir, manifest)
@@ -260,7 +260,7 @@ def _finish_graph(
             "is_whole": checked.is_whole,
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"generation": generation.numbers()} if generation else {}),
+            **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
         },
     )
 

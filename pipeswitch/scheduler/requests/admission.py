@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
 from ...ipc.messages import ModelName
+from ...programs.dims import BATCH, values_of
 from ...shares import left
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
@@ -67,6 +68,7 @@ class Admission:
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None and bool(model.stage.function),
             follows=event.follows,
+            sequence=event.sequence,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -119,10 +121,18 @@ class Admission:
     def _queue(self, request: Request, model: Model) -> None:
         """It waits for a device, unless it has one at once, or its answer would come too late."""
         core = self._core
-        request.batch = batch_of(model.built, request.inputs)
+        built = model.built
+        request.batch = batch_of(built, request.inputs)
+        if "pads" in built.extra:
+            shapes = (tensor.shape for tensor in request.inputs)
+            values = values_of((spec.shape for spec in built.inputs), shapes) or {}
+            request.padded = tuple([values.pop(name) for name in built.pads])
+            request.fixed = tuple([values[name] for name in values if name != BATCH])
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
+        if request.sequence:
+            device.replicas[request.model].away.requests.pop(request.sequence, None)
         if device.settings.admission == "off":
             if not is_early and place.dispatch.at_once(request):
                 return

@@ -2,20 +2,29 @@
 
 Requests are joined along the batch, where the model's owner has asked for it (ADR 28): those of one
 line, which have one model, one version and one priority, in the line's order.
+
+Some programs take requests of unequal extents together (``Manifest.pads``): the worker pads them.
+Steps of a language model's sequences are such, and the run that ends now has those whose next
+step comes soon (ADR 53).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import add
 from typing import Final, NamedTuple
 
+from ...programs.layout import MOST_JOINED_BYTES
 from ..device_state import DeviceState
-from ..records import Replica, Request
+from ..records import Away, Replica, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are the same
+MOST_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
+AWAY_SHARE: Final = 0.25  # of a run's time, for which its sequences' next steps are waited for
+MOST_AWAY_MS: Final = 10.0  # so many clients' round trips
 
 
 class Batch(NamedTuple):
@@ -29,25 +38,60 @@ class Batch(NamedTuple):
         return sum([request.batch for request in self.requests])
 
 
-def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
-    """The head, and what of its line is joined with it. It ends
+class Joined:
+    """Whether requests go together by their extents: equal, or not much padding apart."""
+
+    def __init__(self, head: Request) -> None:
+        self._key, self._rows = _key(head), head.batch
+        self._sums = [extent * head.batch for extent in head.padded]
+        self._most = head.padded
+        self._sizes = [tensor.size_bytes for tensor in head.inputs]
+
+    def take(self, request: Request) -> bool:
+        """False: it does not belong to those that were taken before."""
+        if _key(request) != self._key:
+            return False
+        rows = self._rows + request.batch
+        if request.padded:
+            most = tuple(map(max, self._most, request.padded))
+            sums = [*map(add, self._sums, [n * request.batch for n in request.padded])]
+            sizes = [*map(max, self._sizes, [one.size_bytes for one in request.inputs])]
+            is_thin = any(rows * n > MOST_PADDING * m for n, m in zip(most, sums, strict=True))
+            if is_thin or rows * sum(sizes) > MOST_JOINED_BYTES:
+                return False
+            self._most, self._sums, self._sizes = most, sums, sizes
+        self._rows = rows
+        return True
+
+
+def _key(request: Request) -> object:
+    """Of what must be equal."""
+    return request.fixed if request.padded else [tensor.shape[1:] for tensor in request.inputs]
+
+
+def batch_for(
+    device: DeviceState, replica: Replica, head: Request, away: Iterable[Request] = ()
+) -> Batch:
+    """The head, and what of its line is joined with it (``away``: as if these waited too). It ends
 
     1. at the first request that is too large for what the limit leaves;
     2. where the run, as far as is predicted, would end after the deadline of one that is in it.
 
-    Requests of other lengths are passed over, and those that run alone.
+    Requests of other extents are passed over, and those that run alone.
     """
     found, size = [head], head.batch
     limit = _limit(device, replica, head)
     if limit <= size:
         return Batch(found, is_full=True)
-    due_ms, other_extents = head.due_ms, _other_extents(head)
+    due_ms, joined = head.due_ms, Joined(head)
     free_ms = free_at_ms(device)
-    for other in itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT):
-        if other is head or other.is_alone or _other_extents(other) != other_extents:
+    line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
+    for other in itertools.chain(line, away):
+        if other is head or other.is_alone or not joined.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
-        if size > limit or free_ms + _compute_ms(device, replica, size) > due_ms:
+        is_late = due_ms < math.inf and free_ms + _compute_ms(device, replica, size) > due_ms
+        if size > limit or is_late:
             return Batch(found, is_full=True)
         found.append(other)
         if size == limit:
@@ -56,7 +100,8 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
 
 
 def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
-    """Until when it waits for others: its oldest request for the delay, and none so long that its
+    """Until when it waits for others: its oldest request for the delay, or a moment for the next
+    steps of those that have just computed (``Away``); and none so long that its
     deadline could not be met: before it was measured none with a deadline waits."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
@@ -64,8 +109,29 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
     is_unknown = due_ms < math.inf and not compute_ms
     if batch.is_full or batching is None or not replica.is_on_device or is_unknown:
         return device.core.now_ms
-    oldest_ms = min(request.arrived_at_ms for request in batch.requests)
-    return min(oldest_ms + batching.delay_ms, due_ms - compute_ms)
+    begins_ms = min(request.arrived_at_ms for request in batch.requests) + batching.delay_ms
+    away = replica.away
+    if begins_ms < away.until_ms and away.requests:
+        more = batch_for(device, replica, batch.requests[0], away.requests.values())
+        if more.size > batch.size:
+            begins_ms = away.until_ms
+    return min(begins_ms, due_ms - compute_ms)
+
+
+def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
+    """Whether what comes until its model's run has ended may still join it: a run once dispatched
+    takes no more."""
+    current = device.current
+    is_same = current is not None and current.model == replica.name
+    return is_same and bool(replica.built.pads) and not batch.is_full
+
+
+def ended(device: DeviceState, replica: Replica, requests: Sequence[Request], ms: float) -> None:
+    """Their run took so long. Clients have the answers, and ask for the next steps now: without a
+    moment for these two halves of the sequences would go on in turns."""
+    away = {request.sequence: request for request in requests if request.sequence}
+    until_ms = device.core.now_ms + min(AWAY_SHARE * ms, MOST_AWAY_MS)
+    replica.away = Away(away, until_ms)
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
@@ -85,10 +151,6 @@ def _limit(device: DeviceState, replica: Replica, head: Request) -> int:
     batching = replica.built.batching
     fails = replica.model.failed_joins >= device.core.settings.max_deaths
     return 1 if batching is None or head.is_alone or fails else batching.limit
-
-
-def _other_extents(request: Request) -> list[tuple[int, ...]]:
-    return [tensor.shape[1:] for tensor in request.inputs]
 
 
 def _compute_ms(device: DeviceState, replica: Replica, batch: int) -> float:

@@ -19,7 +19,7 @@ from ..records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
 from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from ..training.training import Training
 from .accounts import Charge
-from .batching import Batch, batch_for, begins_at_ms
+from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
 from .forecast import is_hopeless, note_end, too_late
 from .lines import shown
@@ -186,7 +186,8 @@ class Dispatch:
         5. While one waits for memory or the link, the next best is tried if the policy lets it
            overtake: a lower priority never runs in front of a higher one, and no request is
            overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
-        6. It waits for others to be joined with: meanwhile the next best ones run.
+        6. It waits for others to be joined with: meanwhile the next best ones run. What joins
+           those of its model's run that end now waits as in 4: its turn is the next one.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
         """
@@ -241,9 +242,14 @@ class Dispatch:
             if is_hopeless(device, request):
                 device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
                 return True  # another one is first now
-            if self._is_held(request):
-                continue  # 6.
             replica = device.replicas[request.model]
+            if replica.built.batching is not None:
+                batch = batch_for(device, replica, request)
+                if waits_for_run(device, replica, batch):
+                    blocked.append(view)
+                    continue  # 6.
+                if self._is_held(replica, batch):
+                    continue  # 6.
             is_there = replica.is_on_device
             if is_there and replica.landings is None:
                 self.activate(request, replica, is_sent=False)
@@ -258,15 +264,11 @@ class Dispatch:
         self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
 
-    def _is_held(self, request: Request) -> bool:
-        """Whether it waits for others that could be joined with it."""
-        core, device = self._core, self._device
-        replica = device.replicas[request.model]
-        if replica.built.batching is None:
-            return False
-        at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
+    def _is_held(self, replica: Replica, batch: Batch) -> bool:
+        """Whether they wait for others that could be joined with them."""
+        at_ms = begins_at_ms(self._device, replica, batch)
         self._look_again(at_ms)
-        return core.now_ms < at_ms
+        return self._core.now_ms < at_ms
 
     def _look_again(self, at_ms: float) -> None:
         """Unless a look that comes before finds it again."""
@@ -374,7 +376,7 @@ class Dispatch:
         """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
 
         Nothing waits, computes or trains, its model lies on the device and is loaded in a worker
-        that is free, and it is not to be joined with others: it would be the next one whatever the
+        that is free, and it waits for no others: it would be the next one whatever the
         policy says. False: it waits like any other, if only for a moment.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
@@ -384,7 +386,9 @@ class Dispatch:
             return False
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
-        if replica.built.batching is not None or request.due_ms <= core.now_ms:
+        batching = replica.built.batching
+        may_wait = batching is not None and (batching.delay_ms or replica.away.requests)
+        if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.ahead_epoch != NO_EPOCH:
             return False  # it was sent ahead: that is a switch, and billed as one

@@ -22,7 +22,7 @@ from ..events import Answer, Span, Spans
 from ..memory.residency import Residents
 from ..records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
 from ..states import ModelEvent, ModelState, TaskEvent, WorkerEvent
-from .batching import failed
+from .batching import ended, failed
 
 
 class Endings:
@@ -42,10 +42,10 @@ class Endings:
             # Until it is reaped it may write to their slabs: not before are they tried again.
             device.kill(worker, "it answered other requests than it was given")
             return
-        ended = self._end(worker, message.epoch)
-        if ended is None:
+        taken = self._end(worker, message.epoch)
+        if taken is None:
             return
-        activation, requests, replica = ended
+        activation, requests, replica = taken
         replica.model.deaths = 0
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
@@ -61,6 +61,8 @@ class Endings:
         if activation.joined:
             replica.model.failed_joins = 0
         self._note_switch(activation, replica, message)
+        if requests[0].sequence:
+            ended(device, replica, requests, core.now_ms - activation.began_at_ms)
         replica.use_count += len(requests)
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
@@ -117,14 +119,14 @@ class Endings:
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
         """The model's own code raised, or its output does not fit: the worker is fine."""
-        ended = self._end(worker, message.epoch)
-        if ended is None:
+        taken = self._end(worker, message.epoch)
+        if taken is None:
             return
         worker.deaths = 0
         error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
         if type(error) is PipeSwitchError:
             error = from_wire(TaskFailed.__name__, message.message, "", message.data)
-        self._run_failed(*ended, error)
+        self._run_failed(*taken, error)
 
     def _run_failed(
         self, activation: Activation, requests: list[Request], replica: Replica,

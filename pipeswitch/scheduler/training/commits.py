@@ -18,7 +18,7 @@ from ...ipc.messages import (
 )
 from ..core import JOBS
 from ..device_state import DeviceState
-from ..events import CreateCommits, DropCommits, ToWorker
+from ..events import CreateCommits, DropCommits, LoadedCommit, ToWorker
 from ..memory.ledgers import Arena, Store
 from ..records import NO_EPOCH, Job, Worker
 from ..states import TASK_FINAL, MoveState
@@ -37,11 +37,22 @@ class Commits:
         self._arena = arena
         self._store = store
 
-    def restore(self, job: Job, slot_bytes: int, step: int) -> None:
+    def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
         """An area that was loaded from disk; without room for it the job starts from the top."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.commit_slot_bytes = slot_bytes
             job.step = job.committed_step = job.persisted_step = step
+        return bool(job.commit_slot_bytes)
+
+    def take_over(self, job: Job, loaded: LoadedCommit) -> bool:
+        """The area that a new job comes with; False: there is no room."""
+        if not self.restore(job, loaded.slot_bytes, loaded.step):
+            return False
+        self._core.emit(
+            CreateCommits(job=job.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor)
+        )
+        self._tell_daemon(job)
+        return True
 
     def open(self, job: Job, state_bytes: int) -> None:
         """A commit area that holds two images; kept over restarts of worker and daemon.

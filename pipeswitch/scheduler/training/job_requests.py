@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import (
     AlreadyExists,
+    HostStoreFull,
     InvalidInput,
     ModelNotFound,
     PipeSwitchError,
@@ -83,12 +84,21 @@ class JobRequests:
             event.devices,
         )  # fmt: skip
         job.defaults = event.defaults
+        if event.loaded and not self._jobs.home(job).commits.take_over(job, event.loaded):
+            self._jobs.remove(job)
+            core.refuse(event.token, HostStoreFull(
+                f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
+                requested_bytes=2 * event.loaded.slot_bytes))  # fmt: skip
+            return
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
                                  "tenant": job.tenant, "share": job.share,
                                  "devices": list(event.devices), "defaults": list(job.defaults)},
                           accepts=(event.token,)))  # fmt: skip
         self._jobs.publish(job, "job.submitted", entry=job.entry)
+        if event.is_paused:
+            job.state.apply(TaskEvent.PAUSE, "as where it came from")
+            self._jobs.changed(job)
         core.answer(event.token, job=self._jobs.row(job))
 
     def _refusal(self, devices: Sequence[str]) -> PipeSwitchError | None:

@@ -1,0 +1,259 @@
+"""A node's jobs and its replicas of others': a folder for each, beside its server's own.
+
+``job.json`` says which life of the job it speaks of (``lives.py``) and how it was asked for; beside
+it lie its script and, of a replica, the newest commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..client.client import FINAL_JOB_STATES, Client
+from ..client.cluster import placement_of, told
+from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
+from ..config import NAME_PATTERN
+from ..controller.journal import FILE_NAME, JournalFile
+from ..errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
+from .leases import hold
+from .lives import Copy
+
+READ_TRIES: Final = 5  # while newer commits come
+ASK_S: Final = 0.3  # between two questions to who cannot say yet
+
+
+class NodeJobs:
+    """Of one ``Node``: the part of it that Ray calls about jobs."""
+
+    _client: Client  # the owner's
+    _tenant: Client  # the cluster's
+    _until_s: float  # placement counts on this node
+
+    def __init__(self, name: str, state: Path) -> None:
+        self._name, self._state, self._jobs = name, state, state / "jobs"
+        self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._changing = threading.RLock()  # what is kept of any job
+        self._sending: set[str] = set()
+
+    def _kept(self, job: str) -> dict[str, Any]:
+        """Empty: nothing."""
+        try:
+            return dict(json.loads((self._jobs / job / "job.json").read_text("utf-8")))
+        except FileNotFoundError:
+            return {}
+
+    def _keep(self, job: str, **changed: Any) -> None:
+        with self._changing:
+            (self._jobs / job).mkdir(mode=0o700, exist_ok=True)
+            text = json.dumps({**self._kept(job), **changed})
+            _write(self._jobs / job / "job.json", text.encode())
+
+    def _forget(self, job: str) -> None:
+        shutil.rmtree(self._jobs / job, ignore_errors=True)
+
+    def _copies(self) -> tuple[dict[str, Copy], list[dict[str, Any]]]:
+        """What it keeps of each job, and the server's rows, which are asked for last: what is kept
+        by then is of a job that it has taken."""
+        kept = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
+        rows = {row["name"]: row for row in self._client.jobs()}
+        copies = {job: self._copy(job, one, rows.get(job)) for job, one in kept.items() if one}
+        return copies, list(rows.values())
+
+    def _copy(self, job: str, kept: dict[str, Any], row: Mapping[str, Any] | None) -> Copy:
+        state, step, is_paused = kept["state"], -1, kept["is_paused"]
+        is_held = (self._jobs / job / "held").exists()
+        if state == "replica":
+            with contextlib.suppress(RemoteProtocolError):  # damaged: the next one is whole
+                commit = read_record(self._jobs / job / "commit")
+                step = commit.step if commit is not None else -1
+        elif row is not None and row["state"] not in FINAL_JOB_STATES:
+            step, is_paused = row["persisted_step"], row["state"] == "paused" and not is_held
+        else:
+            state = "over" if row is not None else "gone"
+        return Copy(kept["life"], state, step, is_paused, is_held)
+
+    def _claim(self, ray: Any) -> float:
+        """Before its server goes on with its jobs: let go of those that live elsewhere by now.
+
+        Returns when placement was asked last, which counts on this node from then on.
+        """
+        kept = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
+        claimed = {job: one["life"] for job, one in kept.items() if one.get("state") == "home"}
+        lost: set[str] | None = None if claimed else set()
+        asked_s = time.monotonic()
+        while lost is None:
+            asked_s = time.monotonic()
+            with contextlib.suppress(ServerUnavailable):  # it is started again, or was not yet
+                lost = told(ray, placement_of(ray).claim.remote(self._name, claimed))
+            time.sleep(0.0 if lost is not None else ASK_S)
+        gone = lost | {job for job, one in kept.items() if one.get("state") == "replica"}
+        if (self._state / FILE_NAME).exists():
+            journal = JournalFile(self._state / FILE_NAME)
+            for job in gone & journal.jobs.keys():
+                journal.append({"kind": "job-over", "name": job})
+            journal.close()
+        for job in lost:
+            self._forget(job)
+        return asked_s
+
+    # ---- lives ---------------------------------------------------------------------------------
+
+    def train(self, body: dict[str, Any], script: bytes, life: int) -> dict[str, Any]:
+        """A new job's first life.
+
+        Raises:
+            InvalidInput: its name is none that a server takes, nor a folder here; or as the server.
+        """
+        job, entry = body["name"], Path(body["entry"])
+        if not NAME_PATTERN.fullmatch(job):
+            raise InvalidInput(f"job {job[:80]!r} is no name", hint=NAME_PATTERN.pattern)
+        self._forget(job)
+        self._keep(job, life=life - 1, state="replica", body=body, is_paused=False)
+        with contextlib.suppress(OSError):
+            if entry.suffix == ".py":
+                _write(self._jobs / job / entry.name, script or entry.read_bytes())
+        try:
+            return self.take_over(job, life)
+        except BaseException:
+            self._forget(job)
+            raise
+
+    def take_over(self, job: str, life: int) -> dict[str, Any]:
+        """Go on with a job of which this is a replica.
+
+        Raises:
+            InvalidInput: another life of it is known here.
+        """
+        kept = self._kept(job)
+        if kept.get("state") != "replica" or kept["life"] >= life:
+            raise InvalidInput(f"life {life} of job {job} is none that could begin here")
+        if time.monotonic() > self._until_s:
+            raise ServerUnavailable("placement has not heard of this node for too long")
+        entry = Path(kept["body"]["entry"])
+        own = self._jobs / job / entry.name
+        if own.exists():  # where the same file is, there is what it imports, too
+            is_same = entry.exists() and entry.read_bytes() == own.read_bytes()
+            entry = entry if is_same else own
+        commit = self._jobs / job / "commit"
+        body = {**kept["body"], "entry": str(entry), "paused": kept["is_paused"],
+                "resumes": commit.exists()}  # fmt: skip
+        answer = self._tenant._ask("train", body=body, is_safe=False)
+        self._keep(job, life=life, state="home")
+        shutil.rmtree(commit, ignore_errors=True)  # the server has linked it
+        return answer
+
+    def drop(self, job: str, life: int, *, keeps_replica: bool = False) -> None:
+        """Another node has the job's life of that number, or is about to: it lives here no more."""
+        kept = self._kept(job)
+        if not kept or kept["life"] > life:
+            return
+        if keeps_replica:
+            with contextlib.suppress(OSError):  # it has committed nothing
+                shutil.copytree(self._state / "commits" / job, self._jobs / job / "commit",
+                                copy_function=os.link)  # fmt: skip
+            self._keep(job, state="replica", life=life - 1)
+            (self._jobs / job / "held").unlink(missing_ok=True)
+        else:
+            self._forget(job)
+        if kept["state"] == "home":
+            with contextlib.suppress(InvalidInput):  # it is over
+                self._client.job(job, "cancel")
+            while job in (row["name"] for row in self._client.jobs()):
+                with contextlib.suppress(InvalidInput):  # its last commit is being written
+                    self._client.job(job, "rm")
+                time.sleep(ASK_S)
+
+    def go_on(self, job: str) -> None:
+        """It lives here, whatever held it."""
+        if (self._jobs / job / "held").exists() and time.monotonic() < self._until_s:
+            with contextlib.suppress(InvalidInput):  # it is over
+                self._client.job(job, "resume")
+            (self._jobs / job / "held").unlink()
+
+    # ---- replicas ------------------------------------------------------------------------------
+
+    def hand_over(self, job: str, target: Any, life: int) -> None:
+        """Commit it, send that, and let go of it: ``target`` may begin its next life."""
+        hold(self._client, self._jobs, job)
+        try:
+            with contextlib.suppress(InvalidInput):  # it has committed nothing
+                self._client.job(job, "export")
+            if not self.send(job, target):
+                raise ServerUnavailable(f'job "{job}" is over, or on its way: try again')
+        except BaseException:
+            self.go_on(job)
+            raise
+        self.drop(job, life, keeps_replica=True)
+
+    def send(self, job: str, target: Any) -> bool:
+        """Its newest commit on disk, with all that it takes to go on there; False: it does not
+        live here, or is on its way already."""
+        import ray
+
+        with self._changing:
+            if job in self._sending:
+                return False
+            self._sending.add(job)
+        try:
+            kept, copy = self._kept(job), self._copies()[0].get(job)
+            if copy is None or copy.state != "home":
+                return False
+            kept["is_paused"] = copy.is_paused
+            own = self._jobs / job / Path(kept["body"]["entry"]).name
+            script = own.read_bytes() if own.exists() else b""
+            commit = _newest(self._state / "commits" / job)
+            ray.get(target.receive.remote(job, kept, own.name, script, *commit))
+            return True
+        finally:
+            self._sending.discard(job)
+
+    def receive(
+        self, job: str, kept: dict[str, Any], name: str, script: bytes, record: bytes, image: bytes
+    ) -> None:
+        """Another node's job as it is now.
+
+        Raises:
+            AlreadyExists: it lives here, or a later life of it was heard of.
+        """
+        with self._changing:
+            mine = self._kept(job)
+            if mine and (mine["life"] > kept["life"] or mine["state"] == "home"):
+                raise AlreadyExists(f"job {job} has life {mine['life']}, not {kept['life']}")
+            self._keep(job, **{**kept, "state": "replica"})
+            if script:
+                _write(self._jobs / job / name, script)
+            if record:
+                folder = self._jobs / job / "commit"
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _write(folder / msgspec.json.decode(record, type=CommitRecord).image, image)
+                _write(folder / RECORD_NAME, record)
+                remove_unnamed(folder)
+
+
+def _newest(folder: Path) -> tuple[bytes, bytes]:
+    """A commit's record and its image; empty: there is none."""
+    for _ in range(READ_TRIES):
+        if (commit := read_record(folder)) is None:
+            break
+        with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place
+            return msgspec.json.encode(commit), (folder / commit.image).read_bytes()
+    return b"", b""
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all; synced."""
+    new = path.with_name(f"{path.name}.tmp")
+    with open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(new, path)

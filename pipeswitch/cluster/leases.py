@@ -1,0 +1,49 @@
+"""In a node's server: its jobs stop when the cluster may take the node for dead.
+
+The node says on the server's standard input until when placement counts on it. A server whose node
+was killed leaves as if it was told to; one whose node hears nothing holds its jobs, and serves on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from ..client.client import FINAL_JOB_STATES, Client
+
+
+def watch(jobs: Path) -> None:
+    """Of the server: until its end. ``jobs``: the folder of what the node keeps of them."""
+    until_s, address = math.inf, ""
+    while True:
+        wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+        if select.select([0], [], [], wait_s)[0]:
+            heard = os.read(0, 1 << 16).decode().split()
+            if not heard:
+                break
+            until_s, address = float(heard[-2]), heard[-1]
+        else:
+            until_s = math.inf
+            try:
+                hold(Client(address), jobs)
+            except Exception:  # whatever it is: they may not go on
+                break
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hold(client: Client, jobs: Path, name: str = "") -> None:
+    """Commit and stop its jobs, or one, until the node lets them go on."""
+    asked = []
+    for row in client.jobs():
+        folder = jobs / row["name"]
+        is_over_or_paused = row["state"] in {*FINAL_JOB_STATES, "paused"}
+        if name in ("", row["name"]) and not is_over_or_paused and folder.is_dir():
+            (folder / "held").touch()
+            body = {"name": row["name"], "action": "pause"}
+            asked.append(client._connection.request("job", body=body))
+    for answer in asked:
+        answer.result()

@@ -1,0 +1,116 @@
+"""What becomes of jobs when nodes come and go. Pure: what each node keeps goes in, orders come out.
+
+A job has one life at a time. Each start of it on another node is a life with a number higher than
+those before, which goes with everything that is said of it: what speaks of a lower one is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Copy(NamedTuple):
+    """What one node keeps of a job."""
+
+    life: int
+    state: str  # home: it lives there; replica; over: it has ended there; gone: and was removed
+    step: int = -1  # of the commit on disk; -1: none yet
+    is_paused: bool = False  # by its user
+    is_held: bool = False  # by us: its node heard nothing for a while, or was to hand it over
+
+
+class Order(NamedTuple):
+    """For a node: one of its verbs."""
+
+    node: str
+    verb: str
+    job: str
+    life: int = 0
+    to: str = ""  # of ``send``: another node
+
+
+Copies = Mapping[str, Mapping[str, Copy]]  # by node, by job
+Claims = Mapping[str, Mapping[str, int]]  # by node that starts: the lives that it would go on with
+
+
+def rows_of(job: str, copies: Copies) -> dict[str, Copy]:
+    """What the nodes keep of it."""
+    return {node: kept[job] for node, kept in copies.items() if job in kept}
+
+
+def last_life(job: str, copies: Copies, claims: Claims) -> int:
+    """The highest number that anybody knows; 0: none."""
+    lives = [copy.life for copy in rows_of(job, copies).values()]
+    return max(lives + [one[job] for one in claims.values() if job in one], default=0)
+
+
+def homes_of(job: str, copies: Copies) -> list[str]:
+    """The nodes where it lives, the latest life first: one, or a node has come back."""
+    rows = rows_of(job, copies).items()
+    return [node for _, node in sorted(((copy.life, node) for node, copy in rows
+                                        if copy.state == "home"), reverse=True)]  # fmt: skip
+
+
+def homeless(copies: Copies, claims: Claims) -> set[str]:
+    """Jobs of which there are replicas alone."""
+    claimed = {job for one in claims.values() for job in one}
+    return {job for kept in copies.values() for job in kept if job not in claimed
+            and all(copy.state == "replica" for copy in rows_of(job, copies).values())}  # fmt: skip
+
+
+def lost(node: str, copies: Copies, claims: Claims) -> set[str]:
+    """Of what a node that starts would go on with, the jobs that live elsewhere by now."""
+    others = [(lives, one) for one, lives in claims.items() if one != node]
+    return {
+        job for job, life in claims[node].items()
+        if {*homes_of(job, copies)} - {node}
+        or any((lives.get(job, -1), one) > (life, node) for lives, one in others)
+    }  # fmt: skip
+
+
+def orders(
+    copies: Copies, claims: Claims, targets: Sequence[str], given_up: Collection[str]
+) -> Iterator[Order]:
+    """What is to be done now, for each job.
+
+    Args:
+        copies: of the nodes that answer.
+        targets: where a new replica may lie, the best first.
+        given_up: jobs that have had no home for so long that theirs does not come back.
+    """
+    claimed = {job for one in claims.values() for job in one}  # its node is about to go on with it
+    for job in sorted({job for kept in copies.values() for job in kept} - claimed):
+        rows, homes = rows_of(job, copies), homes_of(job, copies)
+        last = last_life(job, copies, claims)
+        over = [node for node in rows if rows[node].state in ("over", "gone")]
+        if homes:
+            older = [node for node in over if rows[node].life < rows[homes[0]].life]
+            yield from (Order(node, "drop", job, last) for node in homes[1:] + older)
+            yield from _replicate(job, homes[0], rows, targets)
+        elif over:
+            replicas = [node for node in rows if node not in over]
+            gone = [node for node in over if rows[node].state == "gone" and not replicas]
+            yield from (Order(node, "drop", job, last) for node in replicas + gone)
+        elif job in given_up:
+            best = max(rows, key=lambda node: (rows[node].life, rows[node].step))
+            yield Order(best, "take_over", job)
+
+
+def _replicate(
+    job: str, home: str, rows: Mapping[str, Copy], targets: Sequence[str]
+) -> Iterator[Order]:
+    """One replica, as new as what the home has on disk; others go when it is."""
+    copy = rows[home]
+    if copy.is_held:
+        yield Order(home, "go_on", job)
+    there = [node for node in targets if node in rows and rows[node].state == "replica"]
+    others = [node for node in targets if node != home]
+    if not others:
+        return  # there is one node alone
+    target = max(there, key=lambda node: rows[node].step, default=others[0])
+    if target not in there or rows[target][2:4] != (copy.step, copy.is_paused):
+        yield Order(home, "send", job, to=target)
+        return
+    more = (node for node in rows if rows[node].state == "replica" and node != target)
+    yield from (Order(node, "drop", job, copy.life) for node in more)

@@ -1,0 +1,30 @@
+"""Requests of unequal extents as one batch: zeros behind what is shorter (``Manifest.pads``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Of the rows of all, one after the other."""
+    extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    return (sum(part.shape[0] for part in parts), *extents)
+
+
+def padded(parts: Sequence[torch.Tensor], found: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of all; in ``found``, which has their shape, where it is given."""
+    if found is None:
+        found = parts[0].new_empty(padded_shape(parts))
+    counts = [part.shape[0] for part in parts]
+    for rows, part in zip(torch.split(found, counts), parts, strict=True):
+        for axis, extent in enumerate(part.shape[1:], 1):
+            rows.narrow(axis, extent, rows.shape[axis] - extent).zero_()
+        cut(rows, part.shape).copy_(part)
+    return found
+
+
+def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Its beginning: what is behind is of the padding."""
+    return value[tuple(map(slice, shape))]

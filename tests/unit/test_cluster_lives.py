@@ -1,0 +1,141 @@
+"""A job's lives over nodes that come and go, in a world that carries out what is ordered."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.cluster.jobs import NodeJobs
+from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
+from pipeswitch.errors import InvalidInput
+
+NODES = ("a", "b", "c")
+
+
+class World:
+    """Three nodes and one job; a node that is away keeps what it has, but its job does not run."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Copy]] = {node: {} for node in NODES}
+        self.away: set[str] = set()
+        self.step = 0  # the job's own
+        self.kept["a"]["j"] = Copy(1, "home")
+
+    @property
+    def copies(self) -> dict[str, dict[str, Copy]]:
+        return {node: dict(kept) for node, kept in self.kept.items() if node not in self.away}
+
+    def ordered(self, given_up: bool = True) -> list[Order]:
+        copies = self.copies
+        gone = homeless(copies, {}) if given_up else set()
+        return list(orders(copies, {}, sorted(copies), gone))
+
+    def carry_out(self, order: Order) -> None:
+        """As a node does, which looks at the number first."""
+        mine = self.kept[order.node]
+        copy = mine.get(order.job)
+        if order.node in self.away or copy is None:
+            return
+        if order.verb == "take_over" and copy.state == "replica":
+            life = last_life(order.job, self.copies, {}) + 1
+            mine[order.job] = copy._replace(life=life, state="home")
+        elif order.verb == "drop" and copy.life <= order.life:
+            del mine[order.job]
+        elif order.verb == "send" and copy.state == "home" and order.to not in self.away:
+            there = self.kept[order.to].get(order.job)
+            if there is None or (there.state != "home" and there.life <= copy.life):
+                self.kept[order.to][order.job] = copy._replace(state="replica")
+
+    def comes_back(self, *nodes: str) -> None:
+        """Each says what it would go on with before it does; several may start at once."""
+        claims = {node: {job: copy.life for job, copy in self.kept[node].items()
+                         if copy.state == "home"} for node in nodes}  # fmt: skip
+        for node in nodes:
+            for job in lost(node, self.copies, claims):
+                del self.kept[node][job]
+        self.away -= set(nodes)
+
+    def train(self) -> None:
+        for node in homes_of("j", self.copies):
+            copy = self.kept[node]["j"]
+            self.kept[node]["j"] = copy._replace(step=copy.step + 1)
+
+    def settle(self) -> None:
+        for _ in range(5):
+            for order in self.ordered():
+                self.carry_out(order)
+        assert not self.ordered()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
+    """Orders come late, twice or never; of what was committed and replicated nothing is lost."""
+    rng = random.Random(seed)
+    world, late = World(), []
+    world.settle()
+    for _ in range(60):
+        late += world.ordered(given_up=False)  # its home may come back: no start yet
+        rng.shuffle(late)
+        for order in late[: rng.randrange(4)]:
+            world.carry_out(order)
+        late = late[-8:]
+        match rng.randrange(4):
+            case 0 if len(world.away) < 2:
+                world.settle()
+                best = max(copy.step for kept in world.copies.values() for copy in kept.values())
+                world.away.add(rng.choice(sorted(set(NODES) - world.away)))
+                world.settle()
+                (home,) = homes_of("j", world.copies)
+                assert world.kept[home]["j"].step == best
+            case 1 if world.away:
+                world.comes_back(*rng.sample(sorted(world.away), rng.randint(1, len(world.away))))
+            case _:
+                world.train()
+        assert len(homes_of("j", world.copies)) == 1
+    world.comes_back(*world.away)
+    world.settle()
+    assert sorted(kept["j"].state for kept in world.kept.values() if kept) == ["home", "replica"]
+    (home,) = homes_of("j", world.copies)
+    world.kept[home]["j"] = world.kept[home]["j"]._replace(state="over")
+    world.settle()
+    assert [node for node, kept in world.kept.items() if kept] == [home]
+    world.kept[home]["j"] = world.kept[home]["j"]._replace(state="gone")
+    world.kept[next(node for node in NODES if node != home)]["j"] = Copy(1, "replica")
+    assert world.ordered()[0].node != home  # the end is known until no replica is left
+    world.settle()
+    assert not any(world.kept.values())
+
+
+def test_a_job_that_was_paused_or_held_is_told_apart() -> None:
+    world = World()
+    world.settle()
+    copy = world.kept["a"]["j"]
+    world.kept["a"]["j"] = copy._replace(is_paused=True)
+    assert [order.verb for order in world.ordered()] == ["send"]
+    world.kept["a"]["j"] = copy._replace(is_held=True)
+    assert [(order.node, order.verb) for order in world.ordered()] == [("a", "go_on")]
+
+
+def test_the_one_that_starts_with_the_later_life_goes_on_with_it() -> None:
+    claims = {"a": {"j": 1, "k": 2}, "b": {"j": 2}}
+    assert (lost("a", {}, claims), lost("b", {}, claims)) == ({"j"}, set())
+    assert lost("a", {"c": {"k": Copy(1, "home")}}, claims) == {"j", "k"}
+    assert not homeless({"c": {"j": Copy(1, "replica")}}, claims)
+
+
+def test_what_is_of_an_older_job_of_its_name_is_not_gone_on_with() -> None:
+    kept = {"a": {"j": Copy(1, "replica", step=9)}, "b": {"j": Copy(7, "replica", step=2)}}
+    assert list(orders(kept, {}, "ab", {"j"})) == [Order("b", "take_over", "j")]
+    kept = {"a": {"j": Copy(1, "over")}, "b": {"j": Copy(7, "home")}}
+    assert Order("a", "drop", "j", 7) in orders(kept, {}, "ab", ())
+
+
+def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").touch()
+    jobs = NodeJobs("n", tmp_path)
+    for name in ("..", "../jobs", "a/b", "", "A"):
+        with pytest.raises(InvalidInput, match="is no name"):
+            jobs.train({"name": name, "entry": "train.py"}, b"", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"journal.db", "jobs"}
