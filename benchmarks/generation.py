@@ -50,7 +50,7 @@ class Size:
 
 
 SMALL: Final = Size("small", 256, 4, 1000)
-MIDDLE: Final = Size("gpt2", 768, 12, 32_000)  # GPT-2's own
+MIDDLE: Final = Size("gpt2", 768, 12, 52_000)  # GPT-2's own, 500 MB
 SIZES: Final = (SMALL, MIDDLE)
 
 
