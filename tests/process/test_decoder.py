@@ -339,3 +339,18 @@ def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
                 done = len(tokens)
                 tokens.append(next_token(logits[0], Sampling(), done))
         assert tokens[len(prompt) :] == own(model, prompt, new)
+
+
+def test_a_folder_is_served_whatever_last_bits_its_weights_places_give(tmp_path: Path) -> None:
+    """Models of two layers were refused: at a batch of one their logits differ in the last bits."""
+    with checked_server(arena="64MiB", host_store="128MiB") as checked:
+        for layers in (1, 2, 3):
+            sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": 256}
+            config = transformers.GPT2Config(vocab_size=256, eos_token_id=None, **sizes)
+            folder, name = tmp_path / f"{layers}", f"m{layers}"
+            transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+            checked.client.register(
+                name, f"hf:{folder}", weights="pretrained", generate=True, max_batch=8
+            )
+            with checked.client.generate(name, [1, 2, 3], max_new_tokens=4) as answer:
+                assert len([*answer]) == 4

@@ -19,17 +19,10 @@ from ..layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..padding import cut, padded
 from ..spec import BUNDLE_FILE
 from ..views import tensor_over
-from .checking import same_bits, workers_default_dtype
+from .checking import is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
 
 MOST_COMPARED: Final = 16  # rows of a joined run with the same rows alone
-ROUNDING: Final = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.float16: 2e-2,
-    torch.bfloat16: 5e-2,
-}
-"""Of the largest number of an output: what other kernels for another batch may differ by."""
 
 
 def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
@@ -115,10 +108,8 @@ def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain) ->
 
 
 def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor) -> None:
-    if rows.shape == own.shape and rows.dtype in ROUNDING:
-        most = ROUNDING[rows.dtype] * float(own.nan_to_num().abs().max())
-        if torch.allclose(rows, own, rtol=0.0, atol=most, equal_nan=True):
-            return
+    if is_rounded(rows, own):
+        return
     raise RegistrationRefused(
         f"output {spec.name!r}",
         "requests cannot be joined: the answer of one depends on the others of its batch",

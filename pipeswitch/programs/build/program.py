@@ -36,7 +36,14 @@ from ..spec import BUNDLE_FILE, BuildSpec, joined_as, load_manifest, save_manife
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
-from .checking import on_what_it_takes, rehearse_ends, resized, shapes_to_try
+from .checking import (
+    is_rounded,
+    on_what_it_takes,
+    rehearse_ends,
+    resized,
+    same_bits,
+    shapes_to_try,
+)
 from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
@@ -244,7 +251,9 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
-    _verify_graph(manifest, bound, plain, shapes, progress, examples)
+    # A language model promises tokens, not bits, which a weight's place in memory may change.
+    is_same = is_rounded if bundle.generation is not None else same_bits
+    _verify_graph(manifest, bound, plain, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
@@ -302,6 +311,7 @@ def _verify_graph(
     shapes: Sequence[Values],
     progress: Progress,
     examples: Sequence[torch.Tensor],
+    is_same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
     """Compare at each of ``shapes``.
 
@@ -318,7 +328,7 @@ def _verify_graph(
                 inputs = on_what_it_takes(plain, resized(specs, examples, values), values)[0]
             else:
                 inputs = acceptable_inputs(manifest.inputs, values, plain)
-            return compare(manifest, bound, plain, inputs)
+            return compare(manifest, bound, plain, inputs, is_same)
         except Exception as error:  # a model's own code
             if values is given:
                 raise
