@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import InvalidInput, PermissionDenied
 from ..programs.nesting import Tree
-from ..programs.spec import DEFAULT_MAX_BATCH, BuildSpec
+from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")
@@ -236,7 +236,7 @@ def encode_spec(
         example=checked.example,
         inputs=_declared(inputs),
         takes=takes,
-        max_batch=max_batch or DEFAULT_MAX_BATCH,
+        max_batch=max_batch or (DEFAULT_SEQUENCES if generate else DEFAULT_MAX_BATCH),
         batch=batch,
         batch_delay_ms=batch_delay_ms,
         allow_module_mode=checked.is_code,

@@ -20,6 +20,7 @@ from .signature import signature_text
 from .stages import Stage, stage
 
 DEFAULT_MAX_BATCH: Final = 64
+DEFAULT_SEQUENCES: Final = 8  # of a language model in one step
 MANIFEST_FILE: Final = "manifest.json"
 WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
 MAX_MANIFEST_BYTES: Final = 64 << 20

@@ -349,8 +349,7 @@ def test_a_folder_is_served_whatever_last_bits_its_weights_places_give(tmp_path:
             config = transformers.GPT2Config(vocab_size=256, eos_token_id=None, **sizes)
             folder, name = tmp_path / f"{layers}", f"m{layers}"
             transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-            checked.client.register(
-                name, f"hf:{folder}", weights="pretrained", generate=True, max_batch=8
-            )
+            row = checked.client.register(name, f"hf:{folder}", weights="pretrained", generate=True)
+            assert row["batching"]["limit"] == 8
             with checked.client.generate(name, [1, 2, 3], max_new_tokens=4) as answer:
                 assert len([*answer]) == 4

@@ -22,7 +22,6 @@ from ..factories import parameters_of
 from ..generation import CACHE, CACHE_NEW, LOGITS, VERSION, Generation, packed_tokenizer
 from .dynamic import Dynamic
 
-MAX_BATCH: Final = 8  # sequences of one step, unless more are asked for
 LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
 LONGEST_PIECE: Final = 512  # tokens of one step: a longer prompt is several
 _ATTENTION: Final = "pipeswitch"  # our name among those of transformers

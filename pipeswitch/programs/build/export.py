@@ -19,11 +19,12 @@ from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
 from ..dims import BATCH
 from ..nesting import Tree
+from ..spec import DEFAULT_SEQUENCES
 from ..values import dtype_name, nested_outputs, tensor_bytes
 from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
-from .decoder import MAX_BATCH, decoder
+from .decoder import decoder
 from .dynamic import (
     Axes,
     Dynamic,
@@ -355,7 +356,7 @@ def export_decoder_to_bundle(
     path: str | os.PathLike[str],
     tokenizer: Any = None,
     *,
-    max_batch: int = MAX_BATCH,
+    max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
     """A causal language model of transformers, whose sequences have their cache as a state.
 
