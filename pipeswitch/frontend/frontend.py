@@ -231,7 +231,7 @@ class Frontend:
             return 0.0
         until_s = self.connections.next_at_s
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
-        if not self.sequences.is_empty:
+        if self.sequences.held or self.sequences.spare:
             idle_s = self.sequences.expire() / 1000
             waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
         if not self._outbox.backlogged:

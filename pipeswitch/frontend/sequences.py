@@ -161,7 +161,7 @@ class Sequences:
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, Held] = {}
-        self._spare: dict[int, Held] = {}  # by identity; the one that ended first is first
+        self.spare: dict[int, Held] = {}  # by identity; the one that ended first is first
         self._prefixes = Prefixes()
         self._steps = self._tokens_reused = 0
         pool.give_up = self._give_up
@@ -271,7 +271,7 @@ class Sequences:
             donor = None  # a request of its own was refused, and nobody carries them
         if found is not None and donor is not None:
             count = found[1] - known
-            if id(donor) in self._spare and not (known or donor.pins) and (
+            if id(donor) in self.spare and not (known or donor.pins) and (
                 count == len(ids) - 1 or 2 * count >= len(found[0].tokens)
             ):  # fmt: skip
                 self._take_over(held, donor)
@@ -335,7 +335,7 @@ class Sequences:
         if held.pins or held.copies:
             return
         rooms, held.leaving = held.leaving, []
-        if self.held.get(held.key) is not held and id(held) not in self._spare:
+        if self.held.get(held.key) is not held and id(held) not in self.spare:
             rooms += [grown.room for grown in held.grown.values()]
             held.grown = {}
         for room in rooms:
@@ -393,7 +393,7 @@ class Sequences:
         """It is over; what it holds is free, as soon as nobody copies from it."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
-        self._spare.pop(id(held), None)
+        self.spare.pop(id(held), None)
         self._forget_tokens(held)
         room, held.room = held.room, None
         if room is not None:
@@ -409,13 +409,13 @@ class Sequences:
             return
         self.held.pop(held.key, None)
         held.used_at_ms = self._now_ms()
-        self._spare[id(held)] = held
-        if len(self._spare) > MOST_SPARES:
+        self.spare[id(held)] = held
+        if len(self.spare) > MOST_SPARES:
             self._give_up()
 
     def _give_up(self) -> bool:
         """A spare's memory is wanted. False: there is none."""
-        held = next(iter(self._spare.values()), None)
+        held = next(iter(self.spare.values()), None)
         if held is not None:
             self.drop(held)
         return held is not None
@@ -426,13 +426,8 @@ class Sequences:
             "sequences": len(self.held),
             "sequence_steps": self._steps,
             "tokens_reused": self._tokens_reused,
-            "pool_spare_slabs": sum(2 * len(one.grown) for one in self._spare.values()),
+            "pool_spare_slabs": sum(2 * len(one.grown) for one in self.spare.values()),
         }
-
-    @property
-    def is_empty(self) -> bool:
-        """None can be abandoned."""
-        return not (self.held or self._spare)
 
     def _give(self, room: Room) -> None:
         self._pool.release_inputs(room)
@@ -506,7 +501,7 @@ class Sequences:
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
-        for held in (*self.held.values(), *self._spare.values()):
+        for held in (*self.held.values(), *self.spare.values()):
             left_ms = held.used_at_ms + IDLE_MS - now_ms
             if held.is_busy:
                 continue

@@ -163,6 +163,6 @@ def test_random_lives_have_their_own_rows_and_give_every_byte_back(
     assert rig.spared > 100
     rig.now_ms += IDLE_MS
     assert rig.sequences.rows(None) == []
-    assert rig.sequences.is_empty
+    assert not rig.sequences.spare
     assert rig.pool.is_empty
     rig.pool.close()
