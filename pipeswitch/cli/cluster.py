@@ -71,6 +71,7 @@ def _start_ray() -> Any:
     need_ray()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         _check_token(Path.home() / ".ray" / "auth_token")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else all servers run behind all else here
     import ray
 
     ray.init(address="local", namespace="pipeswitch", include_dashboard=False, num_cpus=1,
