@@ -557,7 +557,11 @@ class Placement:
         with self._lock:
             facts = {one: of for one, of in self._facts.items() if one not in self._leaving}
             jobs = sum(of["jobs"] for of in facts.values())
-            wanted = scale.look([of["queue_ms"] for of in facts.values()], jobs)
+            queues_ms = [  # behind the one that computes
+                of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
+                for of in facts.values()
+            ]
+            wanted = scale.look(queues_ms, jobs)
             spare = min(facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])),
                         default="")  # fmt: skip
             is_over = len(facts) > wanted and not self._leaving

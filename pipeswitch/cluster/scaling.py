@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 LONG_MS: Final = 500.0  # a node that has accepted more than this is behind
-SHORT_MS: Final = 50.0  # less than this for each node of one fewer, and one fewer is enough
+SHORT_MS: Final = 100.0  # less than this for each node of one fewer, and one fewer is enough
 MORE_ROUNDS: Final = 5  # in a row: a burst is over by then
 FEWER_ROUNDS: Final = 60  # a machine takes minutes to come back
 

@@ -29,6 +29,7 @@ from pipeswitch.client.cluster import connected_ray, placement_of, told
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # a minute of rest, and machines start one after the other
     pytest.mark.skipif(importlib.util.find_spec("ray") is None,
                        reason="no Ray: pip install 'pipeswitch[ray]'"),
 ]  # fmt: skip
@@ -101,7 +102,7 @@ def wait_for(look: Callable[[], Any], meanwhile: Callable[[], object] = lambda: 
     while not (found := look()):
         assert time.monotonic() < until_s
         meanwhile()
-        time.sleep(0.2)
+        time.sleep(1.0)  # each look connects to Ray
     return found
 
 
@@ -124,10 +125,10 @@ def test_a_load_brings_a_machine_and_rest_lets_it_go(ray_that_scales: None, tmp_
     wait_for(lambda: subprocess.run(up, capture_output=True).returncode == 0)
     (first,) = wait_for(nodes)
     torch.manual_seed(0)
-    module = torch.nn.Sequential(*[torch.nn.Linear(768, 768) for _ in range(16)]).eval()
+    module = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)]).eval()
     with Client("cluster") as client:
-        client.register("m", module, example_inputs=(torch.zeros(64, 768),))
-        x = np.random.default_rng(0).random((64, 768), dtype=np.float32)
+        client.register("m", module, example_inputs=(torch.zeros(64, 512),))
+        x = np.random.default_rng(0).random((64, 512), dtype=np.float32)
         expected = client.infer("m", x).outputs["y"].tobytes()
         answers: Counter[bytes] = Counter()
         rested = threading.Event()
