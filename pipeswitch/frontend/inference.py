@@ -35,9 +35,10 @@ from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
 from .clients import Client
+from .held import Held, asked_of
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
-from .sequences import Held, Sequences, asked_of
+from .sequences import Sequences
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again

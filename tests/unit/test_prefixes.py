@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pipeswitch.errors import QueueFull
+from pipeswitch.frontend.held import Asked, Held
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Asked, Held, Sequences
+from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.programs.dims import Dim

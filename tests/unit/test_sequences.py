@@ -11,8 +11,9 @@ import pytest
 
 from pipeswitch.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend.held import Asked, Held, asked_of
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Asked, Held, Sequences, asked_of
+from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.programs.dims import Dim
