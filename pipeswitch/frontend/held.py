@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -9,8 +10,10 @@ from typing import Final
 import msgspec
 
 from ..errors import InvalidInput, TaskFailed
-from ..ipc.messages import SlabTensor
-from ..programs.layout import TENSOR_ALIGN_BYTES, aligned
+from ..ipc.messages import Choosing, SlabTensor
+from ..programs.generation import MOST_STEPS, TOKENS
+from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ..programs.sampling import Sampling
 from ..scheduler.events import Announce, Answer
 from ..units import printable
 from .admission import Admitted, Body
@@ -62,6 +65,9 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     donors: list[Held] = []  # that are copied from
     pins: int = 0  # sequences that copy from this one
     history: History | None = None  # of a language model's tokens, as long as they are known
+    choosing: Choosing | None = None  # of the request under way
+    sent: int = 0  # tokens that the worker gets of it
+    chosen: SlabTensor | None = None  # what came of it
     asked: list[int] = []  # by the request under way
     borrowed: int = 0  # of these, those whose rows were there
     ahead: list[int] = []  # tokens whose rows lie behind those that are used
@@ -80,7 +86,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     def apart(self, admitted: Admitted) -> Admitted:
         """Less what is not copied into the request's own room. An operator's module may write to
-        its inputs, so it has copies."""
+        its inputs, so it has copies. Where tokens are chosen the reply has these and all rows."""
         if self.announced.manifest.mode == "module":
             return admitted
         inputs, offset = [], 0
@@ -88,7 +94,13 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             if one.name not in self.values:
                 inputs.append(replace(one, offset_bytes=offset))
                 offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
-        return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
+        reply_bytes = admitted.reply_bytes
+        if self.choosing is not None:
+            rows = self.sent + self.choosing.steps - 1
+            sizes = [one.row_bytes * rows for one in self.grown.values()]
+            sizes.append(self.choosing.steps * ITEM_BYTES["int64"])
+            reply_bytes = sum(aligned(size, TENSOR_ALIGN_BYTES) for size in sizes)
+        return Admitted(inputs=tuple(inputs), input_bytes=offset, reply_bytes=reply_bytes)
 
     def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
         """All inputs in order: those that were placed, and the state where it lies."""
@@ -103,13 +115,25 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         by_output = {output: name for name, (output, _) in self.state.items()}
         made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
         fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
-        if made.keys() != self.state.keys() or not fits:
+        if made.keys() != self.state.keys() or not fits or not self._fits_choosing(answer, made):
             error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
             return Answer(token=answer.token, error=error)
         self.made = made
+        self.chosen = answer.outputs[0] if self.choosing is not None else None
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
         return msgspec.structs.replace(answer, outputs=told, body=body)
+
+    def _fits_choosing(self, answer: Answer, made: Mapping[str, SlabTensor]) -> bool:
+        """Whether the first output is the tokens, and there is a row for each but the last."""
+        if self.choosing is None:
+            return True
+        first = answer.outputs[0]
+        count = math.prod(first.shape)
+        rows = {made[name].size_bytes // grown.row_bytes for name, grown in self.grown.items()}
+        is_right = (first.name, first.dtype, first.shape) == (TOKENS, "int64", (1, count))
+        is_within = 1 <= count <= self.choosing.steps
+        return is_right and is_within and rows == {self.sent + count - 1}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +142,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     starts: bool
     ends: bool
+    choosing: Choosing | None = None
 
 
 def asked_of(body: Body) -> Asked | None:
@@ -128,6 +153,12 @@ def asked_of(body: Body) -> Asked | None:
         if starts or ends:
             raise InvalidInput("infer: start and end are of a sequence", hint="name its sequence")
         return None
+    choosing: Choosing | None = body.of_type("choose", Choosing | None)
+    if choosing is not None:
+        sampling = {key: getattr(choosing, key) for key in ("temperature", "top_p", "seed")}
+        Sampling(**sampling).check()
+        if not 1 <= choosing.steps <= MOST_STEPS:
+            raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
     if len(name) > MAX_ID or printable(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
-    return Asked(id=name, starts=starts, ends=ends)
+    return Asked(id=name, starts=starts, ends=ends, choosing=choosing)

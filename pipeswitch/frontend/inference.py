@@ -123,7 +123,7 @@ class Inference:
             if asked is not None:
                 held = self._sequences.of(asked, client, caller, announced)
                 announced = self._of_sequence(held, version)
-                header, tensors = self._sequences.given(held, header, tensors)
+                header, tensors = self._sequences.given(held, asked, header, tensors)
             admitted = self._admit(header, [*map(len, tensors)], announced)
             if held is not None:
                 admitted = held.apart(admitted)
@@ -167,6 +167,7 @@ class Inference:
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
+            choosing=None if held is None else held.choosing,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:

@@ -33,8 +33,8 @@ from .held import Asked, Grown, Held, Key
 from .prefixes import BLOCK, History, Prefixes, common
 from .request_pool import RequestPool, Room
 
-LEAST_ROWS: Final = 64  # of what grows
 ROWS_STEP: Final = 32  # what may be padded grows by so many: most steps have the last one's shape
+SPARE_SHARE: Final = 16  # what grows has room for such a part more: it is moved 16 times in all
 MOST_SPARES: Final = 128
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
@@ -66,6 +66,8 @@ class Sequences:
                 f'"{announced.base or announced.model}" was registered without a state',
                 hint='register(…, state={"h": "h_out"})',
             )
+        if asked.choosing is not None and not announced.manifest.extra.get("generation"):
+            raise InvalidInput(f'"{announced.base or announced.model}" has no tokens to choose')
         key = (caller, asked.id)
         known = self.held.get(key)
         if known is not None and known.is_busy:
@@ -85,7 +87,7 @@ class Sequences:
         return held
 
     def given(
-        self, held: Held, header: RequestHeader, frames: Sequence[Any]
+        self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
     ) -> tuple[RequestHeader, list[Any]]:
         """A request's inputs and frames with the state among them, as if its client had sent it.
 
@@ -114,6 +116,7 @@ class Sequences:
         if held.history is not None:
             self._reuse(held, own, brought, all_frames)
         inputs, values = [*brought.values()], _values(own, brought)
+        held.choosing, held.sent = asked.choosing, values.get("length", 0)
         for spec in manifest.inputs:
             axis = held.state[spec.name][1] if spec.name in held.state else -1
             if axis >= 0 and spec.name in brought:
@@ -257,9 +260,10 @@ class Sequences:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
             if held.history is not None:
-                self._prefixes.extend(held.history, held.asked)
-                is_same = held.ahead[: len(held.asked)] == held.asked
-                held.ahead = held.ahead[len(held.asked) :] if is_same else []
+                fed = held.asked + self._chosen(held)[:-1]
+                self._prefixes.extend(held.history, fed)
+                is_same = held.ahead[: len(fed)] == fed
+                held.ahead = held.ahead[len(fed) :] if is_same else []
                 self._tokens_reused += held.borrowed
                 held.borrowed, held.asked = 0, []
             if made:
@@ -322,7 +326,7 @@ class Sequences:
         return self._pool.memory_of_tenant(held.announced.tenant)
 
     def _make_room(self, held: Held, spec: ValueSpec, axis: int, values: Values) -> None:
-        """For the rows of the answer to come, so that it cannot fail then; they double.
+        """For the rows of the answer to come, so that it cannot fail then.
 
         Raises:
             QueueFull: over its caller's share of the pool.
@@ -338,7 +342,8 @@ class Sequences:
         row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
         grown = held.grown.get(spec.name)
         used = grown.used if grown is not None else 0
-        wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
+        more = held.choosing.steps - 1 if held.choosing is not None else 0
+        wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
         if dim is not None and wanted > dim.high:
             raise InvalidInput(
                 f'"{spec.name}" would have {wanted} rows, the model takes {dim.high}',
@@ -346,7 +351,7 @@ class Sequences:
             )
         if grown is None or wanted > grown.capacity:
             most = dim.high if dim is not None else wanted
-            capacity = min(max(2 * wanted, LEAST_ROWS), most)
+            capacity = min(aligned(wanted + wanted // SPARE_SHARE, ROWS_STEP), most)
             room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
             at, size = room.input_offset_bytes, 0
             if grown is not None:  # with what lies ahead
@@ -361,12 +366,20 @@ class Sequences:
             held.grown[spec.name] = grown
         rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
         if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
-            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
+            rows = min(aligned(rows + more, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(
             name=spec.name, dtype=spec.dtype,
             shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
             offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
+
+    def _chosen(self, held: Held) -> list[int]:
+        """Tokens that the worker chose."""
+        if held.chosen is None:
+            return []
+        tokens = self._memory(held)[held.chosen.offset_bytes :][: held.chosen.size_bytes]
+        found: list[int] = np.frombuffer(tokens, np.int64).tolist()
+        return found
 
     def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:
         memory = self._memory(held)

@@ -65,7 +65,7 @@ class Rig:
         x = WireTensor(name="", dtype="uint8", shape=(1, length), frame=0)
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
         try:
-            header, frames = self.sequences.given(held, header, [bytes(length)])
+            header, frames = self.sequences.given(held, asked, header, [bytes(length)])
         except InvalidInput:
             self.sequences.refused(held)
             return False

@@ -70,6 +70,13 @@ class Turns:
         for token in activation.tokens:
             device.requests[token].state.apply(TaskEvent.STARTED, cause)
 
+    def end_steps(self) -> None:
+        """A request waits: a run that goes on by itself ends after the step that it is at."""
+        current = self._device.current
+        if current is not None and current.goes_on:
+            current.goes_on = False
+            self._device.emit(Interrupt(slot=current.slot, epoch=current.epoch))
+
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def let_in(self) -> None:
@@ -198,7 +205,9 @@ class Dispatch:
             self._refuse_the_impossible()
         while device.queue.requests and device.upcoming is None:
             if not self._dispatch_best():
-                return
+                break
+        if device.queue.requests or device.upcoming is not None:
+            self._turns.end_steps()
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
@@ -463,6 +472,7 @@ class Dispatch:
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
+            goes_on=request.choosing is not None and request.choosing.steps > 1,
             charge=charge,
         )
         device.upcoming = activation
@@ -489,6 +499,7 @@ class Dispatch:
                     joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=is_code,
+                    choosing=request.choosing,
                 ),
             )
         )
@@ -516,4 +527,5 @@ def _joined(request: Request) -> JoinedRequest:
         inputs=request.inputs,
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
+        choosing=request.choosing,
     )
