@@ -40,7 +40,7 @@ class Sequenced:
         """
         return self._ask({}, inputs, deadline_ms, priority, self._version, named)
 
-    def choose(self, inputs: Any, how: Mapping[str, float], priority: str) -> Result:
+    def choose(self, inputs: Any, how: Mapping[str, int | float], priority: str) -> Result:
         """The next step of a language model: its worker chooses the tokens, ``Client.generate``."""
         return self._ask({"choose": how}, inputs, None, priority, self._version, {})
 

@@ -47,7 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: list[int]
     used: int  # tokens before these
-    choose: dict[str, float]  # as the body of ``infer`` has it
+    choose: dict[str, int | float]  # as the body of ``infer`` has it
 
     def inputs(self) -> dict[str, NDArray[np.int64]]:
         """Of the request, less the cache."""
@@ -86,7 +86,7 @@ class Generating:
             ending, max_new_tokens=most, eos_ids=(*facts.eos_ids, *ending.eos_ids)
         )
         self._facts, self._most = facts, most
-        self._choose: dict[str, float] = msgspec.to_builtins(sampling)
+        self._choose: dict[str, int | float] = msgspec.to_builtins(sampling)
         self._ids, self._prompt_count = list(prompt), len(prompt)
         self._answer = Answer(ending, decode, prompt)
         self._used = self._asked = 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.errors import QueueFull, TaskFailed
 from pipeswitch.frontend.admission import Admitted
 from pipeswitch.frontend.held import Asked, Held
 from pipeswitch.frontend.request_pool import RequestPool, Room
@@ -180,5 +180,25 @@ def test_random_lives_have_their_own_rows_and_give_every_byte_back(
     rig.now_ms += IDLE_MS
     assert rig.sequences.rows(None) == []
     assert not rig.sequences.spare
+    assert rig.pool.is_empty
+    rig.pool.close()
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 4), (3, 5), (2, 4), (1, 5)])
+def test_tokens_that_a_worker_claims_wrongly_change_nothing(count: int, rows: int) -> None:
+    """Of a prompt of four tokens and two steps."""
+    rig, client = Rig(1 << 20), SimpleNamespace(name=0)
+    rig.ask(("a", "1"), client, [1, 2, 3, 4], starts=True, ends=False, is_late=False, steps=2)
+    held, room, _, _ = rig.under_way.pop(("a", "1"))
+    at = room.reply_offset_bytes
+    tokens = SlabTensor(name="tokens", dtype="int64", shape=(1, count), offset_bytes=at,
+                        size_bytes=8 * count)  # fmt: skip
+    cache = SlabTensor(name="cache_new", dtype="uint8", shape=(1, rows, ROW),
+                       offset_bytes=at + 512, size_bytes=ROW * rows)  # fmt: skip
+    for outputs in ((tokens, cache), (cache,), (cache, tokens)):
+        answer = held.answered(Answer(token=Token(1), outputs=outputs))
+        assert isinstance(answer.error, TaskFailed)
+    rig.pool.release_inputs(room)
+    rig.sequences.ended(held, room, is_ok=False, is_sent=True)
     assert rig.pool.is_empty
     rig.pool.close()
