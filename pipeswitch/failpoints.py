@@ -87,7 +87,6 @@ POINTS: Final[Mapping[str, str]] = {
     "worker.infer.group": "a group begins to compute",
     "worker.infer.outputs": "outputs are written into the reply slab",
     "worker.infer.received": "a worker has a request",
-    "worker.infer.step": "a step of a language model is computed, others may follow",
     "worker.infer.turn": "a worker has the device's turn",
     "worker.prepare": "a worker loads a program ahead of its request",
     "worker.send": "a worker sends a message",

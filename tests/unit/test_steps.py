@@ -57,8 +57,8 @@ def told(toy: Toy, requests: list[Any], rows: list[list[int]], most: int, **how:
         cache[row, : len(tokens) - 1] = given[0, :-1]
     inputs = [torch.tensor([[one[-1]] for one in rows]), torch.ones(len(rows), dtype=torch.int64),
               torch.tensor([len(one) - 1 for one in rows]), cache]  # fmt: skip
-    run = Steps(toy, requests, inputs, most, how.get("is_over", lambda: False))
-    outputs = run.run(lambda _: None, "cpu")
+    run = Steps(toy, requests, most, "cpu", how.get("is_over", lambda: False))
+    outputs = run.run(inputs, lambda _: None)
     found = []
     for row in range(len(rows)):
         values, own = run.told(row, [one[row : row + 1] for one in outputs])

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from pipeswitch.devices.view import now_ms
-from pipeswitch.failpoints import reach
 from pipeswitch.ipc.messages import JoinedRequest, ModelName, RunInference, SlabTensor
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.generation import CACHE, CACHE_NEW, COUNT, IDS, LOGITS, TOKENS, USED
@@ -64,18 +63,19 @@ class Steps:
     """Those of one run; each row is a sequence of its own."""
 
     def __init__(
-        self, bound: BoundProgram, requests: Requests, inputs: list[torch.Tensor], most: int,
+        self, bound: BoundProgram, requests: Requests, most: int, device: str,
         is_over: Callable[[], bool],
     ) -> None:  # fmt: skip
         """
         Args:
-            inputs: the cache among them has room for ``most`` further rows, unless that is 0.
+            most: steps, or 0: as ``StepTimes.most``.
+            device: where the caches are meanwhile.
             is_over: others wait.
         """
-        self._bound, self._requests, self._most, self._is_over = bound, requests, most, is_over
-        specs = bound.manifest.inputs
-        self._inputs = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
-        self._first = self._inputs[USED].tolist()  # the row of the first step's token
+        self._bound, self._requests, self._most = bound, requests, most
+        self._device, self._is_over = device, is_over
+        self._cache: torch.Tensor
+        self._first: list[int] = []  # of each row of it, where the first step's token lies
         self._tokens: list[list[int]] = []  # of each step, of each row
 
     @property
@@ -83,24 +83,27 @@ class Steps:
         """Steps that were computed."""
         return len(self._tokens)
 
-    def run(self, before_group: Callable[[int], None], device: str) -> list[torch.Tensor]:
-        """The last one's outputs."""
-        began_ms, inputs = now_ms(), self._inputs
-        upto = (inputs[USED] + inputs[COUNT]).tolist()  # tokens, with those of this step
+    def run(
+        self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
+    ) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``, of the last step; the cache given has room for all of them."""
+        began_ms, specs = now_ms(), self._bound.manifest.inputs
+        named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
+        self._first = named[USED].tolist()
+        upto = (named[USED] + named[COUNT]).tolist()  # tokens, with those of this step
         if self._most:
-            inputs[CACHE] = inputs[CACHE].to(device)
+            self._cache = named[CACHE] = named[CACHE].to(self._device)
         while True:
-            outputs = self._bound.run([*inputs.values()], before_group)
-            reach("worker.infer.step")
+            outputs = self._bound.run([*named.values()], before_group)
             logits, rows = self._named(outputs)
             self._tokens.append(self._choose(logits, upto))
             if not self._most:
                 return outputs
             for row, end in enumerate(upto):
-                inputs[CACHE][row, end - 1].copy_(rows[row, 0])
+                self._cache[row, end - 1].copy_(rows[row, 0])
             if self._is_last(now_ms() - began_ms):
                 return outputs
-            inputs[IDS], inputs[USED] = torch.tensor(self._tokens[-1])[:, None], torch.tensor(upto)
+            named[IDS], named[USED] = torch.tensor(self._tokens[-1])[:, None], torch.tensor(upto)
             upto = [end + 1 for end in upto]
             before_group = _is_there
 
@@ -113,7 +116,7 @@ class Steps:
             return outputs, own
         chosen, (_, rows) = torch.tensor([[step[row] for step in self._tokens]]), self._named(own)
         if self._most:
-            rows = self._inputs[CACHE][row : row + 1].narrow(1, self._first[row], self.count)
+            rows = self._cache[row : row + 1].narrow(1, self._first[row], self.count)
         return [CHOSEN, *[spec for spec in outputs if spec.name == CACHE_NEW]], [chosen, rows]
 
     def _named(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,7 @@ from pipeswitch.programs.dims import shape_at, values_of
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.generation import CACHE, USED
 from pipeswitch.programs.groups import landed_tensors, regrouped
-from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest, ValueSpec
+from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.padding import cut
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
@@ -42,7 +43,6 @@ from .trials import MadeUpInputs, run_trial
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
 Wanted = RunInference | PrepareModel
-Told = Callable[[int, Sequence[torch.Tensor]], tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]]
 Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
 Place = tuple[int, tuple[int, ...]]  # a region's home, and of one that streams the landings
 Source = str | os.PathLike[str] | int  # a path, or a descriptor where nothing can be opened
@@ -251,16 +251,14 @@ def infer(
                 with view.computing(bound):
                     if message.trial_batch:
                         run_trial(bound, message, programs.made_up, groups, view, slot)
-                    elif most is not None:
-                        steps = Steps(bound, requests, inputs, most,
-                                      lambda: view.board.stop(slot) == message.epoch)  # fmt: skip
-                        outputs = steps.run(groups, view.device)
-                        reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, requests, rows, pool, steps.told)
                     else:
-                        outputs = bound.run(inputs, groups)
+                        if most is not None:
+                            waits = partial(_waits, view, slot, message)
+                            steps = Steps(bound, requests, most, view.device, waits)
+                        run = bound.run if steps is None else steps.run
+                        outputs = run(inputs, groups)
                         reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, requests, rows, pool)
+                        slabs = _write(bound, outputs, requests, rows, pool, steps)
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
@@ -299,6 +297,11 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _waits(view: PoolView, slot: int, message: RunInference) -> bool:
+    """Whether another request does."""
+    return view.board.stop(slot) == message.epoch
 
 
 def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
@@ -345,10 +348,10 @@ def _write(
     requests: Requests,
     rows: list[int],
     pool: RequestPool,
-    told: Told | None = None,
+    steps: Steps | None,
 ) -> list[tuple[SlabTensor, ...]]:
     """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
-    was padded each gets its own extents; ``told``: what it gets instead."""
+    was padded each gets its own extents; of ``steps`` their tokens."""
     manifest = bound.manifest
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
@@ -356,7 +359,7 @@ def _write(
     slabs = []
     for row, (request, part) in enumerate(zip(requests, parts, strict=True)):
         own = _its_own(part, request, manifest) if rows and manifest.pads else part
-        values, own = (manifest.outputs, own) if told is None else told(row, own)
+        values, own = (manifest.outputs, own) if steps is None else steps.told(row, own)
         slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
     return slabs
 

@@ -70,13 +70,6 @@ class Turns:
         for token in activation.tokens:
             device.requests[token].state.apply(TaskEvent.STARTED, cause)
 
-    def end_steps(self) -> None:
-        """A request waits: a run that goes on by itself ends after the step that it is at."""
-        current = self._device.current
-        if current is not None and current.goes_on:
-            current.goes_on = False
-            self._device.emit(Interrupt(slot=current.slot, epoch=current.epoch))
-
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def let_in(self) -> None:
@@ -197,6 +190,7 @@ class Dispatch:
            those of its model's run that end now waits as in 4: its turn is the next one.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
+        9. Steps that go on by themselves end when a request waits, dispatched or not.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -206,8 +200,10 @@ class Dispatch:
         while device.queue.requests and device.upcoming is None:
             if not self._dispatch_best():
                 break
-        if device.queue.requests or device.upcoming is not None:
-            self._turns.end_steps()
+        current = device.current
+        if current is not None and current.goes_on and (device.queue.requests or device.upcoming):
+            current.goes_on = False  # after the step that it is at
+            device.emit(Interrupt(slot=current.slot, epoch=current.epoch))
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
