@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
-from ...ipc.messages import (
-    Epoch,
-    HostGranted,
-    HostRequest,
-    JobName,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-    Scrub,
-)
+from ...ipc import messages as msg
 from ..core import PLACES
 from ..device_state import DeviceState
 from ..events import ToWorker
@@ -36,7 +27,7 @@ class Slices:
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
+        self._unscrubbed: dict[msg.Epoch, float] = {}  # of a scrub that failed: when to try again
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """A place for a job's state, throwing out idle models.
@@ -91,9 +82,9 @@ class Slices:
         assert taken is not None
         self._scrub(epoch, taken)
 
-    def _scrub(self, epoch: Epoch, region: Region) -> None:
+    def _scrub(self, epoch: msg.Epoch, region: Region) -> None:
         self._device.tell_daemon(
-            Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
+            msg.Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
     def scrub_again(self) -> int:
@@ -109,11 +100,11 @@ class Slices:
                 self._scrub(epoch, region)
         return PLACES if self._unscrubbed else 0
 
-    def scrubbed(self, epoch: Epoch) -> None:
+    def scrubbed(self, epoch: msg.Epoch) -> None:
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._arena.regions.release(Owner("scrub", str(epoch)))
 
-    def refused(self, epoch: Epoch) -> None:
+    def refused(self, epoch: msg.Epoch) -> None:
         """The daemon could not zero a range: it is asked again."""
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
@@ -122,7 +113,7 @@ class Slices:
         """A slice is held by a process that lives."""
         for region in self._arena.regions:
             if region.owner.kind == "slice":
-                name = JobName(region.owner.name)
+                name = msg.JobName(region.owner.name)
                 assert any(w.job == name for w in self._device.workers.values()), region
 
 
@@ -142,7 +133,7 @@ class Leases:
         self._commits = commits
         self._store = store
 
-    def requested(self, worker: Worker, message: LeaseRequest) -> None:
+    def requested(self, worker: Worker, message: msg.LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
@@ -162,7 +153,7 @@ class Leases:
         if not job.lease_bytes:  # a later phase of the script asks again
             job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
 
-    def host_requested(self, worker: Worker, message: HostRequest) -> None:
+    def host_requested(self, worker: Worker, message: msg.HostRequest) -> None:
         """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
@@ -174,10 +165,10 @@ class Leases:
             self._refuse(job, error)
             return
         self._device.emit(
-            ToWorker(slot=job.slot, message=HostGranted(epoch=job.epoch), channel="signal")
+            ToWorker(slot=job.slot, message=msg.HostGranted(epoch=job.epoch), channel="signal")
         )
 
-    def reaped(self, name: JobName) -> None:
+    def reaped(self, name: msg.JobName) -> None:
         """The job's process is gone: it holds nothing any more, and writes nowhere."""
         self._store.charge(name, 0)
         self._slices.release(Owner("slice", name))
@@ -222,7 +213,7 @@ class Leases:
             self._device.emit(
                 ToWorker(
                     slot=job.slot,
-                    message=LeaseGranted(
+                    message=msg.LeaseGranted(
                         epoch=job.epoch,
                         offset_bytes=region.offset_bytes,
                         size_bytes=region.size_bytes,
@@ -259,7 +250,7 @@ class Leases:
         self._device.emit(
             ToWorker(
                 slot=job.slot,
-                message=LeaseRefused(
+                message=msg.LeaseRefused(
                     epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
                 ),
                 channel="signal",
