@@ -163,8 +163,8 @@ class Stages:
                     request = raw.request
                     self._core.emit(
                         ev.TakeResult(token=request.token, slot=process.slot, model=request.model,
-                                   function=raw.function, outputs=outputs,
-                                   is_after=request.is_after)
+                                      function=raw.function, outputs=outputs,
+                                      is_after=request.is_after)
                     )  # fmt: skip
                     return
                 self._cleaned(process)
