@@ -70,6 +70,8 @@ class _Reader:
                 )
             case _ if found := _FIELD.fullmatch(line):
                 self._add_field(within, *found.groups())
+            case _:
+                pass  # a remark, or what is said of the file
 
     def _add_field(
         self, message: Any, repeated: str | None, value: str | None, kind: str, name: str,

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import PipeSwitchError
-from ..ipc import messages as msg
+from ..ipc.messages import (
+    Epoch,
+    InferenceDone,
+    JobName,
+    ModelName,
+    SlabTensor,
+    Slot,
+    TransmitEnded,
+    Turn,
+)
 from ..planning.drift import Drift
 from ..planning.grouping import Plan
 from ..planning.profile import Profile
@@ -40,9 +49,9 @@ from .states import (
     WorkerState,
 )
 
-NO_EPOCH = msg.Epoch(0)
-NO_TURN = msg.Turn(0)
-NO_NAME = msg.ModelName("")
+NO_EPOCH = Epoch(0)
+NO_TURN = Turn(0)
+NO_NAME = ModelName("")
 Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 
@@ -50,11 +59,11 @@ Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 class Registration:
     """What a client asked to be served, its build, and the clients that wait for either end."""
 
-    model: msg.ModelName
+    model: ModelName
     spec: bytes
     spec_digest: str
     client: str  # builds take turns among clients
-    build_epoch: msg.Epoch
+    build_epoch: Epoch
     storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
     waiters: list[Token] = field(default_factory=list)
@@ -66,11 +75,11 @@ class Registration:
 class Served:
     """A name that requests use. What its versions are lies in their own records."""
 
-    name: msg.ModelName
+    name: ModelName
     current: int  # the version that it stands for
     last: int  # the highest number that it ever gave
     spec_digest: str  # of the registration that began it: the same again is a no-op
-    born: msg.Epoch  # tells its versions from those of another registration under this name
+    born: Epoch  # tells its versions from those of another registration under this name
     shares: dict[int, int] = field(default_factory=dict)  # percent of requests, of other versions
     drawn: int = 0  # requests that were dealt out by them
     end_waiters: list[Token] = field(default_factory=list)  # for the end of its last version
@@ -80,17 +89,17 @@ class Served:
 class Model:
     """A version that is served, or will be: the same on all devices."""
 
-    name: msg.ModelName  # of the version: versions.version_name
+    name: ModelName  # of the version: versions.version_name
     priority: int
     want_pinned: bool
     registered_at_ms: float
-    base: msg.ModelName = NO_NAME  # the name that requests use; none: this one
+    base: ModelName = NO_NAME  # the name that requests use; none: this one
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
     stage: Stage | None = None  # what makes its inputs; None: its clients
     split: Served | None = None  # it is the current one, and others get a share of its requests
-    chosen_epoch: msg.Epoch = NO_EPOCH  # when its name came to stand for it, the last time
+    chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
@@ -132,7 +141,7 @@ class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
     model: Model
-    name: msg.ModelName = field(init=False)  # of that
+    name: ModelName = field(init=False)  # of that
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
     plan: Plan = ()  # empty: as built
@@ -153,11 +162,11 @@ class Replica:
     least_bytes: int = 0  # the smallest window that such a one can do with
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
-    residency_epoch: msg.Epoch = NO_EPOCH
+    residency_epoch: Epoch = NO_EPOCH
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
-    transmission: msg.TransmitEnded | None = None  # the last complete one
-    ahead_epoch: msg.Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
+    transmission: TransmitEnded | None = None  # the last complete one
+    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # after a transmission that broke off
     away: Away = field(default_factory=Away)
@@ -228,10 +237,10 @@ class Request:
 
     token: Token
     request_id: str
-    model: msg.ModelName
+    model: ModelName
     priority: int
     deadline_at_ms: float | None
-    inputs: tuple[msg.SlabTensor, ...]
+    inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
@@ -271,7 +280,7 @@ Wanted = Literal["run", "pause", "cancel", "drain"]
 class Job:
     """A training job from its acceptance to its end."""
 
-    name: msg.JobName
+    name: JobName
     entry: str
     args: tuple[str, ...]
     priority: int
@@ -285,16 +294,16 @@ class Job:
     target: int = 0  # of the move under way: the device's place among the server's
     move_asked_at_ms: float = 0.0
     moves: int = 0  # with its process
-    born_epoch: msg.Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
-    epoch: msg.Epoch = NO_EPOCH  # of its current dispatch
-    turn: msg.Turn = NO_TURN
-    stopped_turn: msg.Turn = NO_TURN  # the last one it was asked to give up: one stop for each
+    born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
+    epoch: Epoch = NO_EPOCH  # of its current dispatch
+    turn: Turn = NO_TURN
+    stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
     stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
     beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
     # beginning this one's last one began
     is_blocked: bool = False  # it needs memory for activations that the others have
-    slot: msg.Slot | None = None
+    slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
     answer_on_change: list[Token] = field(default_factory=list)
@@ -304,8 +313,8 @@ class Job:
     committed_step: int = -1
     persisted_step: int = -1
     is_persisting: bool = False
-    persist_epoch: msg.Epoch = NO_EPOCH  # names the write under way
-    copying_epoch: msg.Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
+    persist_epoch: Epoch = NO_EPOCH  # names the write under way
+    copying_epoch: Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
     copying_number: int = 0  # of that commit
     commit_number: int = 0  # of this dispatch's commits: the last that the daemon was told of
     persist_began_at_ms: float = 0.0  # the last write to disk
@@ -317,7 +326,7 @@ class Job:
     dispatched_at_ms: float = 0.0
     start_ms: float = 0.0  # from there until it asks for memory: what an eviction costs it
     turn_left_ms: float = 0.0  # of training, before another job may take its memory
-    place: msg.Epoch = NO_EPOCH  # in the round robin: the smallest goes first
+    place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
     cycle_began_at_ms: float = 0.0
     cycle_left_ms: float = 0.0
     stop_asked_at_ms: float = 0.0
@@ -329,7 +338,7 @@ class Job:
     evictions: int = 0
     restarts: int = 0  # after a crash of its worker
     deaths_without_progress: int = 0
-    reported_epoch: msg.Epoch = NO_EPOCH  # the dispatch that its last report was of
+    reported_epoch: Epoch = NO_EPOCH  # the dispatch that its last report was of
     reported_trained_ms: float = 0.0  # what it had had of the device's time by then
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
@@ -392,17 +401,17 @@ class Job:
 class Worker:
     """A slot and the process in it."""
 
-    slot: msg.Slot
+    slot: Slot
     generation: int = 0
     pid: int = 0
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
-    warm: dict[msg.ModelName, Version] = field(default_factory=dict)  # what it has loaded
-    unpreparable: set[tuple[msg.ModelName, Version]] = field(default_factory=set)
+    warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
+    unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     complete_at: int = -1  # the edition of the models of which it lacks no program it could load
-    preparing: msg.ModelName | None = None
-    task_epoch: msg.Epoch = NO_EPOCH
-    job: msg.JobName | None = None  # from its dispatch until the process is reaped
-    may_raise: msg.Turn = NO_TURN  # the turn it was told to raise and may still write to the board
+    preparing: ModelName | None = None
+    task_epoch: Epoch = NO_EPOCH
+    job: JobName | None = None  # from its dispatch until the process is reaped
+    may_raise: Turn = NO_TURN  # the turn it was told to raise and may still write to the board
     retired_at_ms: float = 0.0
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
@@ -424,15 +433,15 @@ class Worker:
 class Activation:
     """An inference task on a worker: computing, or dispatched and waiting for its turn."""
 
-    epoch: msg.Epoch
-    slot: msg.Slot
+    epoch: Epoch
+    slot: Slot
     token: Token
-    model: msg.ModelName
+    model: ModelName
     dispatched_at_ms: float
     was_resident: bool
     joined: tuple[Token, ...] = ()  # further requests that it computes
     batch: int = 1  # of all of them
-    residency_epoch: msg.Epoch = NO_EPOCH  # of the copy it reads
+    residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
     kept_bytes: int = 0  # of its prefix, which were there before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     is_trial: bool = False
@@ -446,8 +455,8 @@ class Activation:
     charge: Charge | None = None  # None: it is a trial
 
     @property
-    def turn(self) -> msg.Turn:
-        return msg.Turn(self.epoch)
+    def turn(self) -> Turn:
+        return Turn(self.epoch)
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -460,7 +469,7 @@ class EndedTrial:
     """A trial's end: its times, or why there are none (no error: the daemon died)."""
 
     activation: Activation
-    message: msg.InferenceDone | None = None
+    message: InferenceDone | None = None
     error: PipeSwitchError | None = None
 
 
@@ -468,8 +477,8 @@ class EndedTrial:
 class ColdSwitch:
     """A request whose model streamed in while it ran; the end of the copy may be told later."""
 
-    model: msg.ModelName
-    residency_epoch: msg.Epoch
+    model: ModelName
+    residency_epoch: Epoch
     batch: int
     turn_at_ms: float
     ended_at_ms: float

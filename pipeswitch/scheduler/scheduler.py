@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..errors import ServerUnavailable
+from ..errors import InvalidTransition, PipeSwitchError, ServerUnavailable
 from ..ipc import messages as msg
 from . import events as ev
 from .core import (
@@ -198,7 +198,7 @@ class Scheduler:
             case ev.InferArrived():
                 self.admission.arrived(event)
             case ev.Asked():
-                self._takers[type(event)](event)
+                self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
             case ev.FromStage():
@@ -240,6 +240,15 @@ class Scheduler:
                 self._daemon_exited(event)
             case ev.Tick():
                 pass  # each event is a look at the clock
+
+    def _ask(self, event: ev.Asked) -> None:
+        """Of the part that takes it; what that raises is the answer, unless it is a bug."""
+        try:
+            self._takers[type(event)](event)
+        except InvalidTransition:
+            raise
+        except PipeSwitchError as error:
+            self.core.refuse(event.token, error)
 
     def _from_daemon(self, event: ev.FromDaemon) -> None:
         device = self.machine.devices[event.device]
@@ -339,9 +348,7 @@ class Scheduler:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
         self.job_requests.refuse_all(error)
-        for token in core.drain_tokens:
-            core.answer(token, reason=reason)
-        core.drain_tokens.clear()
+        core.answer_all(core.drain_tokens, reason=reason)
         core.wakeups = Wakeups()
         core.emit(ev.Leave(status=status, reason=reason))
 

@@ -9,7 +9,6 @@ from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ...ipc import messages as msg
 from ..core import PLACES
 from ..device_state import DeviceState
-from ..events import ToWorker
 from ..policies.job_orders import JOB_ORDERS
 from ..records import Job, Worker
 from ..states import MoveEvent, MoveState, TaskEvent, TaskState
@@ -164,9 +163,7 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.emit(
-            ToWorker(slot=job.slot, message=msg.HostGranted(epoch=job.epoch), channel="signal")
-        )
+        self._device.signal(job.slot, msg.HostGranted(epoch=job.epoch))
 
     def reaped(self, name: msg.JobName) -> None:
         """The job's process is gone: it holds nothing any more, and writes nowhere."""
@@ -210,18 +207,10 @@ class Leases:
                 job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
-            self._device.emit(
-                ToWorker(
-                    slot=job.slot,
-                    message=msg.LeaseGranted(
-                        epoch=job.epoch,
-                        offset_bytes=region.offset_bytes,
-                        size_bytes=region.size_bytes,
-                    ),
-                    channel="signal",
-                    commits_of=job.name,
-                )
+            granted = msg.LeaseGranted(
+                epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
+            self._device.signal(job.slot, granted, commits_of=job.name)
 
     def who_leaves_for(self, job: Job) -> Job | None:
         """A suspended job that holds memory, less important or with its turn behind it.
@@ -247,12 +236,7 @@ class Leases:
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None
         wire = to_wire(error)
-        self._device.emit(
-            ToWorker(
-                slot=job.slot,
-                message=msg.LeaseRefused(
-                    epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
-                ),
-                channel="signal",
-            )
+        refused = msg.LeaseRefused(
+            epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
         )
+        self._device.signal(job.slot, refused)

@@ -31,7 +31,7 @@ from ...programs.layout import BUNDLE_FILE
 from ...programs.matching import match
 from ..core import ALL, Core, takes
 from ..device_state import DeviceState
-from ..events import DropPublished, PublishAsked, Token, ToWorker
+from ..events import DropPublished, PublishAsked, Token
 from ..machine import Machine
 from ..records import NO_EPOCH, Job, Model, Registration, Worker
 from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
@@ -74,12 +74,8 @@ class Publishing:
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
         """By a client; answered when the version serves."""
-        try:
-            self._check(event)
-        except PipeSwitchError as error:
-            self._core.refuse(event.token, error)
-        else:
-            self._accept(event.model, event.job, event.step, event.part, event.token)
+        self._check(event)
+        self._accept(event.model, event.job, event.step, event.part, event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: msg.PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
@@ -104,7 +100,7 @@ class Publishing:
             )  # fmt: skip
         else:
             self._accept(message.model, job.name, message.step, message.part, None)
-        device.emit(ToWorker(slot=worker.slot, message=answer, channel="signal"))
+        device.signal(worker.slot, answer)
 
     def _check(self, event: PublishAsked) -> None:
         if self._core.is_draining:
@@ -216,8 +212,7 @@ class Publishing:
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
-            copied = msg.PublishCopied(epoch=job.epoch)
-            device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
+            device.signal(job.slot, msg.PublishCopied(epoch=job.epoch))
 
     def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""

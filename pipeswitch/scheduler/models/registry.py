@@ -64,12 +64,8 @@ class Registry:
         error; 3. a build starts; progress and one final answer follow."""
         core = self._core
         if core.is_draining:
-            core.refuse(event.token, ServerUnavailable("the server is draining"))
-            return
-        taken = self.chains.taken(event.model)
-        if taken is not None:
-            core.refuse(event.token, taken)
-            return
+            raise ServerUnavailable("the server is draining")
+        self.chains.check_free(event.model)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event, old):
@@ -84,31 +80,23 @@ class Registry:
         if old is not None:
             is_anothers = old.tenant != event.tenant
             why = "another client's" if is_anothers else "registered from something else"
-            error = AlreadyExists(
+            raise AlreadyExists(
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
-            core.refuse(event.token, error)
-            return
         unknown = limits.refusal(event.devices, self._machine.names)
         if unknown is not None and not event.is_known:
-            core.refuse(event.token, unknown)
-            return
+            raise unknown
         most = core.settings.max_models_per_client
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
         if event.tenant and not event.is_known and count >= most:
-            full = HostStoreFull(
+            raise HostStoreFull(
                 f"this client has {count} models, [server] max_models_per_client is {most} "
                 "(clients without a key are one)",
                 hint="pipeswitch unregister NAME",
             )
-            core.refuse(event.token, full)
-            return
-        refusal = self._builds.refusal(event.client)
-        if refusal is not None:
-            core.refuse(event.token, refusal)
-            return
+        self._builds.check_room(event.client)
         self._begin(event, (event.token,))
 
     def _is_same(self, event: ev.RegisterAsked, old: Model) -> bool:
@@ -191,14 +179,9 @@ class Registry:
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for one in self.registrations.values():
-            for token in (*one.waiters, *one.end_waiters):
-                self._core.refuse(token, error)
-            one.waiters.clear()
-            one.end_waiters.clear()
+            self._core.refuse_all(error, one.waiters, one.end_waiters)
         for served in self._machine.served.values():
-            for token in served.end_waiters:
-                self._core.refuse(token, error)
-            served.end_waiters.clear()
+            self._core.refuse_all(error, served.end_waiters)
 
     def progress(self, message: msg.BuildProgress) -> None:
         if self._of(message.model, message.epoch) is None:
@@ -352,8 +335,7 @@ class Registry:
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.forget(model)
         registration.error = error
-        for token in registration.waiters:
-            core.refuse(token, error)
+        core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=to_wire(error))
 
     def _answer_registered(self, model: Model, token: ev.Token) -> None:
@@ -411,17 +393,13 @@ class Registry:
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
         if not models:
-            core.refuse(event.token, not_found(event.model))
-            return
+            raise not_found(event.model)
         if event.tenant not in (None, models[-1].tenant):
-            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
-            return
+            raise PermissionDenied(f'"{event.model}" is another client\'s')
         if any(model.state.state is ModelState.STORING for model in models):
-            error = AlreadyExists(
+            raise AlreadyExists(
                 f'"{event.model}" is still being registered', hint="wait until it is ready"
             )
-            core.refuse(event.token, error)
-            return
         staying = [model for model in models if model.state.state is not ModelState.BUILDING]
         for model in models:
             if model not in staying:

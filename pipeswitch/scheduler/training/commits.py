@@ -9,7 +9,7 @@ from ...errors import HostStoreFull, ServerUnavailable
 from ...ipc import messages as msg
 from ..core import JOBS
 from ..device_state import DeviceState
-from ..events import CreateCommits, DropCommits, LoadedCommit, ToWorker
+from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..memory.ledgers import Arena, Store
 from ..records import NO_EPOCH, Job, Worker
 from ..states import TASK_FINAL, MoveState
@@ -130,7 +130,7 @@ class Commits:
             copy_ms = message.copy_ms
             device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
-            self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
+            self._device.signal(job.slot, message)
 
     def persist_due(self) -> None:
         """Write each commit to disk, as far as its writes keep to their share of the time; the one
@@ -180,9 +180,7 @@ class Commits:
 
     def _not_saved(self, job: Job, reason: str) -> None:
         job.why = f"commit not on disk: {reason}"
-        for token in job.exporters:
-            self._core.refuse(token, ServerUnavailable(f"job {job.name}: {job.why}"))
-        job.exporters.clear()
+        self._core.refuse_all(ServerUnavailable(f"job {job.name}: {job.why}"), job.exporters)
 
     def save_last(self, job: Job) -> None:
         """Of a job that is over the newest commit goes to disk, and then leaves the host store.
