@@ -416,21 +416,6 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     assert rig.error(token) is None
 
 
-def test_a_turn_waits_while_a_retiring_worker_may_still_write_an_older_one(rig: Rig) -> None:
-    rig.register("a")
-    job = rig.start_training()
-    rig.infer("a")
-    first = rig.state.upcoming
-    slot = rig.job_ends(job, "done")  # it crossed the stop, which names the first request's turn
-    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [first.turn]
-    rig.infer("a")
-    rig.done()
-    assert rig.state.current is None
-    assert not rig.commands(ev.RaiseTurn)
-    rig.worker_exits(slot, 0)
-    assert len(rig.commands(ev.RaiseTurn)) == 1
-
-
 def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
@@ -824,25 +809,6 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
         assert rig.error(token) is None
 
 
-def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> None:
-    rig.register("a")
-    token = rig.infer("a")
-    rig.daemon_exits()
-    assert {command.slot for command in rig.commands(ev.KillWorker)} == {0, 1, 2}
-    assert rig.residency("a") is Residency.HOST
-    rig.worker_exits(0)
-    rig.worker_exits(1)
-    assert not rig.commands(ev.SpawnDaemon)
-    rig.worker_exits(2)
-    assert [command.generation for command in rig.commands(ev.SpawnDaemon)] == [2]
-    rig.daemon(msg.DaemonReady(pid=2))
-    rig.worker(0, msg.WorkerReady(slot=0, pid=1))
-    assert rig.sent(msg.TransmitModel)
-    rig.done()
-    assert rig.error(token) is None
-    assert rig.core.counts["inferences"] == 1
-
-
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
     rig.daemon(msg.DaemonReady(pid=1))
@@ -916,20 +882,6 @@ def test_a_hint_sends_the_model_ahead_and_its_request_uses_that(rig: Rig) -> Non
     rig.infer("a")
     assert rig.sent(msg.RunInference)
     assert not rig.sent(msg.TransmitModel)
-
-
-def test_a_cancelled_hint_is_not_used_before_its_copy_has_ended(rig: Rig) -> None:
-    rig.register("a")
-    rig.register("b")
-    rig.handle(ev.PrefetchHint(model="a"))
-    rig.infer("b")
-    assert rig.sent(msg.CancelTransmit)
-    rig.infer("a")
-    assert not rig.sent(msg.RunInference), "nobody knows yet whether its groups will arrive"
-    rig.arrived("a", is_complete=False)
-    rig.arrived("b")
-    assert rig.sent(msg.TransmitModel)
-    assert rig.sent(msg.RunInference)
 
 
 # -- training -------------------------------------------------------------------------
@@ -1259,20 +1211,6 @@ def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Ri
     assert (job.commit_number, job.copying_epoch) == (0, 0)
     assert not rig.core.counts["stale_messages"], "it was not late"
     assert rig.state.workers[job.slot].kill_reason, "who waits for the answer is ended"
-
-
-def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> None:
-    """A job that started again before that flip would resume from an older commit."""
-    job = rig.start_training()
-    rig.committed(job, 1, 1)
-    rig.commit(job, 2, step=2)
-    rig.flip(job, 1, step=1)
-    assert not rig.sent(msg.StepCommitted), "the worker still waits"
-    rig.worker_exits(job.slot)
-    assert job.state.state is TaskState.QUEUED
-    rig.flip(job, 2, step=2)
-    assert job.committed_step == 2
-    assert job.state.state is TaskState.TRANSMITTING, "now it starts from step 2"
 
 
 def test_the_first_commit_goes_to_disk_at_once_and_each_one_that_the_disk_has_time_for(
