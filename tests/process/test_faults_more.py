@@ -19,14 +19,9 @@ import process_tools as tools
 import pytest
 import torch
 
+from pipeswitch import errors
 from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
-from pipeswitch.errors import (
-    ModelNotFound,
-    PipeSwitchError,
-    RegistrationRefused,
-    ServerUnavailable,
-)
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import Exit
 
@@ -173,21 +168,21 @@ def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: tools.Checked
                         found.add(int(entry))
         return found & tools.marked_pids(running.mark)
 
-    failures: list[PipeSwitchError] = []
+    failures: list[errors.PipeSwitchError] = []
 
     def register() -> None:
         try:
             running.client.register(
                 "big", tools.mlp(2048, 4, 3), example_inputs=(torch.zeros(1, 2048),)
             )
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             failures.append(error)
 
     thread = threading.Thread(target=register)
     thread.start()
     tools.kill(tools.until(lambda: named("pipeswitch-bld"), "a builder").pop())
     thread.join(30)
-    assert [type(error) for error in failures] == [RegistrationRefused]
+    assert [type(error) for error in failures] == [errors.RegistrationRefused]
     tools.until(
         lambda: not list((running.running.state_dir / "models").glob(".build-*")),
         "its folder is gone",
@@ -235,13 +230,13 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
         client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         # Waits for its turn to write its journal entry while the disk fills up.
         filler = fill(small_disk)
-        with pytest.raises(PipeSwitchError) as refused:
+        with pytest.raises(errors.PipeSwitchError) as refused:
             client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         assert "No space left" in str(refused.value), refused.value
         fill(small_disk)  # what the refused upload made free: an older one went
         script = tools.write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
         args = ["x" * 200] * 30  # more than what is left of the journal's last page
-        with pytest.raises(ServerUnavailable, match="No space left"):
+        with pytest.raises(errors.ServerUnavailable, match="No space left"):
             client.train(script, name="hello", args=args)
         answers(checked)
         client.unload("small")
@@ -309,7 +304,7 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
             lambda: all(row["state"] != "building" for row in checked.client.models()), "all tried"
         )
         for name in ("b", "c"):  # dropped, or built again: never wrong
-            with contextlib.suppress(ModelNotFound, RegistrationRefused):
+            with contextlib.suppress(errors.ModelNotFound, errors.RegistrationRefused):
                 answer = checked.client.submit(name, SMALL).result(20)["y"]
                 assert tools.is_bit_equal(answer, tools.eager(modules[name], SMALL))
         log_is_clean(checked)

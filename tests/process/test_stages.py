@@ -15,15 +15,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidInput,
-    PermissionDenied,
-    RegistrationRefused,
-    TaskFailed,
-    WorkerLost,
-)
+from pipeswitch import errors
 from pipeswitch.programs.build.export import export_module_to_bundle
 
 WIDTH = 64
@@ -162,7 +154,7 @@ def test_texts_go_in_and_labels_come_out(running: tools.Checked, functions: Modu
     assert row["outputs"]["label"] == [["label.0"], "bytes"]
     assert row["dims"]["label.0"] == [1, 8]
     for wrong in (["x"] * 9, [1.0], np.zeros((1, WIDTH), np.float32)):
-        with pytest.raises(InvalidInput, match=r'"text" expects bytes\[1\.\.8\]'):
+        with pytest.raises(errors.InvalidInput, match=r'"text" expects bytes\[1\.\.8\]'):
             client.infer("labels", wrong)
 
 
@@ -173,12 +165,12 @@ def test_a_function_behind_a_model_fails_alone(running: tools.Checked) -> None:
         client.register(name, module, example_inputs=example, returns=LABELS,
                         postprocess=f"staged:{function}")  # fmt: skip
     x = np.ones((1, WIDTH), np.float32)
-    with pytest.raises(TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
+    with pytest.raises(errors.TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
         client.infer("oddly", x)
-    with pytest.raises(WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
         client.infer("deadly", x)
     assert client.infer("plain", x)["y"].shape == (1, WIDTH)
-    with pytest.raises(InvalidInput, match="need each other"):
+    with pytest.raises(errors.InvalidInput, match="need each other"):
         client.register("n", module, example_inputs=example, postprocess="staged:label")
 
 
@@ -198,7 +190,7 @@ def test_an_answer_is_that_of_the_function_here_and_the_plain_model(
             bill = found.timing
             assert 0.0 < bill.preprocess_ms <= bill.total_ms - bill.compute_ms
         assert wanted.timing.preprocess_ms == 0.0
-    with pytest.raises(InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
+    with pytest.raises(errors.InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
         running.client.infer("rows", np.zeros((1, WIDTH), np.float32))
 
 
@@ -224,7 +216,7 @@ def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken
     behind = running.client.submit("rows", {"text": text("it waits for the process")})
     late = running.client.submit("rows", {"text": text("late")}, deadline_ms=1.0)
     assert running.client.infer("plain", np.ones((1, WIDTH), np.float32))["y"].shape == (1, WIDTH)
-    with pytest.raises(DeadlineExceeded, match="staged:rows"):
+    with pytest.raises(errors.DeadlineExceeded, match="staged:rows"):
         late.result(30)
     tools.until(lambda: running.count("preprocessing") == 2, "only the two are left")
     assert running.row("blocks")["why"] == "1 preprocessing"
@@ -236,7 +228,7 @@ def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken
 
     taken_back = running.client.submit("blocks", {"text": text(str(pipes[1]))})
     tools.until(lambda: stage_pid(running, "active"), "it is called")
-    assert taken_back.cancel() or isinstance(taken_back.exception(30), Cancelled)
+    assert taken_back.cancel() or isinstance(taken_back.exception(30), errors.Cancelled)
     tools.until(
         lambda: running.count("preprocessing") == 0, "it is taken back while its function runs"
     )
@@ -259,7 +251,7 @@ def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
         assert one.result(30)["y"].shape == (1, WIDTH)
     deadly = running.client.submit("dies", {"text": text("x")})
     others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(4)]
-    with pytest.raises(WorkerLost, match=r"staged:dies.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"staged:dies.*died 3 times"):
         deadly.result(30)
     assert all(one.result(30)["y"].shape == (1, WIDTH) for one in others)
 
@@ -267,7 +259,7 @@ def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
 def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: tools.Checked) -> None:
     before = running.count("stage_restarts")
     for said, reason in ODD.items():
-        with pytest.raises(TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
+        with pytest.raises(errors.TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
             running.client.infer("odd", {"text": text(said)})
     assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
     assert running.count("stage_restarts") == before
@@ -278,7 +270,7 @@ def test_what_a_function_has_started_ends_with_its_process(
 ) -> None:
     """A pool of processes would be left behind, with its memory, each time."""
     file = tmp_path / "pids"
-    with pytest.raises(WorkerLost, match=r"staged:starts.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"staged:starts.*died 3 times"):
         running.client.infer("starts", {"text": text(str(file))})
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == 3
@@ -299,7 +291,9 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
         ("staged:none", "--raw names: .*'text'"),
         ("staged_badly:rows", "status 3"),
     ):
-        with pytest.raises(RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"):
+        with pytest.raises(
+            errors.RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"
+        ):
             running.client.register(
                 "refused", tools.mlp(WIDTH, 2, 0), example_inputs=torch.zeros(1, WIDTH),
                 preprocess=function, raw=RAW,
@@ -311,7 +305,7 @@ def test_a_client_without_the_role_code_names_no_function(running: tools.Checked
     options: dict[str, Any] = {"weights": "random:1", "raw": RAW}
     with running.running.client(tcp=True) as client:
         for function, words in (("staged:rows", 'role "code"'), ("other:rows", "--allow-code")):
-            with pytest.raises(PermissionDenied) as caught:
+            with pytest.raises(errors.PermissionDenied) as caught:
                 client.register("n", "torchvision:resnet18", preprocess=function, **options)
             assert words in f"{caught.value.message} {caught.value.hint}"
         row = client.show("rows")

@@ -29,15 +29,7 @@ from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.lane import Lane
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.wire.frames import (
-    INLINE,
-    MAX_HEADER_BYTES,
-    RequestHeader,
-    WireTensor,
-    decode_reply,
-    encode_header,
-    pack_table,
-)
+from pipeswitch.wire import frames
 from tests.raw_peer import RawPeer, ask, raw_peer
 
 
@@ -276,9 +268,11 @@ def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler)
     server.is_holding = True
     with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
-        x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
-        header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
-        sock.send(encode_header(header), bytes(16))
+        x = frames.WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
+        header = frames.RequestHeader(
+            v=1, id="2", op="infer", model="m", session=session, inputs=(x,)
+        )
+        sock.send(frames.encode_header(header), bytes(16))
         server.wait_for(ev.InferArrived)
     server.wait_for(ev.CancelAsked)
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
@@ -300,16 +294,16 @@ def test_a_reader_that_never_reads_is_dropped(
 ) -> None:
     monkeypatch.setattr("pipeswitch.frontend.outbox.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
-    x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
+    x = frames.WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()
 
     def send_more(sock: RawPeer, session: str) -> bool:
-        header = RequestHeader(
+        header = frames.RequestHeader(
             v=1, id=str(next(numbers)), op="infer", model="wide", session=session, inputs=(x,)
         )
         with contextlib.suppress(OSError):
             if sock.stream.flush():
-                sock.send(encode_header(header), bytes(1 << 20))
+                sock.send(frames.encode_header(header), bytes(1 << 20))
         return len(server.tcp._clients) == 0
 
     with raw_peer(server.listeners.tcp.address, receive_bytes=4096) as sock:
@@ -338,7 +332,7 @@ def test_nonsense_with_an_id_gets_one_typed_error(
 ) -> None:
     with raw_peer(server.listeners.tcp.address) as sock:
         sock.send(msgspec.msgpack.encode({"id": "1", **fields}))
-        reply = decode_reply(sock.hear())
+        reply = frames.decode_reply(sock.hear())
     assert (reply.id, reply.status) == ("1", "error")
     assert text in reply.error.message
 
@@ -358,10 +352,12 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
         b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # of ZeroMQ
         b"\x01\x00\x05\x01PSW1\x03\x00ab",  # of its first version
         b"PSW1" + b"\xff" * 12,
-        pack_table([(MAX_HEADER_BYTES + 1, INLINE)]),
-        pack_table([(10, INLINE), (SESSIONLESS_BYTES, INLINE)]),  # that much needs a session
-        pack_table([(10, INLINE), (10, 0)]),
-        pack_table([]),  # only the owner's may share memory
+        frames.pack_table([(frames.MAX_HEADER_BYTES + 1, frames.INLINE)]),
+        frames.pack_table(
+            [(10, frames.INLINE), (SESSIONLESS_BYTES, frames.INLINE)]
+        ),  # that much needs a session
+        frames.pack_table([(10, frames.INLINE), (10, 0)]),
+        frames.pack_table([]),  # only the owner's may share memory
     ],
 )
 def test_what_is_no_message_ends_its_connection_and_no_other(
@@ -395,7 +391,7 @@ def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...
     server.announce("m")
     with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
-        x = WireTensor(name="x", dtype="float32", shape=shape, frame=0)
+        x = frames.WireTensor(name="x", dtype="float32", shape=shape, frame=0)
         reply = ask(sock, bytes(16), op="infer", model="m", session=session, inputs=(x,))
     assert reply.error.type == "InvalidInput"
 
@@ -502,16 +498,16 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         (client,) = server.tcp._readers.clients
         assert client.unsent_bytes < 2 << 20
         server.post(ev.Publish(topic="job.t", body={"n": "missed"}))
-        found = [decode_reply(deaf.hear()).body["n"]]
+        found = [frames.decode_reply(deaf.hear()).body["n"]]
         while found[-1] != "last":
             server.post(ev.Publish(topic="job.t", body={"n": "last"}))
-            found.append(decode_reply(deaf.hear()).body["n"])
+            found.append(frames.decode_reply(deaf.hear()).body["n"])
         assert 4 < len(set(found)) < 40
         assert "missed" not in found
-        header = RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
-        deaf.send(encode_header(header))
-        until(lambda: not decode_reply(deaf.hear()).more)
-        assert decode_reply(deaf.hear()).body == {"found": True}
+        header = frames.RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
+        deaf.send(frames.encode_header(header))
+        until(lambda: not frames.decode_reply(deaf.hear()).more)
+        assert frames.decode_reply(deaf.hear()).body == {"found": True}
         server.post(ev.Publish(topic="job.t", body={}))
         assert ask(deaf, op="ping").id == "1"
 

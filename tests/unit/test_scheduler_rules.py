@@ -9,22 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import (
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
-    HostStoreFull,
-    InvalidInput,
-    ModelNotFound,
-    ModelQuarantined,
-    OutOfDeviceMemory,
-    PermissionDenied,
-    QueueFull,
-    RegistrationRefused,
-    ServerUnavailable,
-    TaskFailed,
-    WorkerLost,
-)
+from pipeswitch import errors
 from pipeswitch.ipc import messages as msg
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
@@ -322,9 +307,9 @@ def test_who_waited_for_a_model_that_cannot_be_stored_reads_why(rig: Rig) -> Non
     epoch = awaited(rig)
     token = rig.infer("a")
     rig.daemon(msg.StoreFailed(model="a", epoch=epoch, reason="the digest does not match"))
-    assert isinstance(rig.error(token), RegistrationRefused)
+    assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert [command.model for command in rig.commands(ev.Retract)] == ["a"]
-    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
 
 
 def test_a_request_that_waits_for_its_model_expires_and_is_taken_back(rig: Rig) -> None:
@@ -332,15 +317,15 @@ def test_a_request_that_waits_for_its_model_expires_and_is_taken_back(rig: Rig) 
     late, unwanted = rig.infer("a", deadline_ms=50.0), rig.infer("a")
     rig.tick(51.0)
     rig.handle(ev.CancelAsked(token=unwanted))
-    assert isinstance(rig.error(late), DeadlineExceeded)
-    assert isinstance(rig.error(unwanted), Cancelled)
+    assert isinstance(rig.error(late), errors.DeadlineExceeded)
+    assert isinstance(rig.error(unwanted), errors.Cancelled)
 
 
 def test_requests_that_wait_for_their_model_are_bounded_too() -> None:
     rig = Rig(max_queue_per_model=2)
     awaited(rig)
     tokens = [rig.infer("a") for _ in range(3)]
-    assert isinstance(rig.error(tokens[2]), QueueFull)
+    assert isinstance(rig.error(tokens[2]), errors.QueueFull)
 
 
 def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
@@ -348,7 +333,7 @@ def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
     token = rig.infer("a")
     rig.handle(ev.DrainAsked(token=None, grace_ms=10.0))
     rig.tick(11.0)
-    assert isinstance(rig.error(token), ServerUnavailable)
+    assert isinstance(rig.error(token), errors.ServerUnavailable)
 
 
 # -- a request ----------------------------------------------------------------------
@@ -553,7 +538,7 @@ def test_a_queued_request_can_be_taken_back_and_a_dispatched_one_is_answered(rig
     running, waiting, queued = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for token in (running, waiting, queued):
         rig.handle(ev.CancelAsked(token=token))
-    assert isinstance(rig.error(queued), Cancelled)
+    assert isinstance(rig.error(queued), errors.Cancelled)
     assert running not in rig.answers
     rig.done()
     rig.done()
@@ -568,7 +553,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered(rig: Rig) -> None:
     token = rig.infer("a", deadline_ms=50.0)
     assert rig.scheduler.next_wakeup_ms() == 50.0
     rig.tick(50.0)
-    assert isinstance(rig.error(token), DeadlineExceeded)
+    assert isinstance(rig.error(token), errors.DeadlineExceeded)
 
 
 def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped(rig: Rig) -> None:
@@ -581,7 +566,7 @@ def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped
     assert rig.commands(ev.KillWorker)
     assert token not in rig.answers
     rig.worker_exits(task.slot)
-    assert isinstance(rig.error(token), DeadlineExceeded)
+    assert isinstance(rig.error(token), errors.DeadlineExceeded)
 
 
 def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_before(
@@ -602,7 +587,7 @@ def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_be
     assert rig.now_ms == limit_ms - 1.0 + limit_ms
     assert token not in rig.answers, "its worker still writes"
     rig.worker_exits(task.slot)
-    assert isinstance(rig.error(token), DeadlineExceeded)
+    assert isinstance(rig.error(token), errors.DeadlineExceeded)
     assert "max_compute" in rig.error(token).hint
     assert not rig.sent(msg.RunInference), "an endless loop is not tried again"
 
@@ -637,7 +622,7 @@ def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
                 rig.done()
                 rig.tick(until_ms)
             rig.worker_restarts(rig.state.current.slot)
-        assert isinstance(rig.error(token), WorkerLost)
+        assert isinstance(rig.error(token), errors.WorkerLost)
     assert bars_s == ([1, 2, 4, 8, 8] if caller else [])
 
 
@@ -648,8 +633,8 @@ def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
         task = rig.state.current
         rig.tick(rig.now_ms + rig.core.settings.max_compute_ms)
         rig.worker_restarts(task.slot)
-        assert isinstance(rig.error(token), DeadlineExceeded)
-    assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
+        assert isinstance(rig.error(token), errors.DeadlineExceeded)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelQuarantined)
 
 
 def test_many_short_tasks_leave_one_look_at_the_clock(rig: Rig) -> None:
@@ -687,7 +672,9 @@ def test_a_caller_that_fills_the_queue_leaves_places_for_another(limit: str) -> 
     rig = Rig(**{limit: 16})
     rig.register("a")
     flood = [rig.infer("a", caller="greedy") for _ in range(40)]
-    assert [isinstance(rig.error(t), QueueFull) for t in flood if t in rig.answers] == [True] * 26
+    assert [isinstance(rig.error(t), errors.QueueFull) for t in flood if t in rig.answers] == [
+        True
+    ] * 26
     modest = [rig.infer("a", caller="modest") for _ in range(4)]
     assert [token in rig.answers for token in modest] == [False, False, False, True]
     assert "3 of them this client's" in rig.error(modest[-1]).message
@@ -702,7 +689,7 @@ def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:
         if token not in rig.answers:
             rig.stored(name, epoch)
         else:
-            assert isinstance(rig.error(token), HostStoreFull)
+            assert isinstance(rig.error(token), errors.HostStoreFull)
             refused.append(name)
             rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
         rig.prepared()
@@ -716,19 +703,19 @@ def test_a_flood_for_one_model_leaves_room_for_the_others() -> None:
     flood = [rig.infer("a") for _ in range(6)]
     refused = [rig.error(token) for token in flood if token in rig.answers]
     assert refused
-    assert all(isinstance(error, QueueFull) for error in refused)
+    assert all(isinstance(error, errors.QueueFull) for error in refused)
     assert "max_queue_per_model" in refused[0].hint
     token = rig.infer("b")
     assert token not in rig.answers
 
 
 def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
-    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
     _, epoch = rig.begin("a")
-    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
     rig.built("a", 10, epoch)
     token = rig.infer("a", digest="of the one before")
-    assert isinstance(rig.error(token), ModelNotFound)
+    assert isinstance(rig.error(token), errors.ModelNotFound)
 
 
 def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
@@ -738,7 +725,7 @@ def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     data = {"type": "ValueError"}
     failed = msg.InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
     rig.worker(task.slot, failed)
-    assert isinstance(rig.error(token), TaskFailed)
+    assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.error(token).request_id == f"r{token}"
     assert not rig.commands(ev.KillWorker)
 
@@ -751,7 +738,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     rig.worker(
         upcoming.slot, msg.InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
     )
-    assert isinstance(rig.error(token), TaskFailed)
+    assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.state.current is current
     assert not rig.commands(ev.RaiseTurn)
 
@@ -776,10 +763,12 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     first, second, third = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for _ in range(3):
         rig.worker_restarts(rig.state.current.slot)
-    assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelQuarantined)
     refused = [token for token in (first, second, third) if token in rig.answers]
     assert refused
-    assert all(isinstance(rig.error(one), WorkerLost | ModelQuarantined) for one in refused)
+    assert all(
+        isinstance(rig.error(one), errors.WorkerLost | errors.ModelQuarantined) for one in refused
+    )
     while rig.state.current is not None:  # what was dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
@@ -831,7 +820,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
         rig.tick(rig.now_ms + 1e5)
     assert rig.core.has_left
     for each in (registering, waiting, token, rig.infer("a"), rig.job_asked("cifar", "wait")):
-        assert isinstance(rig.error(each), ServerUnavailable)
+        assert isinstance(rig.error(each), errors.ServerUnavailable)
 
 
 def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Rig) -> None:
@@ -1158,7 +1147,7 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
         )
         rig.worker(slot, msg.WorkerReady(slot=slot, pid=99))
     rig.worker_exits(job.slot)
-    assert isinstance(rig.error(token), TaskFailed)
+    assert isinstance(rig.error(token), errors.TaskFailed)
 
 
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
@@ -1308,7 +1297,7 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
     assert rig.sent(msg.EvictTask)
     rig.job_ends(rig.state.jobs["one"], "preempted")
     assert rig.answers[token].body["job"]["state"] == "cancelled"
-    assert isinstance(rig.error(rig.job_asked("two", "resume")), InvalidInput)
+    assert isinstance(rig.error(rig.job_asked("two", "resume")), errors.InvalidInput)
     assert two.state.state is TaskState.CANCELLED
 
 
@@ -1339,7 +1328,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
     again = rig.ask_register("a")
     assert rig.error(again) is None
     assert not rig.commands(ev.StartBuild)
-    assert isinstance(rig.error(rig.ask_register("a", spec="other")), AlreadyExists)
+    assert isinstance(rig.error(rig.ask_register("a", spec="other")), errors.AlreadyExists)
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
@@ -1347,7 +1336,7 @@ def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> 
     rig.register("enemy.m")
     token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
-    assert isinstance(error, AlreadyExists)
+    assert isinstance(error, errors.AlreadyExists)
     assert "another client's" in error.message
 
 
@@ -1360,7 +1349,7 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
     assert not rig.commands(ev.StartBuild)
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
     assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
-    assert isinstance(rig.error(first), Cancelled)
+    assert isinstance(rig.error(first), errors.Cancelled)
 
 
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
@@ -1368,7 +1357,7 @@ def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> No
     gone = rig.ask(ev.UnregisterAsked, model="a")
     assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
     assert rig.error(gone) is None
-    assert isinstance(rig.error(token), Cancelled)
+    assert isinstance(rig.error(token), errors.Cancelled)
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
     rig.register("a")  # the name is free again
 
@@ -1379,7 +1368,7 @@ def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     gone = rig.ask(ev.UnregisterAsked, model="b")
     assert not rig.commands(ev.KillBuild)
     assert rig.error(gone) is None
-    assert isinstance(rig.error(token), Cancelled)
+    assert isinstance(rig.error(token), errors.Cancelled)
     assert "b" not in rig.state.replicas
 
 
@@ -1412,7 +1401,7 @@ def test_a_clients_builds_that_wait_leave_others_their_share() -> None:
     rig = Rig(max_waiting_builds=8)
     for number in range(7):  # one of them runs
         assert rig.ask_register(f"enemy-{number}", client="enemy") not in rig.answers
-    assert isinstance(rig.error(rig.ask_register("enemy-7", client="enemy")), QueueFull)
+    assert isinstance(rig.error(rig.ask_register("enemy-7", client="enemy")), errors.QueueFull)
     assert rig.ask_register("friend", client="friend") not in rig.answers
     assert rig.ask_register("owners") not in rig.answers
 
@@ -1422,7 +1411,7 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
     for number in range(2):
         rig.register(f"enemy.{number}")
     error = rig.error(rig.ask_register("enemy.2", client="enemy"))
-    assert isinstance(error, HostStoreFull)
+    assert isinstance(error, errors.HostStoreFull)
     assert "2 models" in error.message
     assert "unregister" in error.hint
     for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
@@ -1447,13 +1436,14 @@ def test_a_builder_that_dies_without_a_word_refuses_its_model(
 ) -> None:
     token, epoch = rig.begin("a")
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-number))
-    assert isinstance(rig.error(token), RegistrationRefused)
+    assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert words in rig.error(token).message
     assert "a" not in rig.state.replicas
 
 
 @pytest.mark.parametrize(
-    ("mib", "store_mib", "error"), [(64, 256, OutOfDeviceMemory), (40, 30, HostStoreFull)]
+    ("mib", "store_mib", "error"),
+    [(64, 256, errors.OutOfDeviceMemory), (40, 30, errors.HostStoreFull)],
 )
 def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
     mib: int, store_mib: int, error: type[Exception]
@@ -1507,7 +1497,7 @@ def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> Non
     first, queued, last = rig.infer("a"), rig.infer("a"), rig.infer("a")
     token = rig.ask(ev.UnregisterAsked, model="a")
     assert rig.commands(ev.Retract)
-    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
     rig.arrived("a")
     for _ in range(3):
         assert token not in rig.answers
@@ -1525,7 +1515,7 @@ def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> N
     assert rig.residency("a") is Residency.PINNED
     rig.register("b", 40)
     error = rig.error(rig.infer("b"))
-    assert isinstance(error, OutOfDeviceMemory)
+    assert isinstance(error, errors.OutOfDeviceMemory)
     assert error.hint == "pipeswitch unload a"
     rig.ask(ev.PinAsked, model="a", pin=False)
     rig.infer("b")
@@ -1537,7 +1527,7 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
     rig.arrived("a")
     rig.register("b", 40)
     rig.start_training(mib=5)
-    assert isinstance(rig.error(rig.infer("b")), OutOfDeviceMemory)
+    assert isinstance(rig.error(rig.infer("b")), errors.OutOfDeviceMemory)
 
 
 def stored(rig: Rig, name: str) -> None:
@@ -1654,7 +1644,7 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
     token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
     assert rig.sent(msg.EvictTask)
-    assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
+    assert isinstance(rig.error(rig.infer("a")), errors.ServerUnavailable)
     rig.park(job, rig.state.upcoming.turn)
     rig.done()
     assert rig.error(request) is None
@@ -1663,7 +1653,7 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=4))
     assert [command.status for command in rig.commands(ev.Leave)] == [0]
     assert rig.error(token) is None
-    assert isinstance(rig.error(waiting), ServerUnavailable)
+    assert isinstance(rig.error(waiting), errors.ServerUnavailable)
 
 
 def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once() -> None:
@@ -1675,7 +1665,7 @@ def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once() -> None:
         assert not rig.commands(ev.Leave)
         rig.handle(second, 100.0)
         assert rig.commands(ev.Leave)
-        assert isinstance(rig.error(token), ServerUnavailable)
+        assert isinstance(rig.error(token), errors.ServerUnavailable)
 
 
 def test_a_user_s_cancel_survives_the_drain(rig: Rig) -> None:
@@ -1717,7 +1707,7 @@ def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> N
 def test_a_request_for_a_model_that_is_refused_when_checked_again_reads_why(rig: Rig) -> None:
     token, epoch = restored(rig)
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
-    assert isinstance(rig.error(token), RegistrationRefused)
+    assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert rig.commands(ev.Retract)
 
 
@@ -1725,7 +1715,7 @@ def test_a_request_for_a_model_that_comes_back_with_another_signature_is_refused
     other = ValueSpec(name="y", dtype="float32", shape=(7,))
     token, epoch = restored(rig, outputs=(other,))
     rig.built("a", 10, epoch)
-    assert isinstance(rig.error(token), ModelNotFound)
+    assert isinstance(rig.error(token), errors.ModelNotFound)
 
 
 def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: Rig) -> None:
@@ -1913,7 +1903,7 @@ def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
     """The name was another tenant's when its bytes were written; the programs are the same."""
     apart.register("ada.m")
     token = apart.infer("ada.m", tenant="bob")
-    assert isinstance(apart.error(token), ModelNotFound)
+    assert isinstance(apart.error(token), errors.ModelNotFound)
 
 
 # ------------------------------------------------------------------------------ jobs that are over
@@ -1995,8 +1985,8 @@ def test_only_a_job_that_is_over_is_removed(rig: Rig) -> None:
     rig.job_ends(job, "failed")
     assert rig.error(rig.job_asked("cifar", "rm")) is None
     assert ev.RemoveJob(job=job.name) in rig.out
-    assert isinstance(rig.error(rig.job_asked("cifar", "show")), ModelNotFound)
-    assert isinstance(rig.error(rig.job_asked("cifar", "rm")), ModelNotFound)
+    assert isinstance(rig.error(rig.job_asked("cifar", "show")), errors.ModelNotFound)
+    assert isinstance(rig.error(rig.job_asked("cifar", "rm")), errors.ModelNotFound)
 
 
 def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig) -> None:
@@ -2150,8 +2140,10 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     lineage = rig.scheduler.machine.served["net"].born
     late = infer_of(rig, lineage)
     assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
-    assert isinstance(rig.error(infer_of(rig, 0)), ModelNotFound), "it asked for version 1"
-    assert isinstance(rig.error(infer_of(rig, lineage - 1)), ModelNotFound), "another model's"
+    assert isinstance(rig.error(infer_of(rig, 0)), errors.ModelNotFound), "it asked for version 1"
+    assert isinstance(rig.error(infer_of(rig, lineage - 1)), errors.ModelNotFound), (
+        "another model's"
+    )
 
 
 def test_rolling_back_changes_the_current_version_and_the_pin(rig: Rig) -> None:
@@ -2166,7 +2158,7 @@ def test_rolling_back_changes_the_current_version_and_the_pin(rig: Rig) -> None:
     assert models["net"].want_pinned
     assert "before 1" in rig.error(rollback(rig)).message
     assert "no version 7" in rig.error(rollback(rig, 7)).message
-    assert isinstance(rig.error(rollback(rig, 2, tenant="ada")), PermissionDenied)
+    assert isinstance(rig.error(rollback(rig, 2, tenant="ada")), errors.PermissionDenied)
     assert rig.error(rollback(rig, 2)) is None
     publish(rig, job)
     assert versions_of(rig)[-1] == (3, True), "a number is given once"
@@ -2280,7 +2272,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     tokens = [rig.infer("net") for _ in range(3)]
     for _ in tokens:
         rig.worker_restarts(rig.state.current.slot)
-    assert isinstance(rig.error(rig.infer("net")), ModelQuarantined)
+    assert isinstance(rig.error(rig.infer("net")), errors.ModelQuarantined)
     answers(0)  # what was dispatched before may still end
     assert answers(10) == 10 * ["net@2"]
     assert [versions.share(model) for model in versions.all_of("net")] == [50, 50]
@@ -2321,7 +2313,7 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
     assert versions_of(again) == [(2, False), (3, True)]
     again.ask_register("net", spec_digest="first")
     other = again.ask_register("net")
-    assert isinstance(again.error(other), AlreadyExists)
+    assert isinstance(again.error(other), errors.AlreadyExists)
     model = again.scheduler.machine.models["net@3"]
     again.handle(ev.FromBuilder(message=msg.BuildFailed(
         model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
@@ -2550,7 +2542,7 @@ def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig
     assert rig.error(waits) is None
     assert rig.answers[token].body == {"model": "net@2"}
     assert versions_of(rig) == [(1, True)]
-    assert isinstance(rig.error(unregister(rig, "net@2")), ModelNotFound)
+    assert isinstance(rig.error(unregister(rig, "net@2")), errors.ModelNotFound)
 
 
 def test_a_name_and_one_of_its_versions_are_unregistered_at_a_time(rig: Rig) -> None:
@@ -2607,7 +2599,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
     if stage == "copied":
         rig.daemon(msg.CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
     rig.handle(ev.CancelAsked(token=token))
-    assert isinstance(rig.error(token), Cancelled)
+    assert isinstance(rig.error(token), errors.Cancelled)
     rig.state.is_daemon_ready = True
     if stage == "copies":
         assert not rig.commands(ev.DropPublished), "the daemon still writes there"
@@ -2630,7 +2622,7 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
         rig.handle(ev.TrainAsked(token=token, job=name, entry="t.py", args=(), priority=1,
                                  resumes=True, is_paused=is_paused, loaded=loaded))  # fmt: skip
         if not is_paused:
-            assert isinstance(rig.error(token), HostStoreFull)
+            assert isinstance(rig.error(token), errors.HostStoreFull)
             assert name not in rig.state.jobs
             continue
         kinds = [type(one) for one in rig.out
