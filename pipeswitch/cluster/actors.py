@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..client.client import FINAL_JOB_STATES, Client
-from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
+from ..client.cluster import NAMESPACE, NODE, PLACEMENT, connect_ray, node_of, told, why_of
 from ..errors import (
     AlreadyExists,
     ConfigError,
@@ -40,7 +40,6 @@ from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
 
-NODE: Final = "node:"  # before its name, an actor's
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 COPIES: Final = 2  # of each model, on as many nodes
 ROUND_S: Final = 1.0  # between two looks at all nodes
@@ -290,17 +289,17 @@ class Placement:
                     if model in facts["models"]
                 ]
             if len({digest for digest, counts in known if counts}) > 1:
-                told(ray, _node(ray, node).unregister.remote(model))
+                told(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
                                     hint="choose another name")  # fmt: skip
-            ray.get(_node(ray, node).remember.remote(model, body))
+            ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
         return self._copy(model)
 
     def forgotten(self, model: str) -> None:
         ray = connect_ray()
         for name in list(self._facts):
-            ray.get(_node(ray, name).remember.remote(model, None))
+            ray.get(node_of(ray, name).remember.remote(model, None))
         self._look()
 
     def drain(self, node: str) -> list[str]:
@@ -382,8 +381,7 @@ class Placement:
             life = self._next_life(job)
             self._moving.add(job)
         try:
-            target = _node(connect_ray(), to)
-            self._order(homes[0], "hand_over", job, target, life)
+            self._order(homes[0], "hand_over", job, to, life)
             self._order(to, "take_over", job, life)
         finally:
             self._moving.discard(job)
@@ -443,7 +441,7 @@ class Placement:
     def _order(self, node: str, verb: str, *args: Any) -> Any:
         """What a node answers; what it has become is known when this returns."""
         ray = connect_ray()
-        answer = told(ray, getattr(_node(ray, node), verb).remote(*args), ORDER_S)
+        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
         self._look()
         return answer
 
@@ -464,8 +462,8 @@ class Placement:
                 if job in busy or (node, job) in self._ordered:
                     continue
                 life = self._next_life(job) if verb == "take_over" else life
-                args = [_node(ray, to)] if to else [life] if life else []
-                answer = getattr(_node(ray, node), verb).remote(job, *args)
+                args = [to] if to else [life] if life else []
+                answer = getattr(node_of(ray, node), verb).remote(job, *args)
                 self._ordered[node, job] = answer
 
     def _trouble(self, what: str, work: Callable[[], Any]) -> None:
@@ -495,7 +493,7 @@ class Placement:
         """Ask every node how it is; who does not say so is gone."""
         ray, names = connect_ray(), node_names(connect_ray())
         heard = {name: facts["number"] for name, facts in self._facts.items()}
-        asked = {name: _node(ray, name).summary.remote(heard.get(name, 0)) for name in names}
+        asked = {name: node_of(ray, name).summary.remote(heard.get(name, 0)) for name in names}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
             if asked else ([], [])  # fmt: skip
         found = {}
@@ -571,7 +569,9 @@ class Placement:
             self._requested = wanted
         come = sorted(free.keys() - names)
         if len(names) < wanted and come:
-            start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
+            startnode_of(
+                ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True
+            )
         if is_over:  # beside the rounds: nodes want to be heard
             leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
             threading.Thread(target=leave, daemon=True).start()
@@ -619,17 +619,13 @@ class Placement:
         if body is None:
             return [f"{model} was not registered through the cluster: it stays on {source}"]
         ray = connect_ray()
-        bundle = _node(ray, source).bundle.remote(digest)  # from node to node, not through here
+        bundle = node_of(ray, source).bundle.remote(digest)  # from node to node, not through here
         try:
-            ray.get(_node(ray, target).adopt.remote(model, body, digest, bundle))
+            ray.get(node_of(ray, target).adopt.remote(model, body, digest, bundle))
         except Exception as error:
             return [f"{model} has no copy on {target}: {why_of(error)}"]
         self._look()
         return []
-
-
-def _node(ray: Any, name: str) -> Any:
-    return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def node_names(ray: Any) -> list[str]:
@@ -667,7 +663,7 @@ def request_machines(count: int) -> None:
     request_resources(bundles=[{RESOURCE: 1}] * count)
 
 
-def start_node(
+def startnode_of(
     ray: Any, name: str, where: str, host: str, folder: str, flags: tuple[str, ...],
     *, holds: bool = False,
 ) -> Any:  # fmt: skip
@@ -701,7 +697,7 @@ def start_nodes(
     here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
     made = _detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
     handles = [  # they ask it whether their jobs are still theirs
-        start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
+        startnode_of(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
         for name, where in names.items()
     ]
     told(ray, [handle.summary.remote() for handle in handles])
@@ -709,7 +705,7 @@ def start_nodes(
 
 
 def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:
-    handles = [_node(ray, name) for name in names]
+    handles = [node_of(ray, name) for name in names]
     for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
         with contextlib.suppress(Exception):  # its process ends with its server
             ray.get(ended, timeout=drain_s + 30.0)
