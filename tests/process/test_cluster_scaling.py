@@ -80,14 +80,16 @@ def ray_that_scales(tmp_path: Path) -> Iterator[None]:
          f"--port={port}", "--include-dashboard=false", "--disable-usage-stats",
          "--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={clients}",
          "--object-store-memory=100000000", f"--autoscaling-config={folder / 'fake.json'}"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
+        assert head.stdout is not None
+        assert any("runtime started" in line for line in head.stdout)  # earlier ones may hang
         yield
     finally:
         started = psutil.Process(head.pid).children(recursive=True)
         head.terminate()
-        head.wait(60)
+        head.communicate(timeout=60)
         for one in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -122,7 +124,7 @@ def test_a_load_brings_a_machine_and_rest_lets_it_go(ray_that_scales: None, tmp_
     up = [*PIPESWITCH, "cluster", "up", "--scale", "1", "2", "--state-dir", str(tmp_path), "--",
           "--device", "cpu", "--arena", "128MiB", "--host-store", "256MiB", "--standby", "1",
           ]  # fmt: skip
-    wait_for(lambda: subprocess.run(up, capture_output=True).returncode == 0)
+    subprocess.run(up, check=True)
     (first,) = wait_for(nodes)
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)]).eval()
