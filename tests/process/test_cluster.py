@@ -57,6 +57,10 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 
 
+def ready_at(line: str) -> str:
+    return line.partition(" at ")[2].rpartition(": ")[0]
+
+
 class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder, self.pids = folder, dict[str, int]()
@@ -69,6 +73,7 @@ class Cluster:
         if "3 nodes is ready" not in line:
             self.process.terminate()
             raise AssertionError(line + self.process.communicate()[0])
+        os.environ["RAY_ADDRESS"] = ready_at(line)  # else "auto" may be another's of this machine
 
         # Ray tries for 20 s: meanwhile the other tests are run.
         self.stranger = subprocess.Popen(

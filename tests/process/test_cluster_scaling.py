@@ -85,6 +85,7 @@ def ray_that_scales(tmp_path: Path) -> Iterator[None]:
     try:
         assert head.stdout is not None
         assert any("runtime started" in line for line in head.stdout)  # earlier ones may hang
+        os.environ["RAY_ADDRESS"] = provider["gcs_address"]  # "auto" may be another's
         yield
     finally:
         started = psutil.Process(head.pid).children(recursive=True)
