@@ -269,6 +269,7 @@ class Sequences:
             if made:
                 room, held.room = held.room, room
                 held.values |= made
+            held.epoch = held.run
             held.steps += 1
             self._steps += 1
         elif is_here:
