@@ -323,10 +323,6 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
         view.take_back()
 
 
-def _requests(message: RunInference) -> Requests:
-    return (message, *message.joined)
-
-
 def _inputs(
     message: RunInference, pool: RequestPool, steps: Steps | None, caches: Caches
 ) -> tuple[list[torch.Tensor], list[int]]:
@@ -334,12 +330,13 @@ def _inputs(
     place or in the other."""
     if not message.joined and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
-    rows = [request.inputs[0].shape[0] for request in _requests(message)]
+    requests: Requests = (message, *message.joined)
+    rows = [request.inputs[0].shape[0] for request in requests]
     if steps is not None and steps.most:
         pool.let_go()
         return steps.inputs(), rows
     caches.let_go()
-    columns = zip(*(request.inputs for request in _requests(message)), strict=True)
+    columns = zip(*(request.inputs for request in requests), strict=True)
     return pool.joined(columns, message.model), rows
 
 
@@ -357,8 +354,9 @@ def _write(
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
         parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
+    requests: Requests = (message, *message.joined)
     slabs = []
-    for number, (request, part) in enumerate(zip(_requests(message), parts, strict=True)):
+    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         own = _its_own(part, request, manifest) if rows and manifest.pads else part
         values, own = (manifest.outputs, own) if steps is None else steps.told(number, own)
         slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
