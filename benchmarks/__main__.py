@@ -41,6 +41,7 @@ BENCHMARKS: Final = {
     "placing": "placing",
     "batching": "batching",
     "generation": "generation",
+    "peers": "peers",
 }
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
 OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
