@@ -93,6 +93,7 @@ class LlamaCpp:
         self._lib: Any = llama_cpp
         self._order, self._loaded, self._room = order, -1, 0
         self._model: Any = None
+        self._context: Any = None
         llama_cpp.llama_backend_init()
         self._silent = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._silent, None)

@@ -418,7 +418,8 @@ def _first(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
         ("another model wanted", 1, holders),
     ):
         for count in PROMPTS:
-            case, seeds = f"{size.name}, {words}, prompt of {count}", itertools.count(count << 16)
+            case = f"{size.name}, {words}, prompt of {count}"
+            seeds = itertools.count(count << 16 | before << 15)  # no prompt twice
             bench.say(f"{case}: measuring")
 
             def prepare(peer: Peer, before: int = before, seeds: Any = seeds) -> None:
