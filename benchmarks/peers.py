@@ -130,6 +130,7 @@ class Peer:
 
     name: str
     process: subprocess.Popen[Any] | None = None  # that stands still meanwhile, with its group
+    root: int = 0  # the process that it began with, of those that never stand still
 
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
         raise NotImplementedError
@@ -137,6 +138,32 @@ class Peer:
     def signal(self, number: int) -> None:
         if self.process is not None:
             os.killpg(self.process.pid, number)
+
+    def cpu_ms(self) -> float:
+        """The processor's time of its processes until now."""
+        family = _family(self.process.pid if self.process else self.root)
+        return sum(family) / os.sysconf("SC_CLK_TCK") * 1e3
+
+    def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
+        """The same, and ``cpu_ms``: also of this process, which asks."""
+        before_ms, own_s = self.cpu_ms(), time.process_time()
+        found = self.ask(model, prompts, new)
+        own_s = time.process_time() - own_s
+        return found | {"cpu_ms": self.cpu_ms() - before_ms + own_s * 1e3}
+
+
+def _family(root: int) -> Iterator[int]:
+    """Ticks of a process and of all that descend from it."""
+    found: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = path.read_text("utf-8").rpartition(")")[2].split()
+            found[int(path.parent.name)] = int(words[1]), int(words[11]) + int(words[12])
+    for pid, (above, ticks) in found.items():
+        while pid != root and above in found:
+            pid, (above, _) = above, found[above]
+        if pid == root:
+            yield ticks
 
 
 @dataclass
@@ -240,7 +267,7 @@ def _transformers(place: Place) -> Iterator[list[Peer]]:
     order = {"folders": place.folders, "threads": place.bench.threads}
     child = spawn("serve", order, module="lm_child")
     try:
-        yield [Lines(RIGHT, child=child)]
+        yield [Lines(RIGHT, root=child.pid, child=child)]
     finally:
         end(child)
 
@@ -260,8 +287,8 @@ def _ours(place: Place) -> Iterator[list[Peer]]:
         for number, folder in enumerate(place.folders):
             client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
         yield [
-            OverHttp(OURS, address=running.http_address),
-            OwnSocket("pipeswitch, own socket", client=client),
+            OverHttp(OURS, root=running.pid, address=running.http_address),
+            OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
         ]
 
 
@@ -301,7 +328,7 @@ def _http(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         process_group=0, env=place.environment(), cwd=place.folder,
     )  # fmt: skip
-    peer = OverHttp(name, process, f"127.0.0.1:{port}", more)
+    peer = OverHttp(name, process, address=f"127.0.0.1:{port}", more=more)
     with _ended(process):
         until_s = time.monotonic() + START_S
         while True:
@@ -330,7 +357,7 @@ def _library(place: Place, name: str) -> Iterator[list[Peer]]:
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
     with _ended(child):
         read_line(child)
-        peer = Lines(told[name], child, child)
+        peer = Lines(told[name], child, child=child)
         peer.signal(signal.SIGSTOP)
         yield [peer]
 
@@ -382,14 +409,15 @@ def _speed(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
                 told["prompts"] = _prompts(size, count, PROMPT, seed)
 
         def measure(peer: Peer, told: Any = told) -> Numbers:
-            found = peer.ask(0, told["prompts"], NEW)
+            found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
             if peer.name == RIGHT:
                 told["tokens"] = found["tokens"]
-            return {"tokens_per_s": len(told["prompts"]) * NEW / found["took_ms"] * 1e3,
+            return {"tokens_per_s": tokens / found["took_ms"] * 1e3,
+                    "cpu_per_token_ms": found["cpu_ms"] / tokens,
                     **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
 
         bench.trial_loop(case, _arms(peers, prepare, measure), bench.rounds(ROUNDS, QUICK_ROUNDS))
-        _compare(bench, case, peers, "tokens_per_s")
+        _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
     for one in peers[1:]:
         rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)
                 and row["case"].startswith(size.name)]  # fmt: skip
@@ -426,9 +454,10 @@ def _first(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
                 peer.ask(before, _prompts(size, 1, PROMPT, next(seeds)), 1)
 
             def measure(peer: Peer, count: int = count, seeds: Any = seeds) -> Numbers:
-                found = peer.ask(0, _prompts(size, 1, count, next(seeds)), 1)
+                found = peer.costing(0, _prompts(size, 1, count, next(seeds)), 1)
                 assert [len(tokens) for tokens in found["tokens"]] == [1]
-                return {"first_ms": found.get("first_ms", found["took_ms"])}
+                first_ms = found.get("first_ms", found["took_ms"])
+                return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
             bench.trial_loop(case, _arms(chosen, prepare, measure), rounds)
@@ -446,13 +475,13 @@ def _processes(place: Place) -> None:
             bench.record(case, "vLLM, HTTP", number, {"first_ms": now_ms() - began_ms})
 
 
-def _compare(bench: Run, case: str, peers: Sequence[Peer], key: str) -> None:
-    ours = bench.values(case, OURS, key)
-    for one in peers:
+def _compare(bench: Run, case: str, peers: Sequence[Peer], *keys: str) -> None:
+    for one, key in itertools.product(peers, keys):
         if one.name != OURS:
-            pairs = zip(ours, bench.values(case, one.name, key), strict=True)
-            share = quantile([a / b for a, b in pairs], 0.5)
-            bench.find(f"{case}: {OURS} / {one.name}, by pairs, p50", share)
+            both = (bench.values(case, name, key) for name in (OURS, one.name))
+            share = quantile([a / b for a, b in zip(*both, strict=True)], 0.5)
+            words = ", processor's time" if key.startswith("cpu") else ""
+            bench.find(f"{case}: {OURS} / {one.name}{words}, by pairs, p50", share)
 
 
 def _prompts(size: Size, count: int, length: int, seed: int) -> list[list[int]]:
