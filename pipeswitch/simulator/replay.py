@@ -154,6 +154,7 @@ class Setting:
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
         is_known: what each model takes is known before it was measured.
+        prepares: whether workers load programs beforehand, which on paper takes no time.
         prompt_share: of a step's computing, what each token of a prompt adds to the first one.
     """
 
@@ -170,6 +171,7 @@ class Setting:
     is_known: bool = False
     prompt_share: float = 0.0
     devices: int = 1
+    prepares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,10 +330,11 @@ class Replay(World):
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
             max_waiting_builds=4 * len(first) + 4, max_models_per_client=ENDLESS,
             admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
+            prepares=setting.prepares,
         )  # fmt: skip
         super().__init__(
             Scheduler(settings, setting.own or setting.policy, setting.max_wait_ms,
-                      devices=(settings,) * setting.devices),
+                      [replace(settings, device=f"cpu:{i}") for i in range(setting.devices)]),
             costs=setting.costs,
             is_checked=False,
         )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Many machines in virtual time: placement as it is, over a simulated server on each of them.
+
+Each tile of a trace is a client with models of its own. It registers them when it comes, is told
+where they are, and asks again only after a node's death, as a live one does. Placement is told what
+it is told live: each node's load once a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any, Final
+
+from ..ipc.messages import ModelName
+from ..scheduler.policies import Policy
+from ..simulator.arrivals import Arrival
+from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
+from .placement import COPIES, MISSED_S, ROUND_S, Node, Nodes
+
+ROUND_MS: Final = ROUND_S * 1e3
+MISSED_MS: Final = MISSED_S * 1e3
+SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CONNECT_TIMEOUT_S)
+HOUR_MS: Final = 3.6e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """What became of the requests, and what it took.
+
+    Attributes:
+        decided_s: what placement's decisions took, of the real clock.
+        moved_bytes: of models, from node to node.
+        failures: nodes that died, and did not come back.
+        resent: requests that a dead node had not answered.
+    """
+
+    outcome: Outcome
+    decisions: int
+    decided_s: float
+    moved_bytes: int
+    failures: int
+    resent: int
+
+
+class SimulatedCluster:
+    """Its nodes, and all that goes on between them.
+
+    Args:
+        failures: of the nodes, the share that dies within an hour.
+        policy: makes one for each node.
+        watch: is told how many requests have been sent.
+    """
+
+    def __init__(
+        self, setting: Setting, models: Models, *, nodes: int, failures: float = 0.0, seed: int = 0,
+        policy: Callable[[], Policy] | None = None, watch: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._setting = replace(setting, prepares=False)  # to the half of all that is computed here
+        self._models, self._policy, self._watch = models, policy, watch
+        self._placing, self._count, self._now_ms = Nodes(), nodes, 0.0
+        self._summaries: dict[str, Node] = {}  # as placement was told; of the living
+        self._servers: dict[str, Replay] = {}  # of all that were ever asked
+        self._busy: set[str] = set()  # who has requests to answer
+        self._dead: set[str] = set()
+        self._holds: defaultdict[str, list[int]] = defaultdict(list)  # models, by node
+        self._serving: dict[str, str] = {}
+        # By tile: each model's holders as the client knows them, the one it goes to first.
+        self._tables: dict[int, dict[int, list[str]]] = {}
+        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
+        self._coming: list[tuple[float, int, Asked]] = []
+        self._short: list[tuple[float, int]] = []  # models to copy again, and when
+        self._lost = self._decisions = self._moved_bytes = self._resent = 0
+        self._decided_s = 0.0
+        for number in range(nodes):
+            self._tell(Node(f"node-{number}", setting.memory_bytes * setting.devices, 0.0, 0))
+        chance, rate = Random(f"failures {seed}"), -math.log1p(-failures) / HOUR_MS
+        self._deaths = sorted(
+            (chance.expovariate(rate), name) for name in self._summaries if failures
+        )
+
+    def run(self, arrivals: Sequence[Arrival]) -> Placed:
+        """All of them, round after round."""
+        self._coming = [(one.at_ms, n, Asked(n, one, one.at_ms)) for n, one in enumerate(arrivals)]
+        while self._coming or self._busy:
+            if not self._busy:
+                self._now_ms = max(self._now_ms, self._coming[0][0] // ROUND_MS * ROUND_MS)
+            self._lose()
+            while self._short and self._short[0][0] <= self._now_ms:
+                self._copy(self._short.pop(0)[1])
+            until_ms = self._now_ms + ROUND_MS
+            while self._coming and self._coming[0][0] < until_ms:
+                self._send(*heapq.heappop(self._coming))
+            for name in sorted(self._busy):
+                self._servers[name].run(until_ms)
+                self._look(name)
+            self._now_ms = until_ms
+            if self._watch is not None:
+                self._watch(len(arrivals) - len(self._coming))
+        servers = list(self._servers.values())
+        found = outcome(servers, len(arrivals))
+        lost = {"ModelNotFound": self._lost} if self._lost else {}
+        return Placed(
+            outcome=replace(found, refused={**found.refused, **lost},
+                            devices=self._count * self._setting.devices),
+            decisions=self._decisions, decided_s=self._decided_s, moved_bytes=self._moved_bytes,
+            failures=len(self._dead), resent=self._resent,
+        )  # fmt: skip
+
+    # ---- clients -------------------------------------------------------------------------------
+
+    def _send(self, at_ms: float, number: int, asked: Asked) -> None:
+        """To where its client believes the model to be; or later, when it has given that up."""
+        model = asked.arrival.model
+        tile = model // self._models.per_tile
+        if tile not in self._tables:
+            self._register(tile)
+        table = self._tables[tile]
+        while table[model]:
+            node = table[model][0]
+            if node not in self._dead:
+                self._ask(node, at_ms, asked)
+                return
+            knows_ms = self._knows_ms.setdefault((tile, node), at_ms + SILENT_MS)
+            if at_ms < knows_ms:
+                self._resent += 1
+                heapq.heappush(self._coming, (knows_ms, number, asked))
+                return
+            del table[model][0]
+            if not table[model]:
+                self._fetch(tile)
+        self._lost += 1
+
+    def _ask(self, node: str, at_ms: float, asked: Asked) -> None:
+        if node not in self._servers:
+            own = None if self._policy is None else self._policy()
+            self._servers[node] = Replay(replace(self._setting, own=own), self._models)
+        server, model = self._servers[node], self._models[asked.arrival.model]
+        if ModelName(model.name) not in server.scene.programs:  # it was there on paper
+            server.serve([model], self._now_ms)
+        server.clock.at(at_ms, partial(server.ask, asked))
+        self._busy.add(node)
+
+    def _register(self, tile: int) -> None:
+        """All of a client's models, each with its second copy."""
+        begin = tile * self._models.per_tile
+        numbers = range(begin, begin + self._models.per_tile)
+        for number in {self._models[number].name: number for number in numbers}.values():
+            home = self._choose("", number)
+            self._hold(home, number)
+            self._serve(home, number)
+            self._copy(number)
+        self._tables[tile] = {number: [] for number in numbers}
+        self._fetch(tile)
+
+    def _fetch(self, tile: int) -> None:
+        """The client's table is placement's now."""
+        for number in self._tables[tile]:
+            name = self._models[number].name
+            held = self._placing.holders[name]
+            if held:
+                node = self._decide(self._placing.serving, number, at=self._serving[name])
+                self._serve(node, number)
+                self._tables[tile][number] = [node, *sorted(held - {node})]
+
+    # ---- placement -----------------------------------------------------------------------------
+
+    def _decide(self, decide: Callable[..., Any], number: int, name: str | None = None,
+                **options: Any) -> Any:  # fmt: skip
+        model, began_s = self._models[number], time.perf_counter()
+        found = decide(model.name if name is None else name, model.size_bytes, **options)
+        self._decided_s += time.perf_counter() - began_s
+        self._decisions += 1
+        return found
+
+    def _choose(self, name: str, number: int, **options: Any) -> str:
+        return str(self._decide(self._placing.choose, number, name, **options).node)
+
+    def _hold(self, node: str, number: int) -> None:
+        self._placing.holders[self._models[number].name].add(node)
+        self._holds[node].append(number)
+        self._weigh(node, self._models[number].size_bytes)
+
+    def _serve(self, node: str, number: int) -> None:
+        """Requests go there; a client hears of it when it asks."""
+        model = self._models[number]
+        before, self._serving[model.name] = self._serving.get(model.name, ""), node
+        if node != before:
+            self._weigh(before, -model.size_bytes)
+            self._weigh(node, model.size_bytes)
+
+    def _weigh(self, node: str, more_bytes: int) -> None:
+        if node in self._summaries:
+            summary = self._summaries[node]
+            self._tell(summary._replace(held_bytes=summary.held_bytes + more_bytes))
+
+    def _copy(self, number: int) -> None:
+        """Another one, if there are too few."""
+        held = self._placing.holders[self._models[number].name]
+        if 0 < len(held) < min(COPIES, len(self._summaries)):
+            self._hold(self._choose(self._models[number].name, number, without=held), number)
+            self._moved_bytes += self._models[number].size_bytes
+
+    def _tell(self, summary: Node) -> None:
+        self._summaries[summary.name] = summary
+        self._placing.put(summary)
+
+    def _look(self, name: str) -> None:
+        """As a node says how it is."""
+        server, waiting = self._servers[name], len(self._servers[name].asked)
+        each_ms = server.busy_ms / len(server.latency_ms) if server.latency_ms else 0.0
+        devices = server.scheduler.machine.devices
+        free_bytes = sum(device.arena.regions.free_bytes for device in devices)
+        self._tell(self._summaries[name]._replace(
+            free_bytes=free_bytes, queue_ms=waiting * each_ms, waiting=waiting
+        ))  # fmt: skip
+        if not waiting:
+            self._busy.discard(name)
+
+    def _lose(self) -> None:
+        """Nodes whose time has come; one is left."""
+        while self._deaths and self._deaths[0][0] <= self._now_ms and len(self._summaries) > 1:
+            name = self._deaths.pop(0)[1]
+            self._placing.remove(name)
+            del self._summaries[name]
+            self._dead.add(name)
+            self._busy.discard(name)
+            due_ms = self._now_ms + MISSED_MS
+            self._short += [(due_ms, number) for number in self._holds.pop(name, ())]
+            for asked in self._servers[name].asked.values() if name in self._servers else ():
+                tile = asked.arrival.model // self._models.per_tile
+                knows_ms = self._knows_ms.setdefault((tile, name), self._now_ms + SILENT_MS)
+                heapq.heappush(self._coming, (knows_ms, asked.number, asked))
+                self._resent += 1
