@@ -516,8 +516,8 @@ class Placement:
                 others.add(name)  # else it is about to be told that its name is taken
         self._nodes.put(placement.Node(
             name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
-            held_bytes=sum(size_bytes * (1 + (self._serving.get(model) == name))
-                           for model, (_, size_bytes) in facts["models"].items()),
+            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
+                             if self._serving.get(model) == name),
         ))  # fmt: skip
 
     def _forget(self, name: str) -> None:

@@ -32,12 +32,12 @@ class Node(NamedTuple):
     queue_ms: float  # predicted, until what it has accepted is done
     waiting: int
     link_bytes_per_ms: float = LINK_BYTES_PER_MS
-    held_bytes: int = 0  # of the models that it has, once more of those that it serves
+    served_bytes: int = 0  # of the models whose requests go there
 
 
 Entry = tuple[float, bool, int, int, int, int]
-"""When it is free, busy, how many wait, less its free bytes, the bytes that it holds, its number:
-less is better."""
+"""When it is free, busy, how many wait, less its free bytes, the bytes that it serves, its
+number: less is better."""
 
 
 class Decision(NamedTuple):
@@ -70,7 +70,7 @@ class Nodes:
             self._numbers[node.name] = len(self._names)
             self._names.append(node.name)
         number = self._numbers[node.name]
-        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, node.held_bytes,
+        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, node.served_bytes,
                  number)  # fmt: skip
         self._nodes[node.name] = node
         self._entries[node.name] = entry

@@ -184,20 +184,15 @@ class SimulatedCluster:
     def _hold(self, node: str, number: int) -> None:
         self._placing.holders[self._models[number].name].add(node)
         self._holds[node].append(number)
-        self._weigh(node, self._models[number].size_bytes)
 
     def _serve(self, node: str, number: int) -> None:
         """Requests go there; a client hears of it when it asks."""
         model = self._models[number]
         before, self._serving[model.name] = self._serving.get(model.name, ""), node
-        if node != before:
-            self._weigh(before, -model.size_bytes)
-            self._weigh(node, model.size_bytes)
-
-    def _weigh(self, node: str, more_bytes: int) -> None:
-        if node in self._summaries:
-            summary = self._summaries[node]
-            self._tell(summary._replace(held_bytes=summary.held_bytes + more_bytes))
+        for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
+            if before != node and name in self._summaries:
+                one = self._summaries[name]
+                self._tell(one._replace(served_bytes=one.served_bytes + size_bytes))
 
     def _copy(self, number: int) -> None:
         """Another one, if there are too few."""
