@@ -30,10 +30,31 @@ HOUR_MS: Final = 3.6e6
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """So many machines, and who asks them.
+
+    Attributes:
+        nodes: or fewer, if those suffice for what is needed.
+        devices: of each.
+        tiles: clients, each with models of its own.
+        failures: of the nodes, the share that dies within an hour.
+        need: the share of all requests that are to be in time; 0: whatever there is.
+    """
+
+    nodes: int
+    devices: int = 1
+    tiles: int = 1
+    failures: float = 0.0
+    need: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placed:
     """What became of the requests, and what it took.
 
     Attributes:
+        nodes: that there were at first.
         decided_s: what placement's decisions took, of the real clock.
         moved_bytes: of models, from node to node.
         failures: nodes that died, and did not come back.
@@ -41,6 +62,7 @@ class Placed:
     """
 
     outcome: Outcome
+    nodes: int
     decisions: int
     decided_s: float
     moved_bytes: int
@@ -48,22 +70,43 @@ class Placed:
     resent: int
 
 
-class SimulatedCluster:
-    """Its nodes, and all that goes on between them.
+def place(
+    cluster: Cluster, setting: Setting, models: Sequence[PaperModel], asked: Sequence[Arrival], *,
+    policy: Callable[[], Policy] | None = None, watch: Callable[[int], None] | None = None,
+) -> Placed:  # fmt: skip
+    """All requests, on all nodes or on the fewest that answer as many in time as are needed.
 
     Args:
-        failures: of the nodes, the share that dies within an hour.
-        policy: makes one for each node.
+        models: of one tile.
+        policy: makes one for each node, in place of the setting's.
         watch: is told how many requests have been sent.
     """
 
+    def on(nodes: int) -> Placed:
+        known = Models(models, cluster.tiles)
+        return _Run(replace(cluster, nodes=nodes), setting, known, policy, watch).run(asked)
+
+    found, least = on(cluster.nodes), 1
+    while cluster.need and found.outcome.share_in_slo >= cluster.need and least < found.nodes:
+        tried = on((least + found.nodes) // 2)
+        if tried.outcome.share_in_slo >= cluster.need:
+            found = tried
+        else:
+            least = tried.nodes + 1
+    return found
+
+
+class _Run:
+    """All nodes, and what goes on between them."""
+
     def __init__(
-        self, setting: Setting, models: Models, *, nodes: int, failures: float = 0.0, seed: int = 0,
-        policy: Callable[[], Policy] | None = None, watch: Callable[[int], None] | None = None,
+        self, cluster: Cluster, setting: Setting, models: Models,
+        policy: Callable[[], Policy] | None, watch: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        self._setting = replace(setting, prepares=False)  # to the half of all that is computed here
+        # What was not prepared takes no time here, and to simulate that takes as long as the rest.
+        self._setting = replace(setting, devices=cluster.devices, prepares=False)
         self._models, self._policy, self._watch = models, policy, watch
-        self._placing, self._count, self._now_ms = Nodes(), nodes, 0.0
+        self._placing, self._cluster, self._now_ms = Nodes(), cluster, 0.0
         self._summaries: dict[str, Node] = {}  # as placement was told; of the living
         self._servers: dict[str, Replay] = {}  # of all that were ever asked
         self._busy: set[str] = set()  # who has requests to answer
@@ -77,11 +120,12 @@ class SimulatedCluster:
         self._short: list[tuple[float, int]] = []  # models to copy again, and when
         self._lost = self._decisions = self._moved_bytes = self._resent = 0
         self._decided_s = 0.0
-        for number in range(nodes):
-            self._tell(Node(f"node-{number}", setting.memory_bytes * setting.devices, 0.0, 0))
-        chance, rate = Random(f"failures {seed}"), -math.log1p(-failures) / HOUR_MS
+        free_bytes, rate = setting.memory_bytes * cluster.devices, -math.log1p(-cluster.failures)
+        for number in range(cluster.nodes):
+            self._tell(Node(f"node-{number}", free_bytes, 0.0, 0))
+        chance = Random(f"failures {cluster.seed}")
         self._deaths = sorted(
-            (chance.expovariate(rate), name) for name in self._summaries if failures
+            (chance.expovariate(rate) * HOUR_MS, name) for name in self._summaries if rate
         )
 
     def run(self, arrivals: Sequence[Arrival]) -> Placed:
@@ -107,7 +151,8 @@ class SimulatedCluster:
         lost = {"ModelNotFound": self._lost} if self._lost else {}
         return Placed(
             outcome=replace(found, refused={**found.refused, **lost},
-                            devices=self._count * self._setting.devices),
+                            devices=self._cluster.nodes * self._cluster.devices),
+            nodes=self._cluster.nodes,
             decisions=self._decisions, decided_s=self._decided_s, moved_bytes=self._moved_bytes,
             failures=len(self._dead), resent=self._resent,
         )  # fmt: skip
