@@ -39,6 +39,7 @@ BENCHMARKS: Final = {
     "replay": "replay",
     "decisions": "decisions",
     "placing": "placing",
+    "nodes": "nodes",
     "batching": "batching",
     "generation": "generation",
 }

@@ -128,8 +128,8 @@ class Hardware:
               help="Of a cluster: so many machines, and its own placement.")  # fmt: skip
 @click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
 @click.option("--tiles", type=click.IntRange(1, 100_000),
-              help="So many clients at once, each with models of its own and the trace from another "
-                   "instant on (as many as devices).")  # fmt: skip
+              help="So many clients at once, each with models of its own and the trace from an "
+                   "instant of its own on (as many as devices).")  # fmt: skip
 @click.option("--failures", metavar="SHARE", help="Of the nodes, what dies within an hour.")
 @click.option("--need", metavar="SHARE",
               help="The fewest nodes, up to N, that answer this share in time.")  # fmt: skip
@@ -664,7 +664,7 @@ def _needed(row: dict[str, Any], cluster: Cluster) -> str:
     count = row["nodes"]
     enough = f"{count} nodes, {count * cluster.devices} devices"
     if row["in_slo"] < cluster.need:
-        enough = f"more than {count} nodes: --nodes {2 * count}"
+        enough = f"more than {count} nodes: --nodes {2 * count} --tiles {cluster.tiles}"
     return f"{row['policy']}, memory {row['memory']}: {cluster.need:.2%} in time need {enough}"
 
 
