@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -104,13 +105,14 @@ def _cluster(flags: Sequence[str]) -> Iterator[None]:
         "PYTHONPATH": os.pathsep.join(filter(None, (root, before.get("PYTHONPATH")))),
     }  # fmt: skip
     command = [*COMMAND, "cluster", "up", "--local", str(NODES), "--state-dir",
-               str(folder / "state"), "--", *flags]  # fmt: skip
+               str(folder / "state"), "--json", "--", *flags]  # fmt: skip
     made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        line = made.stdout.readline()
-        if "is ready" not in line:
-            raise RuntimeError(f"no cluster: {line}{made.communicate()[0]}")
+        told = "".join(iter(made.stdout.readline, "}\n"))
+        if made.poll() is not None:
+            raise RuntimeError(f"no cluster: {told}")
+        os.environ["RAY_ADDRESS"] = json.loads(told + "}")["address"]
         yield
         subprocess.run([*COMMAND, "cluster", "down"], check=True, capture_output=True)
         made.wait(200)
