@@ -109,10 +109,13 @@ def _cluster(flags: Sequence[str]) -> Iterator[None]:
     made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        told = "".join(iter(made.stdout.readline, "}\n"))
-        if made.poll() is not None:
-            raise RuntimeError(f"no cluster: {told}")
-        os.environ["RAY_ADDRESS"] = json.loads(told + "}")["address"]
+        told = ""
+        while not told.endswith("}\n"):
+            line = made.stdout.readline()
+            if not line:
+                raise RuntimeError(f"no cluster: {told}")
+            told += line
+        os.environ["RAY_ADDRESS"] = json.loads(told)["address"]
         yield
         subprocess.run([*COMMAND, "cluster", "down"], check=True, capture_output=True)
         made.wait(200)

@@ -72,10 +72,18 @@ class Nodes:
         number = self._numbers[node.name]
         entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, node.served_bytes,
                  number)  # fmt: skip
+        before = self._nodes.get(node.name)
         self._nodes[node.name] = node
+        if before is not None and (entry, node.link_bytes_per_ms) == (
+            self._entries[node.name], before.link_bytes_per_ms
+        ):  # fmt: skip
+            return
         self._entries[node.name] = entry
         order = self._orders.setdefault(node.link_bytes_per_ms, {}).setdefault(bits, [])
         heapq.heappush(order, entry)
+        if len(order) > 2 * len(self._entries) + 2:  # most are no longer their nodes' own
+            order[:] = [one for one in order if self._entries.get(self._names[one[-1]]) is one]
+            heapq.heapify(order)
 
     def remove(self, name: str) -> None:
         """It is dead, or is to be left."""
