@@ -63,12 +63,11 @@ SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is giv
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = ("training", "job", "at_ms", "jct_ms", "share", "trained_s", "preempted_s",
                   "evictions")  # fmt: skip
-OF_NODES: Final = ("nodes", "moved", "failures", "resent", "placed_per_s")
+OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
 REQUESTS: Final = 200_000  # of a cluster, in all: some minutes
 
 
-Watch = Callable[[int, str, int], None]  # the run's number, what it is, requests so far
 Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as it was written; what placement did
 
 
@@ -234,11 +233,7 @@ def _compare(
         for order in orders
     ]  # fmt: skip
     drawn = Timeline() if timeline else None
-    with _watched(len(asked), len(settings), is_shown=not as_json) as watch:
-        runs = (
-            _placed(settings, used, asked, cluster, watch) if cluster
-            else _replayed(settings, used, asked, trains, drawn, watch)
-        )  # fmt: skip
+    runs = _replayed(settings, used, asked, trains, drawn, cluster, is_watched=not as_json)
     if drawn is not None and timeline is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
     facts = {
@@ -272,51 +267,32 @@ def _compare(
         views.echo(f"wrote {path}")
 
 
-@contextlib.contextmanager
-def _watched(requests: int, runs: int, *, is_shown: bool) -> Iterator[Watch]:
-    """What tells how many requests of which run are done."""
-    with views.progress_bar(is_shown, f"{requests} requests") as bar:
-
-        def watch(run: int, what: str, count: int) -> None:
-            if bar is not None:
-                bar(what, (run + count / requests) / runs)
-
-        yield watch
-
-
 def _replayed(
     settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
     asked: Sequence[arrivals.Arrival], trains: Sequence[PaperJob], drawn: Timeline | None,
-    watch: Watch,
+    cluster: Cluster | None, *, is_watched: bool,
 ) -> list[Run]:  # fmt: skip
-    """The same arrivals on each server; the label of its memory goes along."""
+    """The same arrivals on each server or cluster; the label of its memory goes along."""
     runs: list[Run] = []
-    for number, (label, setting) in enumerate(settings):
-        take_span = drawn.add if drawn is not None else None
-        if setting.policy == SERIAL:
-            outcome = serial(setting, models, asked)
-        else:
-            told = partial(watch, number, f"{setting.policy} {label}")
-            outcome = replay(setting, models, asked, trains, watch=told, take_span=take_span)
-        runs.append((label, setting, outcome, {}))
-    return runs
+    with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
+        for number, (label, setting) in enumerate(settings):
 
+            def watch(count: int, what: str = f"{setting.policy} {label}", n: int = number) -> None:
+                if bar is not None:
+                    bar(what, (n + count / len(asked)) / len(settings))
 
-def _placed(
-    settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
-    asked: Sequence[arrivals.Arrival], cluster: Cluster, watch: Watch,
-) -> list[Run]:  # fmt: skip
-    """The same arrivals on each cluster."""
-    runs: list[Run] = []
-    for number, (label, setting) in enumerate(settings):
-        policy = partial(find_policy, setting.policy, max_wait_ms=setting.max_wait_ms)
-        told = partial(watch, number, f"{setting.policy} {label}")
-        found = place(cluster, setting, models, asked, policy=policy, watch=told)
-        runs.append((label, setting, found.outcome, {
-            "nodes": found.nodes, "moved_bytes": found.moved_bytes, "failures": found.failures,
-            "resent": found.resent, "decisions": found.decisions,
-            "placed_per_s": round(found.decisions / found.decided_s),
-        }))  # fmt: skip
+            take_span = drawn.add if drawn is not None else None
+            placed: dict[str, Any] = {}
+            if cluster is not None:
+                policy = partial(find_policy, setting.policy, max_wait_ms=setting.max_wait_ms)
+                found = place(cluster, setting, models, asked, policy=policy, watch=watch)
+                outcome = found.outcome
+                placed = {name: getattr(found, name) for name in OF_NODES}
+            elif setting.policy == SERIAL:
+                outcome = serial(setting, models, asked)
+            else:
+                outcome = replay(setting, models, asked, trains, watch=watch, take_span=take_span)
+            runs.append((label, setting, outcome, placed))
     return runs
 
 
@@ -324,19 +300,16 @@ def _cluster(
     nodes: int | None, devices: int | None, tiles: int | None, failures: str | None,
     need: str | None, seed: int,
 ) -> Cluster | None:  # fmt: skip
-    if nodes is None:
-        if devices or tiles or failures or need:
-            raise InvalidInput("--devices, --tiles, --failures and --need are a cluster's",
-                               hint="--nodes 1 beside them")  # fmt: skip
-        return None
+    """Checked; None: no cluster was asked for."""
+    if nodes is None and (devices or tiles or failures or need):
+        raise InvalidInput("--devices, --tiles, --failures and --need are a cluster's",
+                           hint="--nodes 1 beside them")  # fmt: skip
     dying = _read("--failures", failures or "0%", _share)
     if dying == 1.0:
-        raise InvalidInput("--failures: not all nodes can be expected to die in an hour",
-                           hint="--failures 1%")  # fmt: skip
-    devices = devices or 1
-    return Cluster(
-        nodes=nodes, devices=devices, tiles=tiles or nodes * devices, failures=dying, seed=seed,
-        need=_read("--need", need, _share) if need else 0.0,
+        raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
+    return None if nodes is None else Cluster(
+        nodes, devices or 1, tiles or nodes * (devices or 1), dying,
+        _read("--need", need or "0%", _share), seed,
     )  # fmt: skip
 
 
@@ -591,9 +564,7 @@ def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> fl
     return took_ms / length_ms if length_ms else math.inf
 
 
-def _row(
-    memory: str, setting: Setting, outcome: Outcome, of_nodes: dict[str, Any]
-) -> dict[str, Any]:
+def _row(memory: str, setting: Setting, outcome: Outcome, placed: dict[str, Any]) -> dict[str, Any]:
     jobs = [
         {"job": job.name, "at_ms": job.at_ms, "jct_ms": job.jct_ms, "share": job.share,
          "trained_s": job.trained_ms / 1000.0, "preempted_s": job.preempted_ms / 1000.0,
@@ -612,7 +583,7 @@ def _row(
         "refused": sum(outcome.refused.values()), "switches": outcome.switches,
         "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
         "makespan_ms": outcome.makespan_ms, **of_tokens, **(of_jobs if jobs else {}),
-        **of_nodes,
+        **placed,
     }  # fmt: skip
 
 
@@ -641,7 +612,7 @@ def _table(
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"]),
-         "moved": format_bytes(row.get("moved_bytes", 0))}
+         "moved_bytes": format_bytes(row.get("moved_bytes", 0))}
         for row in rows
     ]  # fmt: skip
     of_jobs = ("training", "jct_ms") if has_jobs else ()
@@ -650,7 +621,11 @@ def _table(
     of_nodes = OF_NODES if has_nodes else ()
     columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle", *of_nodes)
     first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
-    return views.table(shown, columns, {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", **first})
+    return views.table(
+        shown,
+        columns,
+        {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first},
+    )
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:

@@ -21,7 +21,7 @@ from ..ipc.messages import ModelName
 from ..scheduler.policies import Policy
 from ..simulator.arrivals import Arrival
 from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
-from .placement import COPIES, MISSED_S, ROUND_S, Node, Nodes
+from .placement import COPIES, MISSED_S, ROUND_S, Decision, Node, Nodes
 
 ROUND_MS: Final = ROUND_S * 1e3
 MISSED_MS: Final = MISSED_S * 1e3
@@ -29,7 +29,7 @@ SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CON
 HOUR_MS: Final = 3.6e6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cluster:
     """So many machines, and who asks them.
 
@@ -55,19 +55,18 @@ class Placed:
 
     Attributes:
         nodes: that there were at first.
-        decided_s: what placement's decisions took, of the real clock.
         moved_bytes: of models, from node to node.
         failures: nodes that died, and did not come back.
         resent: requests that a dead node had not answered.
+        placed_per_s: decisions of placement, in a second of the real clock.
     """
 
     outcome: Outcome
     nodes: int
-    decisions: int
-    decided_s: float
     moved_bytes: int
     failures: int
     resent: int
+    placed_per_s: int
 
 
 def place(
@@ -96,6 +95,19 @@ def place(
     return found
 
 
+class _Placing(Nodes):
+    """Placement itself; counts its decisions, and what they take of the real clock."""
+
+    decisions, decided_s = 0, 1e-9
+
+    def choose(self, *args: Any, **options: Any) -> Decision:
+        began_s = time.perf_counter()
+        found = super().choose(*args, **options)
+        self.decided_s += time.perf_counter() - began_s
+        self.decisions += 1
+        return found
+
+
 class _Run:
     """All nodes, and what goes on between them."""
 
@@ -106,7 +118,7 @@ class _Run:
         # What was not prepared takes no time here, and to simulate that takes as long as the rest.
         self._setting = replace(setting, devices=cluster.devices, prepares=False)
         self._models, self._policy, self._watch = models, policy, watch
-        self._placing, self._cluster, self._now_ms = Nodes(), cluster, 0.0
+        self._placing, self._cluster, self._now_ms = _Placing(), cluster, 0.0
         self._summaries: dict[str, Node] = {}  # as placement was told; of the living
         self._servers: dict[str, Replay] = {}  # of all that were ever asked
         self._busy: set[str] = set()  # who has requests to answer
@@ -118,8 +130,7 @@ class _Run:
         self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
         self._coming: list[tuple[float, int, Asked]] = []
         self._short: list[tuple[float, int]] = []  # models to copy again, and when
-        self._lost = self._decisions = self._moved_bytes = self._resent = 0
-        self._decided_s = 0.0
+        self._lost = self._moved_bytes = self._resent = 0
         free_bytes, rate = setting.memory_bytes * cluster.devices, -math.log1p(-cluster.failures)
         for number in range(cluster.nodes):
             self._tell(Node(f"node-{number}", free_bytes, 0.0, 0))
@@ -132,8 +143,10 @@ class _Run:
         """All of them, round after round."""
         self._coming = [(one.at_ms, n, Asked(n, one, one.at_ms)) for n, one in enumerate(arrivals)]
         while self._coming or self._busy:
-            if not self._busy:
-                self._now_ms = max(self._now_ms, self._coming[0][0] // ROUND_MS * ROUND_MS)
+            if not self._busy:  # nothing happens until then
+                next_ms = min(queue[0][0] for queue in (self._coming, self._deaths, self._short)
+                              if queue)  # fmt: skip
+                self._now_ms = max(self._now_ms, next_ms // ROUND_MS * ROUND_MS)
             self._lose()
             while self._short and self._short[0][0] <= self._now_ms:
                 self._copy(self._short.pop(0)[1])
@@ -152,9 +165,9 @@ class _Run:
         return Placed(
             outcome=replace(found, refused={**found.refused, **lost},
                             devices=self._cluster.nodes * self._cluster.devices),
-            nodes=self._cluster.nodes,
-            decisions=self._decisions, decided_s=self._decided_s, moved_bytes=self._moved_bytes,
-            failures=len(self._dead), resent=self._resent,
+            nodes=self._cluster.nodes, moved_bytes=self._moved_bytes, failures=len(self._dead),
+            resent=self._resent,
+            placed_per_s=round(self._placing.decisions / self._placing.decided_s),
         )  # fmt: skip
 
     # ---- clients -------------------------------------------------------------------------------
@@ -196,7 +209,7 @@ class _Run:
         begin = tile * self._models.per_tile
         numbers = range(begin, begin + self._models.per_tile)
         for number in {self._models[number].name: number for number in numbers}.values():
-            home = self._choose("", number)
+            home = self._placing.choose("", self._models[number].size_bytes).node
             self._hold(home, number)
             self._serve(home, number)
             self._copy(number)
@@ -206,25 +219,15 @@ class _Run:
     def _fetch(self, tile: int) -> None:
         """The client's table is placement's now."""
         for number in self._tables[tile]:
-            name = self._models[number].name
-            held = self._placing.holders[name]
+            model = self._models[number]
+            held = self._placing.holders[model.name]
             if held:
-                node = self._decide(self._placing.serving, number, at=self._serving[name])
+                at = self._serving[model.name]
+                node = self._placing.serving(model.name, model.size_bytes, at)
                 self._serve(node, number)
                 self._tables[tile][number] = [node, *sorted(held - {node})]
 
     # ---- placement -----------------------------------------------------------------------------
-
-    def _decide(self, decide: Callable[..., Any], number: int, name: str | None = None,
-                **options: Any) -> Any:  # fmt: skip
-        model, began_s = self._models[number], time.perf_counter()
-        found = decide(model.name if name is None else name, model.size_bytes, **options)
-        self._decided_s += time.perf_counter() - began_s
-        self._decisions += 1
-        return found
-
-    def _choose(self, name: str, number: int, **options: Any) -> str:
-        return str(self._decide(self._placing.choose, number, name, **options).node)
 
     def _hold(self, node: str, number: int) -> None:
         self._placing.holders[self._models[number].name].add(node)
@@ -241,10 +244,12 @@ class _Run:
 
     def _copy(self, number: int) -> None:
         """Another one, if there are too few."""
-        held = self._placing.holders[self._models[number].name]
+        model = self._models[number]
+        held = self._placing.holders[model.name]
         if 0 < len(held) < min(COPIES, len(self._summaries)):
-            self._hold(self._choose(self._models[number].name, number, without=held), number)
-            self._moved_bytes += self._models[number].size_bytes
+            target = self._placing.choose(model.name, model.size_bytes, without=held).node
+            self._hold(target, number)
+            self._moved_bytes += model.size_bytes
 
     def _tell(self, summary: Node) -> None:
         self._summaries[summary.name] = summary

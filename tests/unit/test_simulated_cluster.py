@@ -114,7 +114,6 @@ def test_the_command_tells_what_placement_did() -> None:
     (row,) = found["runs"]
     assert (status, found["tiles"], row["nodes"], row["failures"]) == (0, 6, 3, 0)
     assert row["moved_bytes"] == found["models_bytes"] * 6
-    assert row["decisions"] == 6 * 20 * 3
     assert row["placed_per_s"] > 0
     status, text, _ = told(*args, "--models", "random:20", "--tiles", "2", "--need", "50%")
     assert status == 0
