@@ -19,28 +19,8 @@ from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import (
-    CancelTransmit,
-    CloseCommits,
-    CommitCopy,
-    DaemonFault,
-    DaemonReady,
-    Epoch,
-    Exit,
-    Message,
-    ModelStored,
-    OpenCommits,
-    PersistCommit,
-    Ping,
-    Pong,
-    Scrub,
-    Scrubbed,
-    StoreFailed,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
-)
 
 from .commits import Commits
 from .store import UnusableModel, load_model
@@ -48,19 +28,19 @@ from .transmit import TransmitGuard
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], Message]
+Work = Callable[[], msg.Message]
 
 
 class Lane:
     """A thread that does one piece of work after the other and sends each one's answer."""
 
-    def __init__(self, name: str, send: Callable[[Message], None]) -> None:
+    def __init__(self, name: str, send: Callable[[msg.Message], None]) -> None:
         self._send = send
-        self._work: SimpleQueue[tuple[Epoch, Work] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[msg.Epoch, Work] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, epoch: Epoch, work: Work) -> None:
+    def put(self, epoch: msg.Epoch, work: Work) -> None:
         """Queue work; ``epoch`` names it should it fail in a way that has no answer of its own."""
         self._work.put((epoch, work))
 
@@ -76,7 +56,7 @@ class Lane:
                 answer = work()
             except Exception as error:  # a bug: say so, and keep serving the others
                 log.exception("lane=%s epoch=%d failed", self._thread.name, epoch)
-                answer = DaemonFault(epoch=epoch, reason=f"{type(error).__name__}: {error}")
+                answer = msg.DaemonFault(epoch=epoch, reason=f"{type(error).__name__}: {error}")
             self._send(answer)
 
 
@@ -108,7 +88,7 @@ class Daemon:
         what waits for it could not be told. The controller starts the next daemon instead.
         """
         reach("daemon.start")
-        ready = DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
+        ready = msg.DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
         self._send(ready, self._device.export_descriptors())
         while True:
             try:
@@ -120,50 +100,50 @@ class Daemon:
                 log.error("controller=gone, leaving")
                 return False
             message, descriptors = packet
-            if isinstance(message, Exit):
+            if isinstance(message, msg.Exit):
                 self._finish()
                 return True
             try:
                 self._handle(message, descriptors)
             except RemoteProtocolError as error:
-                self._refuse(getattr(message, "epoch", Epoch(0)), error.message)
+                self._refuse(getattr(message, "epoch", msg.Epoch(0)), error.message)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)  # mappings keep their memory without it
 
-    def _handle(self, message: Message, descriptors: list[int]) -> None:
+    def _handle(self, message: msg.Message, descriptors: list[int]) -> None:
         """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
         reach("daemon.message")
         match message:
-            case TransmitModel():
+            case msg.TransmitModel():
                 for descriptor in descriptors:
                     self._device.open_tenant(message.tenant, descriptor)
                 self._transmit(message)
-            case CancelTransmit(epoch=epoch):
+            case msg.CancelTransmit(epoch=epoch):
                 self._device.cancel(epoch)
-            case StoreModel():
+            case msg.StoreModel():
                 self._store_lane.put(message.epoch, lambda: self._store(message))
-            case Scrub():
+            case msg.Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
                 self._to_host_lane.put(message.epoch, lambda: self._scrub(message))
-            case OpenCommits():
+            case msg.OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
                 self._commits.open(message, descriptors[0])
-            case CloseCommits(job=job):
+            case msg.CloseCommits(job=job):
                 self._commits.close(job)
-            case CommitCopy():
+            case msg.CommitCopy():
                 self._commit(message)
-            case Ping(epoch=epoch):
-                self._send(Pong(epoch=epoch))
-            case PersistCommit():
+            case msg.Ping(epoch=epoch):
+                self._send(msg.Pong(epoch=epoch))
+            case msg.PersistCommit():
                 area = self._commits.area_for(message)
                 self._disk_lane.put(message.epoch, lambda: self._commits.persist(message, area))
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
-    def _commit(self, order: CommitCopy) -> None:
+    def _commit(self, order: msg.CommitCopy) -> None:
         if self._commits.was_accepted(order):
             # Not refused: a fault names the epoch, and would end the copy that goes on under it.
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
@@ -171,7 +151,7 @@ class Daemon:
         area = self._commits.area_for(order)
         self._to_host_lane.put(order.epoch, lambda: self._commits.copy(order, area))
 
-    def _transmit(self, order: TransmitModel) -> None:
+    def _transmit(self, order: msg.TransmitModel) -> None:
         self._guard.accept(order)
         try:
             self._device.transmit(order, self._on_transmit_end)
@@ -179,11 +159,11 @@ class Daemon:
             self._guard.end(order.epoch)
             raise
 
-    def _on_transmit_end(self, ended: TransmitEnded) -> None:
+    def _on_transmit_end(self, ended: msg.TransmitEnded) -> None:
         self._guard.end(ended.epoch)  # before the news: the range may be asked for again at once
         self._send(ended)
 
-    def _store(self, order: StoreModel) -> Message:
+    def _store(self, order: msg.StoreModel) -> msg.Message:
         began_at_ms = now_ms()
         try:
             reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
@@ -195,21 +175,21 @@ class Daemon:
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)
-            return StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
+            return msg.StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
         load_ms = now_ms() - began_at_ms
         log.info("model=%s store=loaded ms=%.1f", order.model, load_ms)
-        return ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
+        return msg.ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
 
-    def _scrub(self, order: Scrub) -> Message:
+    def _scrub(self, order: msg.Scrub) -> msg.Message:
         reach("daemon.scrub")
         self._device.scrub(order.offset_bytes, order.size_bytes)
-        return Scrubbed(epoch=order.epoch)
+        return msg.Scrubbed(epoch=order.epoch)
 
-    def _refuse(self, epoch: Epoch, reason: str) -> None:
+    def _refuse(self, epoch: msg.Epoch, reason: str) -> None:
         log.warning("epoch=%d refused cause=%s", epoch, reason)
-        self._send(DaemonFault(epoch=epoch, reason=reason))
+        self._send(msg.DaemonFault(epoch=epoch, reason=reason))
 
-    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
+    def _send(self, message: msg.Message, descriptors: list[int] | None = None) -> None:
         try:
             self._control.send(message, descriptors or ())
         except BrokenPipeError:

@@ -25,20 +25,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
+from .ipc import messages as msg
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
-from .ipc.messages import (
-    BuildSettings,
-    CheckStage,
-    ChildExited,
-    DaemonSettings,
-    Exit,
-    Fork,
-    Forked,
-    ForkServerReady,
-    Message,
-    StageSettings,
-    WorkerSettings,
-)
 from .sandbox.calls import PR_SET_NAME
 from .sandbox.environment import take_environment
 
@@ -112,18 +100,18 @@ class ForkServer:
         if received is None:
             return False
         message, descriptors = received
-        if isinstance(message, Exit):
+        if isinstance(message, msg.Exit):
             return False
-        if isinstance(message, Fork):
+        if isinstance(message, msg.Fork):
             self._fork(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
-    def _fork(self, order: Fork, descriptors: Sequence[int]) -> None:
+    def _fork(self, order: msg.Fork, descriptors: Sequence[int]) -> None:
         reach("fork.order")
         settings = decode_message(order.settings)
-        if isinstance(settings, BuildSettings) and not self._is_whole:
+        if isinstance(settings, msg.BuildSettings) and not self._is_whole:
             from .programs.build.builder import exports
 
             if exports(settings):
@@ -134,7 +122,7 @@ class ForkServer:
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
-        self._channel.send(Forked(ticket=order.ticket, pid=pid))
+        self._channel.send(msg.Forked(ticket=order.ticket, pid=pid))
 
     def _import_later(self) -> None:
         self._is_whole = True
@@ -150,7 +138,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # whom it has started; until it is reaped its number
             os.killpg(pid, signal.SIGKILL)  # is nobody else's
         _, status = os.waitpid(pid, 0)
-        self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+        self._channel.send(msg.ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
 
 def import_for_children(names: Sequence[str]) -> None:
@@ -162,7 +150,7 @@ def import_for_children(names: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
+def _child(name: str, settings: msg.Message, descriptors: Sequence[int]) -> NoReturn:
     """The forked side: keep our own descriptors, run, leave without unwinding the parent."""
     status = 70
     try:
@@ -194,31 +182,31 @@ def close_others(descriptors: Sequence[int]) -> None:
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
-def _run(settings: Message, descriptors: Sequence[int]) -> int:
+def _run(settings: msg.Message, descriptors: Sequence[int]) -> int:
     match settings:
-        case WorkerSettings():
+        case msg.WorkerSettings():
             from workers.main import run as run_worker
 
             return run_worker(settings, descriptors)
-        case DaemonSettings():
+        case msg.DaemonSettings():
             from memory_daemon.main import run as run_daemon
 
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
-        case BuildSettings():
+        case msg.BuildSettings():
             from .programs.build.builder import run as run_builder
 
             channel, *environment = descriptors
             for descriptor in environment:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
-        case StageSettings():
+        case msg.StageSettings():
             from workers.stage import run as run_stage
 
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
-        case CheckStage():
+        case msg.CheckStage():
             from workers.stage import check
 
             channel, owners = descriptors
@@ -239,7 +227,7 @@ def main(descriptor: int) -> None:
     began = time.monotonic()
     import_for_children(FIRST)
     channel.send(
-        ForkServerReady(
+        msg.ForkServerReady(
             pid=os.getpid(),
             import_ms=(time.monotonic() - began) * 1000.0,
         )

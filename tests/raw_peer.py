@@ -9,13 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pipeswitch.wire.frames import (
-    INLINE,
-    RequestHeader,
-    decode_reply,
-    encode_header,
-    pack_table,
-)
+from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Message, Stream
 
 DEADLINE_S = 10.0
@@ -41,7 +35,7 @@ class RawPeer:
 
     def send(self, *parts: Any) -> None:
         """A header and tensors."""
-        self.put(pack_table([(len(part), INLINE) for part in parts]), *parts)
+        self.put(frames.pack_table([(len(part), frames.INLINE) for part in parts]), *parts)
 
     def put(self, table: bytes, *parts: Any) -> None:
         self.stream.put(table, parts)
@@ -88,5 +82,5 @@ def raw_peer(address: str, receive_bytes: int = 0) -> Iterator[RawPeer]:
 
 def ask(peer: RawPeer, *tensors: bytes, **fields: Any) -> Any:
     """Send a request; the next reply's header."""
-    peer.send(encode_header(RequestHeader(**{"v": 1, "id": "1", **fields})), *tensors)
-    return decode_reply(peer.hear())
+    peer.send(frames.encode_header(frames.RequestHeader(**{"v": 1, "id": "1", **fields})), *tensors)
+    return frames.decode_reply(peer.hear())

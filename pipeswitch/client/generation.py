@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..errors import InvalidInput, SequenceNotFound
 from ..programs.answer import Ending
 from ..programs.generating import Facts, Generating, Token, tokenizer_of
+from ..programs.generation import TOKENS
 from ..programs.sampling import Sampling
 from .sequence import Sequenced
 
@@ -30,16 +31,18 @@ class Generated(Iterator[Token]):
         self._sequence = open_sequence()
         self._began_s = time.monotonic()
         self._text: list[str] = []
+        self._came: deque[Token] = deque()
         self.first_token_ms = 0.0
 
     @property
     def reason(self) -> str | None:
-        return self._generating.reason
+        return None if self._came else self._generating.reason
 
     @property
     def tokens(self) -> list[int]:
-        """The ids, as far as it is."""
-        return self._generating.tokens
+        """The ids, as far as it is read."""
+        known = self._generating.tokens
+        return known[: len(known) - len(self._came)]
 
     @property
     def text(self) -> str:
@@ -49,31 +52,32 @@ class Generated(Iterator[Token]):
         return "".join(self._text)
 
     def __next__(self) -> Token:
-        while self._generating.reason is None:
-            token = self._step()
-            if token is not None:
-                if not self._text:
-                    self.first_token_ms = (time.monotonic() - self._began_s) * 1000.0
-                self._text.append(token.text)
-                return token
-        self.close()
-        raise StopIteration
+        while not self._came and self._generating.reason is None:
+            self._step()
+        if not self._came:
+            self.close()
+            raise StopIteration
+        if not self._text:
+            self.first_token_ms = (time.monotonic() - self._began_s) * 1000.0
+        token = self._came.popleft()
+        self._text.append(token.text)
+        return token
 
-    def _step(self) -> Token | None:
+    def _step(self) -> None:
         """One request. A sequence that the server forgot is begun again, once for each step."""
-        inputs = self._generating.step()
+        step = self._generating.step()
         try:
-            logits = self._sequence.infer(inputs, priority=self._priority)["logits"]
+            found = self._sequence.choose(step.inputs(), step.choose, self._priority)
         except SequenceNotFound:
             if self._generating.starts:
                 raise
             self._generating.lost()
             self._sequence = self._open()
-            return None
         except BaseException:
             self.close()
             raise
-        return self._generating.answered(np.asarray(logits))
+        else:
+            self._came.extend(self._generating.answered(found[TOKENS][0].tolist()))
 
     def close(self) -> None:
         """Give its state on the server back. Idempotent."""

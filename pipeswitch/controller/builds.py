@@ -19,17 +19,7 @@ import msgspec
 
 from ..errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..failpoints import reach
-from ..ipc.messages import (
-    BuildDone,
-    BuildFailed,
-    BuildProgress,
-    BuildSettings,
-    CheckStage,
-    Epoch,
-    Message,
-    StageFailed,
-    StageReady,
-)
+from ..ipc import messages as msg
 from ..planning import files as profile_files
 from ..programs.build.builder import work_prefix
 from ..programs.claims import check_claims
@@ -65,7 +55,7 @@ def _copied_bytes(spec: bytes) -> int:
 _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
 
 
-def without_folders(failed: BuildFailed) -> BuildFailed:
+def without_folders(failed: msg.BuildFailed) -> msg.BuildFailed:
     """Of absolute paths their last names: where a server keeps its files is not for clients."""
 
     def cut(value: Any) -> Any:
@@ -86,7 +76,7 @@ class Builds:
         self._memory = ground.memory
         self._disk, self._remove_files = ground.frontend.disk, ground.frontend.uploads.remove
         self._profile_folders = profile_folders
-        self._builders: dict[Epoch, Child] = {}
+        self._builders: dict[msg.Epoch, Child] = {}
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
 
     def start(self, command: StartBuild) -> None:
@@ -97,7 +87,7 @@ class Builds:
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
-                self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+                self._built(msg.BuildDone(model=command.model, epoch=command.epoch, digest=digest))
                 # No process, no exit; but the next build waits for it.
                 self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
                 return
@@ -114,16 +104,16 @@ class Builds:
 
     def _check(self, command: StartBuild, spec: bytes, stage: Stage) -> None:
         """Build, if the function can be called: a process like those that will call it says so."""
-        said: list[Message] = []
+        said: list[msg.Message] = []
         functions = tuple(one for one in (stage.function, stage.after) if one)
 
         def on_exit(status: int) -> None:
             self._builders.pop(command.epoch, None)
             match said:
-                case [StageReady()] if status == 0:
+                case [msg.StageReady()] if status == 0:
                     self._build(command, spec)
                     return
-                case [StageFailed(reason=text)]:
+                case [msg.StageFailed(reason=text)]:
                     reason = ""
                 case _ if status == -signal.SIGALRM:
                     reason = "importing it took longer than [preprocess] max_time allows"
@@ -136,7 +126,7 @@ class Builds:
             self._refuse(command, RegistrationRefused(part, text))
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
 
-        settings = CheckStage(
+        settings = msg.CheckStage(
             functions=functions,
             inputs=tuple(one.name for one in stage.inputs),
             timeout_s=self._sizes.stage_timeout_s,
@@ -147,16 +137,16 @@ class Builds:
         )  # fmt: skip
 
     def _build(self, command: StartBuild, spec: bytes) -> None:
-        done: list[BuildDone] = []
+        done: list[msg.BuildDone] = []
 
-        def on_message(message: Message, _: list[int]) -> None:
+        def on_message(message: msg.Message, _: list[int]) -> None:
             # It may have been taken over by what it builds: it speaks of its own build, no other.
-            if isinstance(message, BuildDone):
+            if isinstance(message, msg.BuildDone):
                 done.append(message)  # what it claims is looked at when it can write no more
                 self._processes.kill(self._builders[command.epoch])
-            elif isinstance(message, BuildProgress | BuildFailed):
+            elif isinstance(message, msg.BuildProgress | msg.BuildFailed):
                 own = {"model": command.model, "epoch": command.epoch}
-                if command.tenant and isinstance(message, BuildFailed):
+                if command.tenant and isinstance(message, msg.BuildFailed):
                     message = without_folders(message)
                 self._take(FromBuilder(message=msgspec.structs.replace(message, **own)))
             else:
@@ -171,7 +161,7 @@ class Builds:
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
 
-        settings = BuildSettings(
+        settings = msg.BuildSettings(
             model=command.model,
             epoch=command.epoch,
             spec=spec,
@@ -189,7 +179,7 @@ class Builds:
             "builder", "pipeswitch-bld", settings, 1, environment, on_message, on_exit
         )
 
-    def kill(self, epoch: Epoch) -> None:
+    def kill(self, epoch: msg.Epoch) -> None:
         """Of a build that is over, nothing happens."""
         if epoch in self._builders:
             self._processes.kill(self._builders[epoch])
@@ -203,7 +193,7 @@ class Builds:
 
     def _refuse(self, command: StartBuild, error: PipeSwitchError) -> None:
         wire = to_wire(error)
-        failed = BuildFailed(
+        failed = msg.BuildFailed(
             model=command.model, epoch=command.epoch, error=wire["type"],
             message=wire["message"], hint=wire["hint"], data=wire["data"],
         )  # fmt: skip
@@ -213,7 +203,7 @@ class Builds:
         manifest = self.manifest_of(digest)
         return manifest is None or is_checked(manifest)
 
-    def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
+    def _publish(self, command: StartBuild, message: msg.BuildDone, spec: bytes) -> None:
         """A builder of a client's program may say anything: it is looked at as a stranger's.
 
         Its digest names the program among its tenant's alone (``Places.name_for``).
@@ -252,12 +242,12 @@ class Builds:
         else:
             self._built(message)
 
-    def _built(self, message: BuildDone) -> None:
+    def _built(self, message: msg.BuildDone) -> None:
         reach("build.done")
         try:
             manifest = load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
-            failed = BuildFailed(
+            failed = msg.BuildFailed(
                 model=message.model, epoch=message.epoch, error="RegistrationRefused",
                 message=error.message, data=error.data,
             )  # fmt: skip

@@ -8,40 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..frontend.frontend import Frontend
+from ..ipc import messages as msg
 from ..ipc.board import ring
-from ..ipc.messages import (
-    BindTenant,
-    CommitPersisted,
-    DaemonFault,
-    DaemonReady,
-    DaemonSettings,
-    ForgetModel,
-    Message,
-    ModelName,
-    MoveTask,
-    PersistCommit,
-    PrepareModel,
-    RunInference,
-    RunJob,
-    Slot,
-    TransmitModel,
-    WorkerSettings,
-)
-from ..scheduler.events import (
-    DaemonExited,
-    Event,
-    FromDaemon,
-    FromWorker,
-    Interrupt,
-    KillWorker,
-    OfDevice,
-    RaiseTurn,
-    SpawnDaemon,
-    SpawnWorker,
-    ToDaemon,
-    ToWorker,
-    WorkerExited,
-)
+from ..scheduler import events as ev
 from .folders import Places
 from .processes import Child, Processes
 from .shared_memory import DeviceShare, Memory, Sizes, close_soon
@@ -59,7 +28,7 @@ class Ground:
     shares: Sequence[DeviceShare]  # by the device's place
     processes: Processes
     frontend: Frontend
-    take: Callable[[Event], None]  # an event, to be handled after the running one
+    take: Callable[[ev.Event], None]  # an event, to be handled after the running one
 
 
 class DeviceEffects:
@@ -81,28 +50,28 @@ class DeviceEffects:
         self._daemon: Child | None = None
         self._daemon_generation = 0
         self._daemon_has: set[str] = set()  # tenants' files of the arena
-        self._workers: dict[Slot, tuple[int, Child]] = {}
-        self._bound: dict[tuple[Slot, int], str] = {}  # by slot and generation: whose it is
-        self._handed: dict[Slot, dict[ModelName, str]] = {}  # digests, by the model's name
+        self._workers: dict[msg.Slot, tuple[int, Child]] = {}
+        self._bound: dict[tuple[msg.Slot, int], str] = {}  # by slot and generation: whose it is
+        self._handed: dict[msg.Slot, dict[msg.ModelName, str]] = {}  # digests, by the model's name
         # The files of the program that was handed over last; before that, as many of nothing.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
-    def perform(self, command: OfDevice) -> None:
+    def perform(self, command: ev.OfDevice) -> None:
         match command:
-            case ToWorker():
+            case ev.ToWorker():
                 self._to_worker(command)
-            case RaiseTurn(turn=turn, slot=slot):
+            case ev.RaiseTurn(turn=turn, slot=slot):
                 self._share.board.write_turn(turn)
                 ring(self._share.bells[slot])
-            case ToDaemon():
+            case ev.ToDaemon():
                 self._to_daemon(command)
-            case SpawnWorker(slot=slot, generation=generation):
+            case ev.SpawnWorker(slot=slot, generation=generation):
                 self._spawn_worker(slot, generation)
-            case SpawnDaemon(generation=generation):
+            case ev.SpawnDaemon(generation=generation):
                 self._spawn_daemon(generation)
-            case KillWorker(slot=slot, generation=generation, reason=reason):
+            case ev.KillWorker(slot=slot, generation=generation, reason=reason):
                 self._kill_worker(slot, generation, reason)
-            case Interrupt(slot=slot, epoch=epoch):
+            case ev.Interrupt(slot=slot, epoch=epoch):
                 self._share.board.write_stop(slot, epoch)
 
     @property
@@ -112,7 +81,7 @@ class DeviceEffects:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _to_worker(self, command: ToWorker) -> None:
+    def _to_worker(self, command: ev.ToWorker) -> None:
         known = self._workers.get(command.slot)
         if known is None:
             return
@@ -120,13 +89,13 @@ class DeviceEffects:
         files = self._files_for(command.slot, command.message)
         try:
             match command.message:
-                case BindTenant(tenant=tenant):
+                case msg.BindTenant(tenant=tenant):
                     self._bound[command.slot, known[0]] = tenant
                     descriptors += self._memory_for(command.message)
-                case MoveTask(device=index):
+                case msg.MoveTask(device=index):
                     there = self._ground.shares[index]
                     descriptors += [there.arena[-1], there.board_descriptor, *there.bells]
-                case RunJob(share=group) if group:
+                case msg.RunJob(share=group) if group:
                     reader = self._index, command.slot, known[0]
                     descriptors.append(self._memory.ring_of(group, reader))
         except OSError as error:  # as where it cannot be forked: it is tried again
@@ -136,24 +105,24 @@ class DeviceEffects:
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
 
-    def _commits_of(self, command: ToWorker | ToDaemon) -> list[int]:
+    def _commits_of(self, command: ev.ToWorker | ev.ToDaemon) -> list[int]:
         return [] if command.commits_of is None else [self._memory.commits[command.commits_of]]
 
-    def _memory_for(self, message: BindTenant) -> list[int]:
+    def _memory_for(self, message: msg.BindTenant) -> list[int]:
         """What one tenant's worker maps; training slices where it may run scripts."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
-    def _files_for(self, slot: Slot, message: Message) -> list[int]:
+    def _files_for(self, slot: msg.Slot, message: msg.Message) -> list[int]:
         """What comes last with a message, and once for each program: for code the environment; for
         a worker in the sandbox, which opens none, the program's files."""
         handed = self._handed[slot]
         match message:
-            case RunJob():
+            case msg.RunJob():
                 return [self._memory.environment]
-            case ForgetModel(model=model):
+            case msg.ForgetModel(model=model):
                 handed.pop(model, None)
-            case PrepareModel() | RunInference():
+            case msg.PrepareModel() | msg.RunInference():
                 if handed.get(message.model) == message.digest:
                     return []
                 handed[message.model] = message.digest
@@ -174,15 +143,15 @@ class DeviceEffects:
         self._opened = self._ground.places.open_program(digest)
         return self._opened
 
-    def _to_daemon(self, command: ToDaemon) -> None:
+    def _to_daemon(self, command: ev.ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
             return
         descriptors = self._commits_of(command)
-        if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
+        if self._sizes.separates_tenants and isinstance(command.message, msg.TransmitModel):
             try:
                 descriptors += self._arena_for(command.message.tenant)
             except OSError as error:  # it is tried again
-                fault = DaemonFault(epoch=command.message.epoch, reason=str(error))
+                fault = msg.DaemonFault(epoch=command.message.epoch, reason=str(error))
                 self._take(self._from_daemon(self._daemon_generation, fault))
                 return
         self._processes.send(self._daemon, 0, command.message, descriptors)
@@ -195,33 +164,35 @@ class DeviceEffects:
         self._daemon_has.add(tenant)
         return [arena]
 
-    def _from_daemon(self, generation: int, message: Message) -> FromDaemon:
-        return FromDaemon(generation=generation, message=message, device=self._index)
+    def _from_daemon(self, generation: int, message: msg.Message) -> ev.FromDaemon:
+        return ev.FromDaemon(generation=generation, message=message, device=self._index)
 
-    def _has_no_disk(self, message: Message) -> bool:
+    def _has_no_disk(self, message: msg.Message) -> bool:
         """A commit that the disk's budget has no room for: the older one on disk stays."""
-        if not isinstance(message, PersistCommit):
+        if not isinstance(message, msg.PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
         refusal = self._ground.frontend.disk.refusal("", size_bytes, f'a commit of "{message.job}"')
         if refusal is None:
             return False
-        failed = CommitPersisted(job=message.job, epoch=message.epoch, step=-1, error=str(refusal))
+        failed = msg.CommitPersisted(
+            job=message.job, epoch=message.epoch, step=-1, error=str(refusal)
+        )
         self._take(self._from_daemon(self._daemon_generation, failed))
         return True
 
     # -- processes -----------------------------------------------------------------------------
 
     def _spawn_daemon(self, generation: int) -> None:
-        def on_message(message: Message, descriptors: list[int]) -> None:
-            if isinstance(message, DaemonReady):
+        def on_message(message: msg.Message, descriptors: list[int]) -> None:
+            if isinstance(message, msg.DaemonReady):
                 self._share.take_arena(descriptors, message.handle)
             self._take(self._from_daemon(generation, message))
 
         def on_exit(status: int) -> None:
-            self._take(DaemonExited(generation=generation, status=status, device=self._index))
+            self._take(ev.DaemonExited(generation=generation, status=status, device=self._index))
 
-        settings = DaemonSettings(
+        settings = msg.DaemonSettings(
             device=self._device,
             arena_bytes=self._sizes.arena_bytes,
             store_bytes=self._sizes.store_bytes,
@@ -240,14 +211,14 @@ class DeviceEffects:
             "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
         )
 
-    def hand_over(self, slot: Slot, other: DeviceEffects, to: tuple[Slot, int]) -> None:
+    def hand_over(self, slot: msg.Slot, other: DeviceEffects, to: tuple[msg.Slot, int]) -> None:
         """Its process is another device's from now on, in slot and generation ``to``."""
         generation, child = self._workers.pop(slot)
         bound = self._bound.pop((slot, generation), "")
         self._memory.rename_reader((self._index, slot, generation), (other._index, *to))
         other._take_over(*to, child, bound)
 
-    def _take_over(self, slot: Slot, generation: int, child: Child, bound: str) -> None:
+    def _take_over(self, slot: msg.Slot, generation: int, child: Child, bound: str) -> None:
         self._free(slot)
         self._bound[slot, generation] = bound
         child.on_message, child.on_exit = self._hearing(slot, generation)
@@ -256,13 +227,13 @@ class DeviceEffects:
             child.on_exit(child.exit_status)
 
     def _hearing(
-        self, slot: Slot, generation: int
-    ) -> tuple[Callable[[Message, list[int]], None], Callable[[int], None]]:
+        self, slot: msg.Slot, generation: int
+    ) -> tuple[Callable[[msg.Message, list[int]], None], Callable[[int], None]]:
         """What is done with a worker's messages, and with its exit."""
 
-        def on_message(message: Message, _: list[int]) -> None:
+        def on_message(message: msg.Message, _: list[int]) -> None:
             self._take(
-                FromWorker(slot=slot, generation=generation, message=message, device=self._index)
+                ev.FromWorker(slot=slot, generation=generation, message=message, device=self._index)
             )
 
         def on_exit(status: int) -> None:
@@ -271,7 +242,7 @@ class DeviceEffects:
             self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
             self._memory.leave_ring((self._index, slot, generation))
             self._take(
-                WorkerExited(
+                ev.WorkerExited(
                     slot=slot,
                     generation=generation,
                     status=status,
@@ -282,7 +253,7 @@ class DeviceEffects:
 
         return on_message, on_exit
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: msg.Slot) -> None:
         """For another process."""
         known = self._workers.get(slot)
         if known is not None:
@@ -290,9 +261,9 @@ class DeviceEffects:
         self._handed[slot] = {}
         self._share.board.write_begun(slot, 0)
 
-    def _spawn_worker(self, slot: Slot, generation: int) -> None:
+    def _spawn_worker(self, slot: msg.Slot, generation: int) -> None:
         self._free(slot)
-        settings = WorkerSettings(
+        settings = msg.WorkerSettings(
             slot=slot,
             device=self._device,
             arena_bytes=self._sizes.arena_bytes,
@@ -320,7 +291,7 @@ class DeviceEffects:
         )
         self._workers[slot] = (generation, child)
 
-    def _kill_worker(self, slot: Slot, generation: int, reason: str) -> None:
+    def _kill_worker(self, slot: msg.Slot, generation: int, reason: str) -> None:
         known = self._workers.get(slot)
         if known is not None and known[0] == generation:
             log.warning("worker=%d killed: %s", slot, reason)

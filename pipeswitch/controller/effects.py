@@ -31,35 +31,7 @@ from ..ipc.messages import (
 from ..lane import Lane
 from ..planning import files as profile_files
 from ..planning.profile import Profile
-from ..scheduler.events import (
-    Announce,
-    Answer,
-    Command,
-    CountSharers,
-    CreateCommits,
-    DropCommits,
-    DropPublished,
-    HandOver,
-    JobAsked,
-    Journal,
-    KillBuild,
-    KillStage,
-    Leave,
-    OfDevice,
-    Publish,
-    RemoveJob,
-    Retract,
-    SaveProfile,
-    Spans,
-    SpawnStage,
-    StartBuild,
-    SweepPrograms,
-    TakeResult,
-    Token,
-    ToStage,
-    UnregisterAsked,
-    Warn,
-)
+from ..scheduler import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds
@@ -69,7 +41,7 @@ from .stages import StageEffects
 
 log = logging.getLogger(__name__)
 
-_SERVER = Token(-(1 << 62))  # the server itself asks; below all of main's own
+_SERVER = ev.Token(-(1 << 62))  # the server itself asks; below all of main's own
 
 
 class Effects:
@@ -90,69 +62,69 @@ class Effects:
         self.builds = Builds(ground, (self._places.profiles, profiles_dir))
         self._journal = journal
         self._take = ground.take  # an event, to be handled after the running one
-        self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
+        self._refused: dict[ev.Token, PipeSwitchError] = {}  # their good answer is on its way here
         self._disk = self._frontend.disk
         for name, known in journal.models.items():
             self._disk.keep_program(name, known["digest"], known["tenant"])
         self.timeline = Timeline()
-        self.left: Leave | None = None
+        self.left: ev.Leave | None = None
 
-    def perform(self, command: Command) -> None:
+    def perform(self, command: ev.Command) -> None:
         match command:
-            case _ if isinstance(command, OfDevice):
+            case _ if isinstance(command, ev.OfDevice):
                 self._devices[command.device].perform(command)
-            case HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
+            case ev.HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
                 other = self._devices[command.to_device]
                 self._devices[command.device].hand_over(slot, other, (to_slot, generation))
-            case SpawnStage() | ToStage() | KillStage() | TakeResult():
+            case ev.SpawnStage() | ev.ToStage() | ev.KillStage() | ev.TakeResult():
                 self._stages.perform(command)
-            case Answer():
+            case ev.Answer():
                 self._answer(command)
-            case Publish() | Announce() | Retract():
+            case ev.Publish() | ev.Announce() | ev.Retract():
                 self._frontend.perform(command)
-            case Spans():
+            case ev.Spans():
                 self.timeline.add(command)
-            case StartBuild():
+            case ev.StartBuild():
                 self.builds.start(command)
-            case KillBuild(epoch=epoch):
+            case ev.KillBuild(epoch=epoch):
                 self.builds.kill(epoch)
-            case SweepPrograms():
+            case ev.SweepPrograms():
                 self.builds.sweep(command)
-            case DropPublished(directory=directory):
+            case ev.DropPublished(directory=directory):
                 self._frontend.uploads.remove([Path(directory)])
-            case CreateCommits():
+            case ev.CreateCommits():
                 self._create_commits(command)
-            case DropCommits(job=job):
+            case ev.DropCommits(job=job):
                 reach("commits.drop")
                 self._memory.drop_commits(job)
-            case CountSharers(group=group, jobs=jobs):
+            case ev.CountSharers(group=group, jobs=jobs):
                 self._memory.count_sharers(group, jobs)
-            case RemoveJob(job=job):
+            case ev.RemoveJob(job=job):
                 self._remove_job(job)
-            case Journal():
+            case ev.Journal():
                 self._write_journal(command)
-            case SaveProfile(profile=profile):
+            case ev.SaveProfile(profile=profile):
                 self._save_profile(profile)
-            case Warn(text=text):
+            case ev.Warn(text=text):
                 log.warning("%s", text)
-            case Leave():
+            case ev.Leave():
                 self.left = command
 
     # -- answers and what they promise ---------------------------------------------------------
 
-    def _answer(self, command: Answer) -> None:
+    def _answer(self, command: ev.Answer) -> None:
         if failpoints.is_on:
             reach("controller.answer")
         if not command.more:
             refusal = self._refused.pop(command.token, None)
             if refusal is not None:
-                command = Answer(token=command.token, error=refusal)
+                command = ev.Answer(token=command.token, error=refusal)
         if command.token >= 0:  # negative: asked by the server itself
             self._frontend.perform(command)
         elif command.error is not None:
             log.error("asked by the server itself and refused: %s", command.error)
 
-    def _write_journal(self, command: Journal) -> None:
+    def _write_journal(self, command: ev.Journal) -> None:
         """What cannot be written is not accepted: its askers are refused, and it is taken back as
         if its owner had asked for that. What was there before (pinned now, gone, restored) goes
         on: the journal is behind then, and catches up with the next entry it can write."""
@@ -179,9 +151,9 @@ class Effects:
             )
             self._refused.update(dict.fromkeys(command.accepts, error))
             if entry["kind"] == "job":
-                self._take(JobAsked(token=_SERVER, job=JobName(entry["name"]), action="cancel"))
+                self._take(ev.JobAsked(token=_SERVER, job=JobName(entry["name"]), action="cancel"))
             else:
-                self._take(UnregisterAsked(token=_SERVER, model=ModelName(entry["name"])))
+                self._take(ev.UnregisterAsked(token=_SERVER, model=ModelName(entry["name"])))
 
     # -- profiles ------------------------------------------------------------------------------
 
@@ -193,7 +165,7 @@ class Effects:
 
     # -- commits -------------------------------------------------------------------------------
 
-    def _create_commits(self, command: CreateCommits) -> None:
+    def _create_commits(self, command: ev.CreateCommits) -> None:
         reach("commits.create")
         if command.loaded < 0:
             self._memory.create_commits(command.job, command.slot_bytes)
@@ -246,13 +218,13 @@ class Tracer:
     On a lane, which the first question starts.
     """
 
-    def __init__(self, timeline: Timeline, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, timeline: Timeline, answer: Callable[[ev.Answer], None]) -> None:
         """``answer`` may be called from any thread."""
         self._timeline = timeline
         self._answer = answer
         self._lane = Lane("pipeswitch-trace")
 
-    def ask(self, token: Token, since_ms: float) -> None:
+    def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
         if not self._lane.is_started:
             self._lane.start()
@@ -263,6 +235,6 @@ class Tracer:
         if self._lane.is_started:
             self._lane.stop()
 
-    def _tell(self, token: Token, since_ms: float) -> None:
+    def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))
-        self._answer(Answer(token=token, body={"trace": msgspec.Raw(trace)}))
+        self._answer(ev.Answer(token=token, body={"trace": msgspec.Raw(trace)}))

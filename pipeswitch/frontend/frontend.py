@@ -41,17 +41,7 @@ from ..failpoints import reach
 from ..programs.bundle import read_bundle
 from ..programs.layout import BUNDLE_FILE
 from ..roles import Role, Standing, in_order, parse_roles
-from ..scheduler.events import (
-    Announce,
-    Answer,
-    CancelAsked,
-    Event,
-    LoadedCommit,
-    Publish,
-    RegisterAsked,
-    Retract,
-    TrainAsked,
-)
+from ..scheduler import events as ev
 from ..units import nearest
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
@@ -81,7 +71,7 @@ STOP_LOOK_MS: Final = 2.0
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
-Posted = Answer | Publish | Announce | Retract
+Posted = ev.Answer | ev.Publish | ev.Announce | ev.Retract
 """The scheduler's commands that are performed here."""
 
 
@@ -96,7 +86,7 @@ class Frontend:
         self,
         config: Config,
         pool_descriptor: int,
-        take: Callable[[Event], None],
+        take: Callable[[ev.Event], None],
         *,
         facts: Mapping[str, Any] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
@@ -254,17 +244,17 @@ class Frontend:
     def perform(self, posted: Posted) -> None:
         """Carry out a command of the scheduler's, now."""
         match posted:
-            case Answer():
+            case ev.Answer():
                 self._answer(posted)
-            case Publish():
+            case ev.Publish():
                 self._readers.tell(posted)
                 tell(posted)
-            case Announce():
+            case ev.Announce():
                 self.inference.announce(posted)
-            case Retract(model=model):
+            case ev.Retract(model=model):
                 self.inference.retract(model)
 
-    def answer_soon(self, answer: Answer) -> None:
+    def answer_soon(self, answer: ev.Answer) -> None:
         """``perform`` from any thread; never blocks."""
         self._call_soon(lambda: self._answer(answer))
 
@@ -274,7 +264,7 @@ class Frontend:
             self._calls.popleft()()
         for token in self.requests.tokens():
             error = ServerUnavailable("the server stopped", hint="pipeswitch serve")
-            self._answer(Answer(token=token, error=error))
+            self._answer(ev.Answer(token=token, error=error))
         until_ms = self._now_ms() + STOP_FLUSH_MS
         while self._outbox.backlogged and self._now_ms() < until_ms:
             self._outbox.sweep()
@@ -393,7 +383,7 @@ class Frontend:
             pending.is_cancelled = True
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
-            self._take(CancelAsked(token=pending.token))
+            self._take(ev.CancelAsked(token=pending.token))
 
     def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("cancel", header.body)
@@ -490,31 +480,31 @@ class Frontend:
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, RegisterAsked):
+            if isinstance(asked, ev.RegisterAsked):
                 pending.uploads = self.uploads.pin(asked.spec)
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
-            if isinstance(asked, TrainAsked) and asked.resumes:
+            if isinstance(asked, ev.TrainAsked) and asked.resumes:
                 threading.Thread(target=self._load, args=(pending, asked), name="load").start()
                 return
             self._take(asked)
 
-    def _load(self, pending: Pending, asked: TrainAsked) -> None:
+    def _load(self, pending: Pending, asked: ev.TrainAsked) -> None:
         """Beside the loop, which reading a large state would hold up."""
         try:
             found = load_commit(self._state_directory / "jobs" / asked.job / "commit")
         except (RemoteProtocolError, OSError) as error:
             refusal = ServerUnavailable(f'the commit of job "{asked.job}" cannot be read: {error}')
-            self.answer_soon(Answer(token=asked.token, error=refusal))
+            self.answer_soon(ev.Answer(token=asked.token, error=refusal))
             return
         if found is not None:
             pending.commit, slot_bytes, record = found
-            loaded = LoadedCommit(slot_bytes, record.step, pending.commit)
+            loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit)
             asked = msgspec.structs.replace(asked, loaded=loaded)
         self._call_soon(lambda: self._take(asked))
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: ev.Answer) -> None:
         """One reply to an accepted request; a final one ends it."""
         pending = self.requests.find(answer.token)
         if pending is None:
@@ -532,10 +522,10 @@ class Frontend:
         if verb.of_owner and isinstance(answer.error, PermissionDenied):
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)
-            answer = Answer(token=answer.token, error=refusal)
+            answer = ev.Answer(token=answer.token, error=refusal)
         elif verb.of_model and isinstance(answer.error, ModelNotFound):
             error = admission.model_not_found(pending.model, self.inference.models)
-            answer = Answer(token=answer.token, error=error)
+            answer = ev.Answer(token=answer.token, error=error)
         if answer.more:
             if not client.is_gone:
                 self._outbox.send(client, self.requests.progress(pending, answer))

@@ -35,9 +35,10 @@ from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
 from .clients import Client
+from .held import Held, asked_of
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
-from .sequences import Held, Sequences, asked_of
+from .sequences import Sequences
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
@@ -122,7 +123,7 @@ class Inference:
             if asked is not None:
                 held = self._sequences.of(asked, client, caller, announced)
                 announced = self._of_sequence(held, version)
-                header, tensors = self._sequences.given(held, header, tensors)
+                header, tensors = self._sequences.given(held, asked, header, tensors)
             admitted = self._admit(header, [*map(len, tensors)], announced)
             if held is not None:
                 admitted = held.apart(admitted)
@@ -166,6 +167,7 @@ class Inference:
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
+            choosing=None if held is None else held.choosing,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:

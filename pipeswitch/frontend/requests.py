@@ -24,10 +24,11 @@ from ..scheduler.events import Answer, InferArrived, Token
 from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
 from .clients import Client, Counters, Outcome, Outgoing
+from .held import Held
 from .replies import answer_frames, output_outside
 from .request_log import RequestLog
 from .request_pool import RequestPool, Room
-from .sequences import Held, Sequences
+from .sequences import Sequences
 
 _logger = logging.getLogger(__name__)
 

@@ -17,142 +17,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from ..errors import InvalidInput, SequenceNotFound, TaskFailed
+from ..errors import InvalidInput, SequenceNotFound
 from ..ipc.messages import SlabTensor
 from ..programs.dims import NoExtent, Values, match, shape_at
-from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, ValueSpec, aligned
-from ..scheduler.events import Announce, Answer
-from ..units import printable
+from ..programs.layout import ITEM_BYTES, ValueSpec, aligned
+from ..scheduler.events import Announce
 from ..wire.frames import RequestHeader, WireTensor
-from .admission import Admitted, Body
 from .clients import Client
+from .held import Asked, Grown, Held, Key
 from .prefixes import BLOCK, History, Prefixes, common
 from .request_pool import RequestPool, Room
 
-MAX_ID: Final = 64
-LEAST_ROWS: Final = 64  # of what grows
 ROWS_STEP: Final = 32  # what may be padded grows by so many: most steps have the last one's shape
+SPARE_SHARE: Final = 16  # what grows has room for such a part more: it is moved 16 times in all
 MOST_SPARES: Final = 128
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
-
-Key = tuple[str, str]  # who asks, and what it calls the sequence
-
-
-class Grown(msgspec.Struct, kw_only=True, eq=False):
-    """State that grows along one dimension, such as a cache: rows after rows."""
-
-    room: Room  # its inputs' slab
-    row_bytes: int
-    capacity: int  # rows
-    least: int  # that its input has: of zeros, until there are as many
-    used: int = 0
-    stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
-
-    def has_room_for(self, made: SlabTensor | None) -> bool:
-        """Whether these are whole rows, no more than were foreseen."""
-        if made is None:
-            return False
-        left_bytes = (self.capacity - self.used) * self.row_bytes
-        return made.size_bytes <= left_bytes and made.size_bytes % self.row_bytes == 0
-
-
-class Held(msgspec.Struct, kw_only=True, eq=False):
-    """One sequence."""
-
-    key: Key
-    number: int  # the scheduler's name for it
-    client: Client
-    announced: Announce  # the version that it began with
-    used_at_ms: float
-    values: dict[str, SlabTensor] = {}  # by the input that each will be
-    room: Room | None = None  # where those that are replaced lie
-    grown: dict[str, Grown] = {}  # where those lie that grow
-    made: dict[str, SlabTensor] = {}  # by the request that is being answered
-    steps: int = 0  # that were answered
-    is_busy: bool = False
-    is_ending: bool = False  # with the request that it has
-    is_left: bool = False  # the same, however that ends
-    copies: list[tuple[int, int, int]] = []  # to, from (negative: zeros), bytes; in this order
-    leaving: list[Room] = []  # that are copied from, and not needed then
-    donors: list[Held] = []  # that are copied from
-    pins: int = 0  # sequences that copy from this one
-    history: History | None = None  # of a language model's tokens, as long as they are known
-    asked: list[int] = []  # by the request under way
-    borrowed: int = 0  # of these, those whose rows were there
-    ahead: list[int] = []  # tokens whose rows lie behind those that are used
-
-    @property
-    def copy_bytes(self) -> int:
-        """To be copied before its request is computed; many, where another copy must come first."""
-        waits = any(donor.copies for donor in self.donors)
-        return 1 << 62 if waits else sum(size for _, _, size in self.copies)
-
-    @property
-    def state(self) -> Mapping[str, tuple[str, int]]:
-        """Its inputs, the outputs that they come from, and the dimension that grows by those."""
-        found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
-        return found
-
-    def apart(self, admitted: Admitted) -> Admitted:
-        """Less what is not copied into the request's own room. An operator's module may write to
-        its inputs, so it has copies."""
-        if self.announced.manifest.mode == "module":
-            return admitted
-        inputs, offset = [], 0
-        for one in admitted.inputs:
-            if one.name not in self.values:
-                inputs.append(replace(one, offset_bytes=offset))
-                offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
-        return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
-
-    def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
-        """All inputs in order: those that were placed, and the state where it lies."""
-        known = self.values | {one.name: one for one in placed}
-        return tuple(known[one.name] for one in self.announced.manifest.inputs)
-
-    def answered(self, answer: Answer) -> Answer:
-        """What its client gets: the state stays. What a worker claims may be wrong: then it is as
-        before, and the answer says so."""
-        if answer.error is not None:
-            return answer
-        by_output = {output: name for name, (output, _) in self.state.items()}
-        made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
-        fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
-        if made.keys() != self.state.keys() or not fits:
-            error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
-            return Answer(token=answer.token, error=error)
-        self.made = made
-        told = tuple(one for one in answer.outputs if one.name not in by_output)
-        body = {key: value for key, value in answer.body.items() if key != "returns"}
-        return msgspec.structs.replace(answer, outputs=told, body=body)
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its sequence."""
-
-    id: str
-    starts: bool
-    ends: bool
-
-
-def asked_of(body: Body) -> Asked | None:
-    """None: it stands alone. Raises InvalidInput."""
-    name = body.text("sequence", "")
-    starts, ends = body.flag("start"), body.flag("end")
-    if not name:
-        if starts or ends:
-            raise InvalidInput("infer: start and end are of a sequence", hint="name its sequence")
-        return None
-    if len(name) > MAX_ID or printable(name, keep="") != name:
-        raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
-    return Asked(id=name, starts=starts, ends=ends)
 
 
 class Sequences:
@@ -181,6 +66,8 @@ class Sequences:
                 f'"{announced.base or announced.model}" was registered without a state',
                 hint='register(…, state={"h": "h_out"})',
             )
+        if asked.choosing is not None and not announced.manifest.extra.get("generation"):
+            raise InvalidInput(f'"{announced.base or announced.model}" has no tokens to choose')
         key = (caller, asked.id)
         known = self.held.get(key)
         if known is not None and known.is_busy:
@@ -200,7 +87,7 @@ class Sequences:
         return held
 
     def given(
-        self, held: Held, header: RequestHeader, frames: Sequence[Any]
+        self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
     ) -> tuple[RequestHeader, list[Any]]:
         """A request's inputs and frames with the state among them, as if its client had sent it.
 
@@ -229,6 +116,7 @@ class Sequences:
         if held.history is not None:
             self._reuse(held, own, brought, all_frames)
         inputs, values = [*brought.values()], _values(own, brought)
+        held.choosing, held.sent = asked.choosing, values.get("length", 0)
         for spec in manifest.inputs:
             axis = held.state[spec.name][1] if spec.name in held.state else -1
             if axis >= 0 and spec.name in brought:
@@ -372,9 +260,10 @@ class Sequences:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
             if held.history is not None:
-                self._prefixes.extend(held.history, held.asked)
-                is_same = held.ahead[: len(held.asked)] == held.asked
-                held.ahead = held.ahead[len(held.asked) :] if is_same else []
+                fed = held.asked + self._chosen(held)[:-1]
+                self._prefixes.extend(held.history, fed)
+                is_same = held.ahead[: len(fed)] == fed
+                held.ahead = held.ahead[len(fed) :] if is_same else []
                 self._tokens_reused += held.borrowed
                 held.borrowed, held.asked = 0, []
             if made:
@@ -437,7 +326,7 @@ class Sequences:
         return self._pool.memory_of_tenant(held.announced.tenant)
 
     def _make_room(self, held: Held, spec: ValueSpec, axis: int, values: Values) -> None:
-        """For the rows of the answer to come, so that it cannot fail then; they double.
+        """For the rows of the answer to come, so that it cannot fail then.
 
         Raises:
             QueueFull: over its caller's share of the pool.
@@ -453,7 +342,8 @@ class Sequences:
         row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
         grown = held.grown.get(spec.name)
         used = grown.used if grown is not None else 0
-        wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
+        more = held.choosing.steps - 1 if held.choosing is not None else 0
+        wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
         if dim is not None and wanted > dim.high:
             raise InvalidInput(
                 f'"{spec.name}" would have {wanted} rows, the model takes {dim.high}',
@@ -461,7 +351,7 @@ class Sequences:
             )
         if grown is None or wanted > grown.capacity:
             most = dim.high if dim is not None else wanted
-            capacity = min(max(2 * wanted, LEAST_ROWS), most)
+            capacity = min(aligned(wanted + wanted // SPARE_SHARE, ROWS_STEP), most)
             room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
             at, size = room.input_offset_bytes, 0
             if grown is not None:  # with what lies ahead
@@ -476,12 +366,20 @@ class Sequences:
             held.grown[spec.name] = grown
         rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
         if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
-            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
+            rows = min(aligned(rows + more, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(
             name=spec.name, dtype=spec.dtype,
             shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
             offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
+
+    def _chosen(self, held: Held) -> list[int]:
+        """Tokens that the worker chose."""
+        if held.chosen is None:
+            return []
+        tokens = self._memory(held)[held.chosen.offset_bytes :][: held.chosen.size_bytes]
+        found: list[int] = np.frombuffer(tokens, np.int64).tolist()
+        return found
 
     def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:
         memory = self._memory(held)

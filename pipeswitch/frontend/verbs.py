@@ -19,22 +19,7 @@ from ..job import known_offload, size_of
 from ..programs.chains import Sources, States, Steps
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
-from ..scheduler.events import (
-    Asked,
-    ChainAsked,
-    DrainAsked,
-    JobAsked,
-    PinAsked,
-    PingAsked,
-    ProfileAsked,
-    PublishAsked,
-    Query,
-    RegisterAsked,
-    RollbackAsked,
-    Token,
-    TrainAsked,
-    UnregisterAsked,
-)
+from ..scheduler import events as ev
 from ..units import printable
 from ..wire.frames import RequestHeader
 from . import admission, permissions
@@ -70,7 +55,7 @@ class Question:
     """A request, as its verb reads it."""
 
     def __init__(
-        self, header: RequestHeader, token: Token, standing: Standing, rules: Rules
+        self, header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
     ) -> None:
         self.op = header.op
         self.model = ModelName(header.model)
@@ -85,12 +70,14 @@ class Question:
         return None if self.standing.may_operate else self.standing.tenant
 
 
-Event = Asked | DrainAsked
+Event = ev.Asked | ev.DrainAsked
 Parser = Callable[[Question], Event | LogPiece]
 """Takes the fields that it knows of the body; others are refused after it."""
 
 
-def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -> Event | LogPiece:
+def ask(
+    header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
+) -> Event | LogPiece:
     """What a request of a verb with a parser stands for, of a client that has the verb's role.
 
     Raises:
@@ -142,7 +129,7 @@ def _register(q: Question) -> Event:
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
         postprocess, returns, state, body.flag("generate"),
     )  # fmt: skip
-    return RegisterAsked(
+    return ev.RegisterAsked(
         token=q.token,
         model=ModelName(name),
         spec=spec,
@@ -163,7 +150,7 @@ def _chain(q: Question) -> Event:
     named = [name for step in steps for name in step.inputs.values()]
     if odd := [name for name in (*named, *returns) if printable(name, keep="") != name]:
         raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
-    return ChainAsked(
+    return ev.ChainAsked(
         token=q.token,
         model=ModelName(admission.check_name(q.model, "chain")),
         steps=steps,
@@ -178,7 +165,7 @@ def _train(q: Question) -> Event:
         q.body.text("entry"), is_owner=q.standing.is_owner, allow_code=q.rules.allow_code
     )
     share = q.body.text("share", "")
-    return TrainAsked(
+    return ev.TrainAsked(
         token=q.token,
         job=job,
         entry=entry,
@@ -205,23 +192,25 @@ def _publish(q: Question) -> Event:
     name = ModelName(admission.check_name(q.model, "model"))
     job = JobName(admission.check_name(q.body.text("job"), "job"))
     step = q.body.count("step") if q.body.has("step") else -1
-    return PublishAsked(token=q.token, model=name, job=job, step=step, part=q.body.text("part", ""))
+    return ev.PublishAsked(
+        token=q.token, model=name, job=job, step=step, part=q.body.text("part", "")
+    )
 
 
 def _rollback(q: Question) -> Event:
     version = q.body.count("version", 0)
     share = q.body.count("share", high=100) if q.body.has("share") else -1
-    return RollbackAsked(
+    return ev.RollbackAsked(
         token=q.token, model=q.model, version=version, share=share, tenant=q.own_tenant
     )
 
 
 def _unregister(q: Question) -> Event:
-    return UnregisterAsked(token=q.token, model=q.model, tenant=q.own_tenant)
+    return ev.UnregisterAsked(token=q.token, model=q.model, tenant=q.own_tenant)
 
 
 def _pin(q: Question) -> Event:
-    return PinAsked(token=q.token, model=q.model, pin=q.op == "load")
+    return ev.PinAsked(token=q.token, model=q.model, pin=q.op == "load")
 
 
 def _job(q: Question) -> Event | LogPiece:
@@ -234,23 +223,23 @@ def _job(q: Question) -> Event | LogPiece:
             f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
     to = q.body.text("to") if action == "move" else ""
-    return JobAsked(token=q.token, job=job, action=action, to=to)
+    return ev.JobAsked(token=q.token, job=job, action=action, to=to)
 
 
 def _profile(q: Question) -> Event:
-    return ProfileAsked(token=q.token, model=q.model, batches=q.body.counts("batches"))
+    return ev.ProfileAsked(token=q.token, model=q.model, batches=q.body.counts("batches"))
 
 
 def _ping(q: Question) -> Event:
     """``ping`` without a body asks the loop alone and is answered by it, without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: deep is true, or there is no body")
-    return PingAsked(token=q.token)
+    return ev.PingAsked(token=q.token)
 
 
 def _query(q: Question) -> Event:
     what: Any = q.op
-    return Query(
+    return ev.Query(
         token=q.token,
         what=what,
         name=q.model,
@@ -263,7 +252,7 @@ def _query(q: Question) -> Event:
 def _stop(q: Question) -> Event:
     grace_ms = q.body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
     _logger.info("stop asked grace_ms=%.0f", grace_ms)
-    return DrainAsked(token=q.token, grace_ms=grace_ms)
+    return ev.DrainAsked(token=q.token, grace_ms=grace_ms)
 
 
 @dataclass(frozen=True)

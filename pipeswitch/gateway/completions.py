@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from ..errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ..programs.answer import Ending
+from ..programs.generating import Token
 from ..programs.generation import CACHE, CACHE_NEW, LOGITS
 from ..programs.sampling import MAX_SEED, Sampling
 from ..roles import Standing
@@ -27,7 +28,7 @@ from .feed import CONTENT_TYPE
 from .http import Answer, Head, Work, json_answer, refusal
 from .refusals import MethodNotAllowed, NotFound, TooLarge, body_of, status_of
 from .service import Service
-from .text_process import Begin, Step
+from .text_process import Begin
 from .texts import Answering, Texts
 
 PREFIX: Final = "/v1"
@@ -148,13 +149,13 @@ class Completions:
     ) -> Answer:
         """All of it, or what comes; its first token decides whether that is a refusal."""
         try:
-            step, texts = await answering.next(), [""]
+            token, texts = await answering.next(), [""]
             if is_stream:
-                events = _Events(_pieces(answering, form, step), partial(self._close, answering))
+                events = _Events(_pieces(answering, form, token), partial(self._close, answering))
                 return Answer(content_type=CONTENT_TYPE, stream=events)
-            while step is not None:
-                texts.append(step.text)
-                step = await answering.next()
+            while token is not None:
+                texts.append(token.text)
+                token = await answering.next()
         except BaseException:
             self._close(answering)
             raise
@@ -185,16 +186,16 @@ class _OpenAi:
         choice = {"message": message} if self._is_chat else {"text": text, **ids}
         return self._told("", choice, self._usage())
 
-    def events(self, step: Step | None) -> Iterable[dict[str, Any]]:
+    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
         """Of a token, or None: of the end."""
-        text = step.text if step else ""
-        if text or self._has_ids or not step:
-            ids = {"token_ids": [step.token] if step else []} if self._has_ids else {}
-            delta = {**self._role, **({"content": text} if step else {})}
+        text = token.text if token else ""
+        if text or self._has_ids or not token:
+            ids = {"token_ids": [token.id] if token else []} if self._has_ids else {}
+            delta = {**self._role, **({"content": text} if token else {})}
             self._role = {}  # the first says it
             yield self._told(".chunk", {"delta": delta} if self._is_chat else {"text": text, **ids},
-                             is_last=not step)  # fmt: skip
-        if not step and self._tells_usage:
+                             is_last=not token)  # fmt: skip
+        if not token and self._tells_usage:
             yield self._told(".chunk", None, self._usage())
 
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
@@ -231,8 +232,8 @@ class _Triton:
         model, version = self._answering.model, self._answering.version
         return {"model_name": model, "model_version": str(version), "text_output": text}
 
-    def events(self, step: Step | None) -> Iterable[dict[str, Any]]:
-        return [self.whole(step.text)] if step and step.text else []
+    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
+        return [self.whole(token.text)] if token and token.text else []
 
     def failed(self, error: PipeSwitchError) -> dict[str, Any]:
         return body_of(error)
@@ -249,13 +250,13 @@ class _Events:
 
 
 async def _pieces(
-    answering: Answering, form: _OpenAi | _Triton, step: Step | None
+    answering: Answering, form: _OpenAi | _Triton, token: Token | None
 ) -> AsyncIterator[bytes]:
     try:
-        while step is not None:
-            for one in form.events(step):
+        while token is not None:
+            for one in form.events(token):
                 yield _event(one)
-            step = await answering.next()
+            token = await answering.next()
         yield b"".join([*map(_event, form.events(None)), form.end]) or b"\n"
     except PipeSwitchError as error:
         yield _event(form.failed(error))

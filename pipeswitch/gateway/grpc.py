@@ -28,7 +28,7 @@ from ..wire.frames import MAX_TENSORS, WireTensor
 from . import oip
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
-from .protos import HEALTH, INFERENCE, REFLECTION, STATUSES
+from .protos import HEALTH, INFERENCE, REFLECTION
 from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
 from .refusals import NotFound, RequestTimeout, TooLarge, as_ours, status_of
@@ -278,7 +278,7 @@ class Calls:
             with self._watchers.holding(_address(context), 1):
                 request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
                 if request.service not in ("", SERVICE):
-                    yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
+                    yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
                     return
                 told = None
                 while True:
@@ -303,7 +303,7 @@ class Calls:
 
     async def _status(self) -> Any:
         word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
-        return HEALTH["HealthCheckResponse"](status=STATUSES[word])
+        return HEALTH["HealthCheckResponse"](status=word)
 
     # ---- a model -------------------------------------------------------------------------------
 

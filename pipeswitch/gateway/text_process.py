@@ -1,4 +1,4 @@
-"""The process of one model's texts: its chat template, its tokenizer, and which token comes next.
+"""The process of one model's texts: its chat template, its tokenizer, and when an answer ends.
 
 Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
 to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any, BinaryIO, Final
 
 import msgspec
-import numpy as np
 
 from ..errors import InvalidInput
+from ..programs import generating
 from ..programs.answer import Ending
-from ..programs.generating import Facts, Generating, Tokenizer, tokenizer_of
-from ..programs.sampling import Sampling, next_token
+from ..programs.generating import Facts, Generating, Token, Tokenizer, tokenizer_of
+from ..programs.sampling import Sampling
 from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
@@ -47,10 +47,9 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
-    """The logits of a step."""
+    """The tokens of a step."""
 
-    dtype: str
-    logits: Any  # a buffer
+    tokens: list[int]
 
 
 class Lost(Said, frozen=True, kw_only=True, tag=True):
@@ -62,13 +61,11 @@ class Drop(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Back: a token that has come, if one has, and what is asked next."""
+    """Back: the tokens that have come, and what is asked next."""
 
-    ids: list[int]
-    used: int
     prompt_count: int
-    token: int | None = None
-    text: str = ""
+    next: generating.Step
+    tokens: list[Token] = []
     reason: str | None = None  # why there is no next
 
 
@@ -101,25 +98,19 @@ class Texts:
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, asked: Begin | Came | Lost) -> Step:
-        token = None
+        tokens: list[Token] = []
         if isinstance(asked, Begin):
             ids = self._ids(asked)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
             new = Generating(self._facts, ids, asked.sampling, asked.ending, decode)
             self._answers[asked.answer] = new, len(ids)
-        generating, prompt_count = self._answers[asked.answer]
+        answer, prompt_count = self._answers[asked.answer]
         if isinstance(asked, Lost):
-            generating.lost()
+            answer.lost()
         elif isinstance(asked, Came):
-            token = generating.answered(_logits(asked))
-        inputs = generating.step()
+            tokens = answer.answered(asked.tokens)
         return Step(
-            ids=inputs["ids"][0].tolist(),
-            used=int(inputs["used"][0]),
-            prompt_count=prompt_count,
-            token=token and token.id,
-            text=token.text if token else "",
-            reason=generating.reason,
+            prompt_count=prompt_count, next=answer.step(), tokens=tokens, reason=answer.reason
         )
 
     def _ids(self, asked: Begin) -> list[int]:
@@ -180,12 +171,6 @@ def compiled(template: str) -> Callable[..., str]:
     return environment.from_string(template).render
 
 
-def _logits(came: Came) -> Any:
-    if came.dtype == "bfloat16":
-        return (np.frombuffer(came.logits, np.uint16).astype(np.uint32) << 16).view("float32")[None]
-    return np.frombuffer(came.logits, came.dtype)[None]
-
-
 def framed(data: bytes) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -204,7 +189,6 @@ def main() -> None:
         compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
             messages=[]
         )
-    next_token(np.zeros(2), Sampling(temperature=1.0, top_p=0.5), 0)
     with contextlib.suppress(ImportError):  # said to who brings a text
         import tokenizers  # noqa: F401
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -23,8 +23,8 @@ import numpy as np
 
 from ..client.tensors import to_frames
 from ..errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound, ServerUnavailable
-from ..programs.generating import Facts
-from ..programs.generation import LOGITS
+from ..programs import generating
+from ..programs.generating import Facts, Token
 from ..roles import Standing
 from ..sandbox.environment import harmless
 from ..shares import Shares
@@ -148,8 +148,9 @@ class Answering:
         self, texts: Texts, talk: Talk, caller: Standing, head: Head, model: str, version: int
     ) -> None:
         self.id = secrets.token_hex(12)  # of its sequence too
-        self.step = Step(ids=[], used=0, prompt_count=0)
+        self.step: Step
         self.tokens: list[int] = []
+        self._came: deque[Token] = deque()
         self.model, self.version = model, version
         self._texts, self._talk, self._caller, self._head = texts, talk, caller, head
         self._number = next(_numbers)
@@ -161,11 +162,11 @@ class Answering:
         begun = msgspec.structs.replace(asked, answer=self._number)
         self.step = await self._talk.ask(begun)
 
-    async def next(self) -> Step | None:
+    async def next(self) -> Token | None:
         """The next token; None: that was the last. A sequence that the server forgot is begun
         again, once for each step."""
-        while self.step.reason is None:
-            step, self._is_started = self.step, True
+        while not self._came and self.step.reason is None:
+            step, self._is_started = self.step.next, True
             try:
                 outputs, _ = await self._texts.service.infer(
                     self._caller, self.model, str(self.version), _request(self.id, step),
@@ -176,13 +177,14 @@ class Answering:
                     raise
                 self.step = await self._talk.ask(Lost(answer=self._number))
                 continue
-            [made] = [one for one in outputs if one.name == LOGITS]
-            came = Came(answer=self._number, dtype=made.dtype, logits=made.data)
-            self.step = await self._talk.ask(came)
-            if self.step.token is not None:
-                self.tokens.append(self.step.token)
-                return self.step
-        return None
+            tokens = np.frombuffer(outputs[0].data, np.int64).tolist()
+            self.step = await self._talk.ask(Came(answer=self._number, tokens=tokens))
+            self._came.extend(self.step.tokens)
+        if not self._came:
+            return None
+        token = self._came.popleft()
+        self.tokens.append(token.id)
+        return token
 
     async def close(self) -> None:
         """It is over, or nobody wants the rest: its cache on the server is given back. Once."""
@@ -243,9 +245,8 @@ class Texts:
         )
 
 
-def _request(name: str, step: Step) -> InferRequest:
+def _request(name: str, step: generating.Step) -> InferRequest:
     """A step, as the model takes it."""
-    values = {"ids": [step.ids], "count": [len(step.ids)], "used": [step.used]}
-    inputs, frames, _ = to_frames({key: np.array(one) for key, one in values.items()})
-    start = {} if step.used else {"start": True}
-    return InferRequest(id="", inputs=inputs, frames=frames, sequence={"sequence": name, **start})
+    inputs, frames, _ = to_frames(step.inputs())
+    sequence = {"sequence": name, "choose": step.choose, **({} if step.used else {"start": True})}
+    return InferRequest(id="", inputs=inputs, frames=frames, sequence=sequence)

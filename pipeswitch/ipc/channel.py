@@ -18,14 +18,7 @@ from .. import failpoints
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
-from .messages import (
-    AnyMessage,
-    BuildFailed,
-    InferenceFailed,
-    JobReport,
-    LeaseRefused,
-    Message,
-)
+from . import messages as msg
 
 MAX_DESCRIPTORS: Final = 64
 PR_SET_PDEATHSIG: Final = 1
@@ -35,20 +28,20 @@ _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 
-_message_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_message_decoder = msgspec.msgpack.Decoder(msg.AnyMessage)
 
 
-def encode_message(message: Message) -> bytes:
+def encode_message(message: msg.Message) -> bytes:
     """msgpack of an internal message."""
     return encoder.encode(message)
 
 
-def decode_message(data: bytes | memoryview) -> Message:
+def decode_message(data: bytes | memoryview) -> msg.Message:
     """Inverse of ``encode_message``; RemoteProtocolError on anything else."""
-    message: Message = decode_with(_message_decoder, data, "internal message")
-    if isinstance(message, JobReport):
+    message: msg.Message = decode_with(_message_decoder, data, "internal message")
+    if isinstance(message, msg.JobReport):
         refuse_deep(message.values, "a report")
-    elif isinstance(message, InferenceFailed | LeaseRefused | BuildFailed):
+    elif isinstance(message, msg.InferenceFailed | msg.LeaseRefused | msg.BuildFailed):
         refuse_deep(message.data, "an error's data")
     return message
 
@@ -73,7 +66,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: msg.Message, descriptors: Sequence[int] = ()) -> None:
         """Send one message; ``descriptors`` are duplicated into the peer.
 
         Raises:
@@ -99,7 +92,7 @@ class Channel:
                 ) from None
             raise
 
-    def receive(self) -> tuple[Message, list[int]] | None:
+    def receive(self) -> tuple[msg.Message, list[int]] | None:
         """The next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:

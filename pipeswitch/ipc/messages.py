@@ -314,6 +314,16 @@ class SlabTensor(Message, frozen=True):
     size_bytes: int
 
 
+class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a language model's tokens are chosen, as ``programs.sampling`` does it, and for how many
+    steps the worker may go on by itself (ADR 54). Part of RunInference, no message."""
+
+    steps: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
 class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that another one takes along (ADR 28). Part of RunInference, no message."""
 
@@ -321,6 +331,7 @@ class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
+    choosing: Choosing | None = None
 
 
 class RunInference(Message, frozen=True):
@@ -331,6 +342,9 @@ class RunInference(Message, frozen=True):
     A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
     up its inputs, writes no outputs, and leaves between two groups when the board's stop word
     says so (InferenceFailed, Cancelled).
+
+    With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
+    that word ends it after the step that it is at.
     """
 
     epoch: Epoch  # also the turn this task computes under
@@ -349,6 +363,7 @@ class RunInference(Message, frozen=True):
     joined: tuple[JoinedRequest, ...] = ()
     trial_batch: int = 0  # 0: a request
     is_code: bool = False  # as PrepareModel's
+    choosing: Choosing | None = None  # None: its outputs are answered
 
 
 class InferenceDone(Message, frozen=True):
@@ -362,6 +377,7 @@ class InferenceDone(Message, frozen=True):
     stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
     joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
+    steps: int = 1  # of ``choosing``
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
 

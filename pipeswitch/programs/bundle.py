@@ -38,7 +38,6 @@ from .dims import (
     check_extent,
     corners,
     shape_at,
-    upgraded,
 )
 from .generation import METADATA_KEY as GENERATION_KEY
 from .generation import Generation, check_generation, decode_generation
@@ -46,7 +45,7 @@ from .layout import ITEM_BYTES, Manifest, ValueSpec
 from .nesting import Tree, check_takes, check_tree
 from .operators import split_target
 
-VERSION: Final = 2  # 1, whose only open dimension was the batch, is read too
+VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
 
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs under 1 MiB
@@ -175,24 +174,11 @@ def decode_graph(text: str) -> Graph:
         RegistrationRefused: it is not a graph we accept.
     """
     try:
-        graph = _decoded(text)
+        graph = msgspec.json.decode(text, type=Graph)
     except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError) as error:
         _refuse("bundle graph", str(error)[:200] or "it is not the JSON of a program")
     check_graph(graph)
     return graph
-
-
-def _decoded(text: str) -> Graph:
-    try:
-        return msgspec.json.decode(text, type=Graph)
-    except msgspec.ValidationError:
-        raw = msgspec.json.decode(text)
-        if not isinstance(raw, dict) or raw.get("version") != 1:
-            raise
-    try:
-        return msgspec.convert({**upgraded(raw), "version": VERSION}, Graph)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"it is no program of version 1: {error}") from None
 
 
 def check_graph(graph: Graph) -> None:

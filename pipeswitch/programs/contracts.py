@@ -11,7 +11,7 @@ at each, which the fence fuzzing tries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec
 
 import torch
 
@@ -33,12 +33,20 @@ def _need(is_met: bool, text: str) -> None:
         raise BrokenContract(text)
 
 
-def _all_of(*contracts: Contract) -> Contract:
-    def check(given: Arguments) -> None:
-        for contract in contracts:
-            contract(given)
+_Options = ParamSpec("_Options")
 
-    return check
+
+def _with_options(
+    check: Callable[Concatenate[Arguments, _Options], None],
+) -> Callable[_Options, Contract]:
+    """The contract that ``check`` is, made from what it takes beside a call's arguments."""
+    return lambda *options, **named: lambda given: check(given, *options, **named)
+
+
+@_with_options
+def _all_of(given: Arguments, *contracts: Contract) -> None:
+    for contract in contracts:
+        contract(given)
 
 
 def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -46,61 +54,50 @@ def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def _extents(**patterns: str) -> Contract:
+@_with_options
+def _extents(given: Arguments, /, **patterns: str) -> None:
     """Extents by name: equal letters are equal, ``*`` at the end is any further ones."""
     split = {name: pattern.split() for name, pattern in patterns.items()}
-
-    def check(given: Arguments) -> None:
-        known: dict[str, int] = {}
-        for name, tensor in _tensors(given, split).items():
-            pattern, shape = split[name], tuple(tensor.shape)
-            is_open = pattern[-1:] == ["*"]
-            named = pattern[:-1] if is_open else pattern
-            fits = len(shape) >= len(named) if is_open else len(shape) == len(named)
-            fits = fits and all(
-                extent == (int(letter) if letter.isdigit() else known.setdefault(letter, extent))
-                for letter, extent in zip(named, shape, strict=False)
-            )
-            _need(fits, f"{name} has shape {list(shape)}, needed [{patterns[name]}] with {known}")
-
-    return check
+    known: dict[str, int] = {}
+    for name, tensor in _tensors(given, split).items():
+        pattern, shape = split[name], tuple(tensor.shape)
+        is_open = pattern[-1:] == ["*"]
+        named = pattern[:-1] if is_open else pattern
+        fits = len(shape) >= len(named) if is_open else len(shape) == len(named)
+        fits = fits and all(
+            extent == (int(letter) if letter.isdigit() else known.setdefault(letter, extent))
+            for letter, extent in zip(named, shape, strict=False)
+        )
+        _need(fits, f"{name} has shape {list(shape)}, needed [{patterns[name]}] with {known}")
 
 
-def _floats(*names: str, mixed: bool = False) -> Contract:
+@_with_options
+def _floats(given: Arguments, *names: str, mixed: bool = False) -> None:
     """Floating, and of one dtype; ``mixed``: parameters may be float32 beside a half input."""
-
-    def check(given: Arguments) -> None:
-        dtypes = [tensor.dtype for tensor in _tensors(given, names).values()]
-        first = dtypes[0]
-        is_half = first in (torch.float16, torch.bfloat16)
-        others = {first, torch.float32} if mixed and is_half else {first}
-        _need(first.is_floating_point, f"{names[0]} is {first}")
-        _need(set(dtypes) <= others, f"{', '.join(names)} are of different dtypes")
-        _need(len(set(dtypes[1:])) <= 1, f"{', '.join(names[1:])} are of different dtypes")
-
-    return check
+    dtypes = [tensor.dtype for tensor in _tensors(given, names).values()]
+    first = dtypes[0]
+    is_half = first in (torch.float16, torch.bfloat16)
+    others = {first, torch.float32} if mixed and is_half else {first}
+    _need(first.is_floating_point, f"{names[0]} is {first}")
+    _need(set(dtypes) <= others, f"{', '.join(names)} are of different dtypes")
+    _need(len(set(dtypes[1:])) <= 1, f"{', '.join(names[1:])} are of different dtypes")
 
 
-def _indices(*names: str) -> Contract:
-    def check(given: Arguments) -> None:
-        for name, tensor in _tensors(given, names).items():
-            _need(tensor.dtype in INDICES, f"{name} is {tensor.dtype}, not a type of indices")
-
-    return check
+@_with_options
+def _indices(given: Arguments, *names: str) -> None:
+    for name, tensor in _tensors(given, names).items():
+        _need(tensor.dtype in INDICES, f"{name} is {tensor.dtype}, not a type of indices")
 
 
-def _numbers(low: int, high: int, *names: str) -> Contract:
+@_with_options
+def _numbers(given: Arguments, low: int, high: int, *names: str) -> None:
     """Integers, or lists of them, within a range."""
-
-    def check(given: Arguments) -> None:
-        for name in names:
-            value = given.get(name)
-            if value is not None:
-                numbers = value if isinstance(value, list | tuple) else [value]
-                is_within = all(type(n) is int and low <= n <= high for n in numbers)
-                _need(is_within, f"{name} is {value}, needed {low} to {high}")
-
-    return check
+    for name in names:
+        value = given.get(name)
+        if value is not None:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            is_within = all(type(n) is int and low <= n <= high for n in numbers)
+            _need(is_within, f"{name} is {value}, needed {low} to {high}")
 
 
 def _is(name: str, *values: Any) -> Contract:
@@ -118,12 +115,10 @@ def _dims(name: str, *counts: int) -> Contract:
     )
 
 
-def _not_empty(*names: str) -> Contract:
-    def check(given: Arguments) -> None:
-        for name, tensor in _tensors(given, names).items():
-            _need(tensor.numel() > 0, f"{name} is empty")
-
-    return check
+@_with_options
+def _not_empty(given: Arguments, *names: str) -> None:
+    for name, tensor in _tensors(given, names).items():
+        _need(tensor.numel() > 0, f"{name} is empty")
 
 
 def _not_repeated(given: Arguments) -> None:
@@ -163,12 +158,10 @@ def _trailing(given: Arguments) -> None:
         _need(list(tensor.shape) == wanted, f"{name} is {list(tensor.shape)}, needed {wanted}")
 
 
-def _grouped(count: str) -> Contract:
-    def check(given: Arguments) -> None:
-        groups, channels = given[count], given["input"].shape[1]
-        _need(0 < groups <= channels and channels % groups == 0, f"{channels} in {groups} groups")
-
-    return check
+@_with_options
+def _grouped(given: Arguments, count: str) -> None:
+    groups, channels = given[count], given["input"].shape[1]
+    _need(0 < groups <= channels and channels % groups == 0, f"{channels} in {groups} groups")
 
 
 def _flattened(given: Arguments) -> None:
@@ -188,61 +181,56 @@ def _weight_norm(given: Arguments) -> None:
 # ---- recurrent layers -------------------------------------------------------------------------
 
 
-def _recurrent(gates: int, states: int) -> Contract:
+@_with_options
+def _recurrent(given: Arguments, gates: int, states: int) -> None:
     """Every parameter of every layer and direction, and the states, have the extents they need."""
-
-    def check(given: Arguments) -> None:
-        value, params = given["input"], given["params"]
-        hidden_states = given["hx"] if states == 2 else [given["hx"]]
-        _need(given["train"] is False, "it trains")
-        directions = 2 if given["bidirectional"] else 1
-        each = 4 if given["has_biases"] else 2
-        layers = given["num_layers"]
-        _need(value.dim() == 3 and value.numel() > 0, "input has not three extents, or is empty")
-        _need(layers >= 1 and len(params) == layers * directions * each, "parameters are missing")
-        _need(len(hidden_states) == states, f"{len(hidden_states)} states")
-        batch, width = value.shape[0 if given["batch_first"] else 1], value.shape[2]
-        hidden = params[1].shape[-1] if params[1].dim() else 0
-        _need(hidden > 0, "a state of no extent")
-        for state in hidden_states:
-            wanted = [layers * directions, batch, hidden]
-            _need(list(state.shape) == wanted, f"a state is {list(state.shape)}, needed {wanted}")
-        for place, tensor in enumerate(params):
-            layer, role = place // (directions * each), place % each
-            inner = width if layer == 0 else hidden * directions
-            wanted = [gates * hidden, *([inner], [hidden], [], [])[role]]
-            _need(
-                list(tensor.shape) == wanted,
-                f"parameter {place} is {list(tensor.shape)}, needed {wanted}",
-            )
-        everything = [value, *hidden_states, *params]
-        _need(value.is_floating_point(), f"input is {value.dtype}")
-        _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
-
-    return check
+    value, params = given["input"], given["params"]
+    hidden_states = given["hx"] if states == 2 else [given["hx"]]
+    _need(given["train"] is False, "it trains")
+    directions = 2 if given["bidirectional"] else 1
+    each = 4 if given["has_biases"] else 2
+    layers = given["num_layers"]
+    _need(value.dim() == 3 and value.numel() > 0, "input has not three extents, or is empty")
+    _need(layers >= 1 and len(params) == layers * directions * each, "parameters are missing")
+    _need(len(hidden_states) == states, f"{len(hidden_states)} states")
+    batch, width = value.shape[0 if given["batch_first"] else 1], value.shape[2]
+    hidden = params[1].shape[-1] if params[1].dim() else 0
+    _need(hidden > 0, "a state of no extent")
+    for state in hidden_states:
+        wanted = [layers * directions, batch, hidden]
+        _need(list(state.shape) == wanted, f"a state is {list(state.shape)}, needed {wanted}")
+    for place, tensor in enumerate(params):
+        layer, role = place // (directions * each), place % each
+        inner = width if layer == 0 else hidden * directions
+        wanted = [gates * hidden, *([inner], [hidden], [], [])[role]]
+        _need(
+            list(tensor.shape) == wanted,
+            f"parameter {place} is {list(tensor.shape)}, needed {wanted}",
+        )
+    everything = [value, *hidden_states, *params]
+    _need(value.is_floating_point(), f"input is {value.dtype}")
+    _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
 
 
-def _cell(gates: int, states: int) -> Contract:
-    def check(given: Arguments) -> None:
-        value = given["input"]
-        hidden_states = given["hx"] if states == 2 else [given["hx"]]
-        _need(value.dim() == 2 and value.numel() > 0, "input has not two extents, or is empty")
-        _need(len(hidden_states) == states, f"{len(hidden_states)} states")
-        hidden = hidden_states[0].shape[-1] if hidden_states[0].dim() else 0
-        _need(hidden > 0, "a state of no extent")
-        wanted = {"w_ih": [gates * hidden, value.shape[1]], "w_hh": [gates * hidden, hidden],
-                  "b_ih": [gates * hidden], "b_hh": [gates * hidden]}  # fmt: skip
-        parameters = _tensors(given, wanted)
-        for name, tensor in parameters.items():
-            _need(list(tensor.shape) == wanted[name], f"{name} is {list(tensor.shape)}")
-        for state in hidden_states:
-            _need(list(state.shape) == [value.shape[0], hidden], f"state {list(state.shape)}")
-        everything = [value, *hidden_states, *parameters.values()]
-        _need(value.is_floating_point(), f"input is {value.dtype}")
-        _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
-        _need(("b_ih" in parameters) == ("b_hh" in parameters), "one bias of two")
-
-    return check
+@_with_options
+def _cell(given: Arguments, gates: int, states: int) -> None:
+    value = given["input"]
+    hidden_states = given["hx"] if states == 2 else [given["hx"]]
+    _need(value.dim() == 2 and value.numel() > 0, "input has not two extents, or is empty")
+    _need(len(hidden_states) == states, f"{len(hidden_states)} states")
+    hidden = hidden_states[0].shape[-1] if hidden_states[0].dim() else 0
+    _need(hidden > 0, "a state of no extent")
+    wanted = {"w_ih": [gates * hidden, value.shape[1]], "w_hh": [gates * hidden, hidden],
+              "b_ih": [gates * hidden], "b_hh": [gates * hidden]}  # fmt: skip
+    parameters = _tensors(given, wanted)
+    for name, tensor in parameters.items():
+        _need(list(tensor.shape) == wanted[name], f"{name} is {list(tensor.shape)}")
+    for state in hidden_states:
+        _need(list(state.shape) == [value.shape[0], hidden], f"state {list(state.shape)}")
+    everything = [value, *hidden_states, *parameters.values()]
+    _need(value.is_floating_point(), f"input is {value.dtype}")
+    _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
+    _need(("b_ih" in parameters) == ("b_hh" in parameters), "one bias of two")
 
 
 # ---- convolutions, pools, pictures ------------------------------------------------------------
@@ -321,21 +309,23 @@ def _scales(given: Arguments) -> None:
             _need(is_sound, f"{name} is {value}")
 
 
-def _upsample(axes: int) -> Contract:
-    def check(given: Arguments) -> None:
-        value = given.get("self", given.get("input"))
-        _need(value.dim() == axes + 2 and value.numel() > 0, "input has other extents, or none")
-        factors = given.get("scale_factors")
-        _need(factors is None or given["output_size"] is None, "a size and factors")
-        _need(factors is None or len(factors) == axes, "factors for other axes")
-        names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][3 - axes :]
-        for axis, name in enumerate(names):
-            scale, extent = given.get(name), value.shape[2 + axis]
-            # Kernels read where the scale says, as often as the size says.
-            is_one = scale is None or int(extent * scale) == given["output_size"][axis]
-            _need(is_one, f"{name} is {scale}, which is not the size's")
+@_with_options
+def _scaled(given: Arguments, axes: int) -> None:
+    value = given.get("self", given.get("input"))
+    _need(value.dim() == axes + 2 and value.numel() > 0, "input has other extents, or none")
+    factors = given.get("scale_factors")
+    _need(factors is None or given["output_size"] is None, "a size and factors")
+    _need(factors is None or len(factors) == axes, "factors for other axes")
+    names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][3 - axes :]
+    for axis, name in enumerate(names):
+        scale, extent = given.get(name), value.shape[2 + axis]
+        # Kernels read where the scale says, as often as the size says.
+        is_one = scale is None or int(extent * scale) == given["output_size"][axis]
+        _need(is_one, f"{name} is {scale}, which is not the size's")
 
-    return _all_of(_numbers(1, MAX_GEOMETRY, "output_size"), _scales, check)
+
+def _upsample(axes: int) -> Contract:
+    return _all_of(_numbers(1, MAX_GEOMETRY, "output_size"), _scales, _scaled(axes))
 
 
 def _sampler(axes: int, modes: tuple[int, ...]) -> Contract:
@@ -376,22 +366,19 @@ def _shuffle(given: Arguments) -> None:
 # ---- looking up -------------------------------------------------------------------------------
 
 
-def _along(*others: str) -> Contract:
+@_with_options
+def _along(given: Arguments, *others: str) -> None:
     """gather and scatter: the index lies within each of ``others`` but along the dimension."""
-
-    def check(given: Arguments) -> None:
-        value, index = given["self"], given["index"]
-        axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
-        _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
-        for place, extent in enumerate(index.shape):
-            _need(place == axis or extent <= value.shape[place], "index exceeds its tensor")
-        for other in _tensors(given, others).values():
-            _need(other.dim() == index.dim(), "dimensions differ")
-            fits = all(a <= b for a, b in zip(index.shape, other.shape, strict=True))
-            _need(fits, "index exceeds its source")
-            _need(other.dtype == value.dtype, "dtypes differ")
-
-    return _all_of(_indices("index"), check)
+    value, index = given["self"], given["index"]
+    axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
+    _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
+    for place, extent in enumerate(index.shape):
+        _need(place == axis or extent <= value.shape[place], "index exceeds its tensor")
+    for other in _tensors(given, others).values():
+        _need(other.dim() == index.dim(), "dimensions differ")
+        fits = all(a <= b for a, b in zip(index.shape, other.shape, strict=True))
+        _need(fits, "index exceeds its source")
+        _need(other.dtype == value.dtype, "dtypes differ")
 
 
 def _rows(given: Arguments) -> None:
@@ -456,7 +443,7 @@ _GROUP_NORM: Final = _all_of(
     _floats("input", "weight", "bias", mixed=True),
     _not_empty("input"),
 )
-_SCATTER: Final = _all_of(_along("src"))
+_SCATTER: Final = _all_of(_indices("index"), _along("src"))
 _INDEX_ROWS: Final = _all_of(_indices("index"), _rows)
 _NO_CHANCE: Final = _is("train", False)
 
@@ -534,7 +521,7 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
     "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft fft_irfft2 fft_rfft "
     "fft_rfft2": _all_of(_numbers(1, 1 << 24, "n", "s"), _not_empty("self")),
     "embedding": _all_of(_extents(weight="V D"), _indices("indices"), _is("sparse", False)),
-    "gather": _all_of(_along(), _is("sparse_grad", False)),
+    "gather": _all_of(_indices("index"), _along(), _is("sparse_grad", False)),
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce": _SCATTER,
     "index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_": _INDEX_ROWS,
     "index index_put index_put_": _places,

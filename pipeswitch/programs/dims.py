@@ -250,15 +250,3 @@ def shape_text(shape: Iterable[Extent]) -> str:
 def values_text(values: Values) -> str:
     """``batch=2 length=7``; for errors."""
     return " ".join(f"{name}={number}" for name, number in values.items()) or "its only shape"
-
-
-def upgraded(old: dict[str, Any]) -> dict[str, Any]:
-    """A graph or manifest of the time when the batch was the only open dimension, and ``null``."""
-    new = {key: value for key, value in old.items() if key not in ("batch_min", "batch_max")}
-    low, high = old.get("batch_min", 1), old.get("batch_max", 1)
-    specs = [spec for key in ("inputs", "outputs") for spec in old[key]]
-    is_dynamic = any(None in spec["shape"] for spec in old["inputs"])
-    for spec in specs:
-        extents = [BATCH if extent is None else extent for extent in spec["shape"]]
-        spec["shape"] = extents
-    return {**new, "dims": [[BATCH, low, high]] if is_dynamic else []}

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidInput
 from .answer import Answer, Decode, Ending, Reason
-from .generation import tokenizer_json
-from .sampling import Sampling, next_token
+from .generation import COUNT, IDS, MOST_STEPS, USED, tokenizer_json
+from .sampling import Sampling
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +40,19 @@ class Token(NamedTuple):
 
     id: int
     text: str  # that may be shown now; empty where a character or a stop string is not whole
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked next: the tokens to compute, and how those that follow are chosen."""
+
+    ids: list[int]
+    used: int  # tokens before these
+    choose: dict[str, int | float]  # as the body of ``infer`` has it
+
+    def inputs(self) -> dict[str, NDArray[np.int64]]:
+        """Of the request, less the cache."""
+        values = {IDS: [self.ids], COUNT: [len(self.ids)], USED: [self.used]}
+        return {name: np.array(value, np.int64) for name, value in values.items()}
 
 
 class Generating:
@@ -72,10 +85,12 @@ class Generating:
         ending = msgspec.structs.replace(
             ending, max_new_tokens=most, eos_ids=(*facts.eos_ids, *ending.eos_ids)
         )
-        self._facts, self._sampling = facts, sampling
+        self._facts, self._most = facts, most
+        self._choose: dict[str, int | float] = msgspec.to_builtins(sampling)
         self._ids, self._prompt_count = list(prompt), len(prompt)
         self._answer = Answer(ending, decode, prompt)
         self._used = self._asked = 0
+        self._came = 1  # tokens, with the last step
 
     @property
     def starts(self) -> bool:
@@ -92,24 +107,28 @@ class Generating:
         """Why it is over; None: it is not."""
         return self._answer.reason
 
-    def step(self) -> dict[str, NDArray[np.int64]]:
-        """The inputs of the next request, less the cache."""
+    def step(self) -> Step:
+        """The next request. A token may be followed by twice as many as came last: the memory for
+        their rows is taken before."""
         piece = self._ids[self._used : self._used + self._facts.piece]
         self._asked = len(piece)
-        return {
-            "ids": np.array([piece], np.int64),
-            "count": np.array([len(piece)], np.int64),
-            "used": np.array([self._used], np.int64),
-        }
+        steps = min(2 * self._came, MOST_STEPS, self._most - len(self.tokens))
+        choose = {**self._choose, "steps": max(steps, 1) if len(piece) == 1 else 1}
+        return Step(ids=piece, used=self._used, choose=choose)
 
-    def answered(self, logits: NDArray[np.floating]) -> Token | None:
-        """What the step's logits say, [1, vocabulary]; None: more of the prompt goes first."""
+    def answered(self, tokens: Sequence[int]) -> list[Token]:
+        """Those that the step's worker chose; none: more of the prompt goes first."""
         self._used += self._asked
         if self._used < len(self._ids):
-            return None
-        token = next_token(logits[0], self._sampling, len(self._ids))
-        self._ids.append(token)
-        return Token(token, self._answer.push(token))
+            return []
+        self._came, found = len(tokens), []
+        self._used += self._came - 1
+        for token in tokens:
+            self._ids.append(token)
+            found.append(Token(token, self._answer.push(token)))
+            if self.reason is not None:
+                break
+        return found
 
     def lost(self) -> None:
         """The sequence is gone: the next step begins another one."""

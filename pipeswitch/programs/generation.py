@@ -21,11 +21,16 @@ from .layout import ValueSpec
 
 VERSION: Final = 1
 METADATA_KEY: Final = "pipeswitch.generation"
+IDS: Final = "ids"
+COUNT: Final = "count"
+USED: Final = "used"
 CACHE: Final = "cache"
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
+TOKENS: Final = "tokens"  # that a worker chose, [batch, steps]: they come instead of the logits
+MOST_STEPS: Final = 32  # that it may go on for
 
 MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64

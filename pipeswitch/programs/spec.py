@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import RegistrationRefused
 from .bundle import check_signature, check_trees
-from .dims import extent_text, upgraded
+from .dims import extent_text
 from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
@@ -163,7 +163,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = _decoded(text)
+        manifest = msgspec.json.decode(text, type=Manifest)
         msgspec.msgpack.encode(manifest)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
@@ -171,16 +171,6 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
         check_signature(manifest.inputs, manifest.outputs, manifest.dims)
     check_trees(manifest)
     return manifest
-
-
-def _decoded(text: bytes) -> Manifest:
-    try:
-        return msgspec.json.decode(text, type=Manifest)
-    except msgspec.ValidationError:
-        raw = msgspec.json.decode(text)
-        if not isinstance(raw, dict) or "batch_min" not in raw:
-            raise
-    return msgspec.convert(upgraded(raw), Manifest)
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:

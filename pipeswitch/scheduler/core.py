@@ -184,6 +184,18 @@ class Core:
         """The final, bad answer."""
         self.emit(Answer(token=token, error=error))
 
+    def answer_all(self, tokens: list[Token], /, **body: Any) -> None:
+        """The same for those that wait for one thing; they wait no more."""
+        for token in tokens:
+            self.answer(token, **body)
+        tokens.clear()
+
+    def refuse_all(self, error: PipeSwitchError, *waiting: list[Token]) -> None:
+        for tokens in waiting:
+            for token in tokens:
+                self.refuse(token, error)
+            tokens.clear()
+
     def publish(self, topic: str, /, **body: Any) -> None:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
@@ -201,7 +213,8 @@ class Core:
 
 
 def takes(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
-    """Above the method of a part that each event of this kind is for."""
+    """Above the method of a part that each event of this kind is for: it answers the asker, or
+    raises what that reads."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
         method.takes = kind  # type: ignore[attr-defined]

@@ -2,30 +2,7 @@
 
 from __future__ import annotations
 
-from ..ipc.messages import (
-    Back,
-    Cleaned,
-    CommitPersisted,
-    CommitStep,
-    DaemonFault,
-    DaemonReady,
-    Epoch,
-    HostRequest,
-    InferenceDone,
-    InferenceFailed,
-    JobEnded,
-    JobReport,
-    LeaseRequest,
-    Message,
-    ModelPrepared,
-    Parked,
-    Pong,
-    Scrubbed,
-    StepCommitted,
-    SteppedAside,
-    TransmitEnded,
-    WorkerReady,
-)
+from ..ipc import messages as msg
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
 from .device_state import DeviceState
 from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
@@ -85,50 +62,50 @@ class Device:
         if worker is None:
             return
         match event.message:
-            case InferenceDone() as message:
+            case msg.InferenceDone() as message:
                 self.endings.done(worker, message)
                 self.turns.give()
                 self.fleet.served_well()
                 if message.is_clean:
                     self._cleaned(worker, message.epoch)
-            case InferenceFailed() as message:
+            case msg.InferenceFailed() as message:
                 self.endings.failed(worker, message)
                 self.turns.give()
-            case Cleaned(epoch=epoch):
+            case msg.Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
-            case SteppedAside(epoch=epoch):
+            case msg.SteppedAside(epoch=epoch):
                 self.turns.stepped_aside(worker, epoch)
                 self.turns.give()
-            case Parked() as message:
+            case msg.Parked() as message:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
-            case Back() as message:
+            case msg.Back() as message:
                 self.training.back(worker, message)
-            case WorkerReady(pid=pid):
+            case msg.WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
-            case Pong(epoch=epoch):
+            case msg.Pong(epoch=epoch):
                 self.health.worker_answered(worker, epoch)
-            case ModelPrepared() as message:
+            case msg.ModelPrepared() as message:
                 self.fleet.prepared(worker, message)
-            case LeaseRequest() as message:
+            case msg.LeaseRequest() as message:
                 self.leases.requested(worker, message)
-            case HostRequest() as message:
+            case msg.HostRequest() as message:
                 self.leases.host_requested(worker, message)
-            case CommitStep() as message:
+            case msg.CommitStep() as message:
                 self.commits.commit(worker, message)
-            case JobReport() as message:
+            case msg.JobReport() as message:
                 job = self.state.job_of(worker, message.epoch)
                 if job is not None:
                     self.jobs.report(job, message)
                     self.training.reported(job)
-            case JobEnded() as message:
+            case msg.JobEnded() as message:
                 self.training.ended(worker, message)
                 self.turns.give()
             case _:
                 self.state.kill(worker, f"it sent a {type(event.message).__name__}")
 
-    def _cleaned(self, worker: Worker, epoch: Epoch) -> None:
+    def _cleaned(self, worker: Worker, epoch: msg.Epoch) -> None:
         if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
@@ -136,24 +113,24 @@ class Device:
         """Whether it speaks of the daemon that lives now."""
         return event.generation == self.state.daemon_generation and self.fleet.is_daemon_alive
 
-    def from_daemon(self, message: Message) -> None:
+    def from_daemon(self, message: msg.Message) -> None:
         """What the daemon that lives says of this device."""
         match message:
-            case TransmitEnded():
+            case msg.TransmitEnded():
                 self.residents.transmit_ended(message)
-            case DaemonReady(pid=pid):
+            case msg.DaemonReady(pid=pid):
                 self.fleet.daemon_ready(pid)
                 self.commits.daemon_ready()
-            case Scrubbed(epoch=epoch):
+            case msg.Scrubbed(epoch=epoch):
                 self.slices.scrubbed(epoch)
-            case StepCommitted():
+            case msg.StepCommitted():
                 self.commits.committed(message)
                 self.fleet.served_well()
-            case Pong(epoch=epoch):
+            case msg.Pong(epoch=epoch):
                 self.health.daemon_answered(epoch)
-            case CommitPersisted():
+            case msg.CommitPersisted():
                 self.commits.persisted(message)
-            case DaemonFault():
+            case msg.DaemonFault():
                 self.core.counts["daemon_faults"] += 1
                 self.slices.refused(message.epoch)
                 self.residents.refused(message.epoch, message.reason)

@@ -115,6 +115,13 @@ class DeviceState:
         """To a process of this device, which is named here."""
         self.core.emit(replace(command, device=self.index) if self.index else command)
 
+    def signal(self, slot: Slot, message: Message, commits_of: JobName | None = None) -> None:
+        """To a worker's termination thread, which no task keeps busy."""
+        self.core.emit(
+            ToWorker(slot=slot, message=message, channel="signal", commits_of=commits_of,
+                     device=self.index)
+        )  # fmt: skip
+
     def publish(self, topic: str, /, **body: Any) -> None:
         """An event on this device; where there are several it is named."""
         self.core.publish(topic, **(body | {"device": self.label} if self.label else body))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NewType
 import msgspec
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+from ..ipc.messages import Choosing, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 from ..planning.profile import Found, Profile
 from ..programs.chains import Chain, Step
 from ..programs.layout import Manifest
@@ -58,6 +58,7 @@ class InferArrived(Asked, frozen=True):
     is_later: bool = False  # a later step of a chain: what was accepted is finished
     follows: bool = False  # and another step will come
     sequence: int = 0  # whose step it is; 0: it stands alone
+    choosing: Choosing | None = None  # of a language model's: for the worker
 
 
 class Prepared(_Told, frozen=True):
@@ -466,7 +467,7 @@ class Journal(_Told, frozen=True):
 
 class Interrupt(_Told, frozen=True):
     """Write the board's stop word of that slot: between two groups its trial leaves, its pass of a
-    model that streams steps aside."""
+    model that streams steps aside; between two steps its run ends."""
 
     slot: Slot
     epoch: Epoch

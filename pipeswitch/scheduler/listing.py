@@ -71,7 +71,7 @@ class Listing:
             case "stats":
                 core.answer(event.token, **self.stats())
             case "trace":  # the timeline is the controller's
-                core.refuse(event.token, InvalidInput("trace is not answered here"))
+                raise InvalidInput("trace is not answered here")
 
     def _show(self, event: Query) -> None:
         core, versions, name = self._core, self._versions, ModelName(event.name)
@@ -81,10 +81,9 @@ class Listing:
         elif name in self._machine.chains:
             core.answer(event.token, model=self._chain(name))
         elif versions.served(name) is not None:
-            core.refuse(event.token, versions.missing(name, str(event.version)))
+            raise versions.missing(name, str(event.version))
         else:
-            error = ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
-            core.refuse(event.token, error)
+            raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
         """Each name's current version, or all there are."""

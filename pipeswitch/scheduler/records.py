@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import (
+    Choosing,
     Epoch,
     InferenceDone,
     JobName,
@@ -255,6 +256,7 @@ class Request:
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
     sequence: int = 0  # whose step it is; 0: it stands alone
+    choosing: Choosing | None = None  # of a language model's
     padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
     fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
@@ -445,6 +447,7 @@ class Activation:
     kept_bytes: int = 0  # of its prefix, which were there before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     is_trial: bool = False
+    goes_on: bool = False  # with further steps, until another request waits
     trial_stop_at_ms: float | None = None  # when a trial was told to leave
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     aside_at_ms: float = 0.0  # when it stepped aside last

@@ -14,28 +14,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..errors import ServerUnavailable
-from ..ipc.messages import (
-    Back,
-    BuildDone,
-    BuildFailed,
-    BuildProgress,
-    Cleaned,
-    CommitPersisted,
-    CommitStep,
-    DaemonFault,
-    DaemonReady,
-    InferenceDone,
-    InferenceFailed,
-    JobReport,
-    ModelStored,
-    Moved,
-    Parked,
-    Pong,
-    PublishStep,
-    StoreFailed,
-    TransmitEnded,
-)
+from ..errors import InvalidTransition, PipeSwitchError, ServerUnavailable
+from ..ipc import messages as msg
+from . import events as ev
 from .core import (
     ALL,
     JOBS,
@@ -51,30 +32,6 @@ from .core import (
     Wakeups,
     takers,
     takes,
-)
-from .events import (
-    Asked,
-    BuilderExited,
-    CancelAsked,
-    Command,
-    DaemonExited,
-    DrainAsked,
-    Event,
-    FromBuilder,
-    FromDaemon,
-    FromStage,
-    FromWorker,
-    InferArrived,
-    Leave,
-    PingAsked,
-    PrefetchHint,
-    Prepared,
-    ProfileAsked,
-    Query,
-    StageExited,
-    Tick,
-    Warn,
-    WorkerExited,
 )
 from .listing import Listing
 from .machine import Machine
@@ -92,20 +49,20 @@ from .training.moves import Moves
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
 # changed. One that is not named here may change everything.
 CHANGES: Final[Mapping[type, int]] = {
-    InferArrived: 0,
-    Query: 0,
-    Tick: 0,
-    PrefetchHint: 0,
-    PingAsked: PINGS,
-    Pong: PINGS,
-    InferenceDone: QUEUE | TURN,
-    InferenceFailed: QUEUE | TURN,
-    Cleaned: TURN,
-    TransmitEnded: 0,
-    JobReport: 0,
-    CommitStep: 0,
-    Parked: TURN | WORKERS | JOBS,
-    Back: JOBS,
+    ev.InferArrived: 0,
+    ev.Query: 0,
+    ev.Tick: 0,
+    ev.PrefetchHint: 0,
+    ev.PingAsked: PINGS,
+    msg.Pong: PINGS,
+    msg.InferenceDone: QUEUE | TURN,
+    msg.InferenceFailed: QUEUE | TURN,
+    msg.Cleaned: TURN,
+    msg.TransmitEnded: 0,
+    msg.JobReport: 0,
+    msg.CommitStep: 0,
+    msg.Parked: TURN | WORKERS | JOBS,
+    msg.Back: JOBS,
 }
 
 
@@ -159,7 +116,7 @@ class Scheduler:
             Part(self._watch_drain),
         )
 
-    def start(self, now_ms: float) -> list[Command]:
+    def start(self, now_ms: float) -> list[ev.Command]:
         """The first commands: spawn the memory daemon."""
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
@@ -167,11 +124,11 @@ class Scheduler:
         out, self.core.out = self.core.out, []
         return out
 
-    def handle(self, event: Event, now_ms: float) -> list[Command]:
+    def handle(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
         """Take one event, return what must be done because of it, in order."""
         return [*self.decide(event, now_ms), *self.settle()]
 
-    def decide(self, event: Event, now_ms: float) -> list[Command]:
+    def decide(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
         """The urgent half of ``handle``: answers, and what the device is to do next.
 
         ``settle`` must follow before the next event. Between the two the urgent commands can be
@@ -184,7 +141,7 @@ class Scheduler:
             self._refuse_late(event)
         else:
             self._take(event)
-            is_urgent = isinstance(event, InferArrived | FromWorker | Prepared | Tick)
+            is_urgent = isinstance(event, ev.InferArrived | ev.FromWorker | ev.Prepared | ev.Tick)
             if is_urgent and core.touched & URGENT:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
@@ -192,15 +149,15 @@ class Scheduler:
         out, core.out = core.out, []
         return out
 
-    def _changes(self, event: Event) -> int:
+    def _changes(self, event: ev.Event) -> int:
         """The bits of what may be another with it."""
         if self.core.drain_at_ms is not None:
             return ALL
-        if isinstance(event, FromWorker | FromDaemon):
+        if isinstance(event, ev.FromWorker | ev.FromDaemon):
             return CHANGES.get(type(event.message), ALL)
         return CHANGES.get(type(event), ALL)
 
-    def settle(self) -> list[Command]:
+    def settle(self) -> list[ev.Command]:
         """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
         for device in self.machine.devices:
             device.endings.trace_ended()
@@ -235,71 +192,80 @@ class Scheduler:
 
     # -- events -------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: ev.Event) -> None:
         machine = self.machine
         match event:
-            case InferArrived():
+            case ev.InferArrived():
                 self.admission.arrived(event)
-            case Asked():
-                self._takers[type(event)](event)
-            case Prepared():
+            case ev.Asked():
+                self._ask(event)
+            case ev.Prepared():
                 self.admission.prepared(event)
-            case FromStage():
+            case ev.FromStage():
                 self.admission.stages.said(event)
-            case StageExited():
+            case ev.StageExited():
                 self.admission.stages.exited(event)
-            case FromWorker(message=PublishStep() as message):
+            case ev.FromWorker(message=msg.PublishStep() as message):
                 device = machine.devices[event.device]
                 worker = device.speaker(event)
                 if worker is not None:
                     self.publishing.script_asked(device.state, worker, message)
-            case FromWorker(message=Moved() as moved):
+            case ev.FromWorker(message=msg.Moved() as moved):
                 device = machine.devices[event.device]
                 worker = device.speaker(event)
                 if worker is not None:
                     self.moves.moved(device, worker, moved)
-            case FromWorker():
+            case ev.FromWorker():
                 machine.devices[event.device].from_worker(event)
-            case FromDaemon():
+            case ev.FromDaemon():
                 self._from_daemon(event)
-            case PrefetchHint(model=name):
+            case ev.PrefetchHint(model=name):
                 machine.prefetch(self.versions.resolve(name))
-            case CancelAsked():
+            case ev.CancelAsked():
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
                     for device in machine.devices:
                         device.profiling.cancel(event.token)
-            case DrainAsked():
+            case ev.DrainAsked():
                 self._drain(event)
-            case FromBuilder():
+            case ev.FromBuilder():
                 self._from_builder(event)
-            case BuilderExited():
+            case ev.BuilderExited():
                 self.registry.builder_exited(event)
-            case WorkerExited():
+            case ev.WorkerExited():
                 machine.devices[event.device].worker_exited(event)
                 self.moves.reaped()
-            case DaemonExited():
+            case ev.DaemonExited():
                 self._daemon_exited(event)
-            case Tick():
+            case ev.Tick():
                 pass  # each event is a look at the clock
 
-    def _from_daemon(self, event: FromDaemon) -> None:
+    def _ask(self, event: ev.Asked) -> None:
+        """Of the part that takes it; what that raises is the answer, unless it is a bug."""
+        try:
+            self._takers[type(event)](event)
+        except InvalidTransition:
+            raise
+        except PipeSwitchError as error:
+            self.core.refuse(event.token, error)
+
+    def _from_daemon(self, event: ev.FromDaemon) -> None:
         device = self.machine.devices[event.device]
         if not device.hears(event):
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
-            case ModelStored() as message:
+            case msg.ModelStored() as message:
                 self.registry.stored(message)
-            case CommitPersisted() as message if self.publishing.persisted(message):
+            case msg.CommitPersisted() as message if self.publishing.persisted(message):
                 pass
-            case StoreFailed() as message:
+            case msg.StoreFailed() as message:
                 self.registry.store_failed(message)
-            case DaemonReady() as message:
+            case msg.DaemonReady() as message:
                 device.from_daemon(message)
                 self.registry.daemon_ready()
-            case DaemonFault() as message:
+            case msg.DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
                 self.publishing.refused(message.epoch, message.reason)
@@ -307,19 +273,19 @@ class Scheduler:
             case message:
                 device.from_daemon(message)
 
-    def _from_builder(self, event: FromBuilder) -> None:
+    def _from_builder(self, event: ev.FromBuilder) -> None:
         match event.message:
-            case BuildProgress() as message:
+            case msg.BuildProgress() as message:
                 self.registry.progress(message)
-            case BuildDone() as message:
+            case msg.BuildDone() as message:
                 assert event.manifest is not None
                 self.registry.built(message, event.manifest, event.profiles)
-            case BuildFailed() as message:
+            case msg.BuildFailed() as message:
                 self.registry.build_failed(message)
             case _:
                 self.core.counts["stale_messages"] += 1
 
-    def _daemon_exited(self, event: DaemonExited) -> None:
+    def _daemon_exited(self, event: ev.DaemonExited) -> None:
         device = self.machine.devices[event.device]
         if not device.hears(event):
             return
@@ -331,17 +297,17 @@ class Scheduler:
 
     def _policy_failed(self, name: str, why: str) -> None:
         text = f'policy "{name}" failed and is replaced by "priority": {why}'
-        self.core.emit(Warn(text=text))
+        self.core.emit(ev.Warn(text=text))
         self.core.publish("queue.policy_failed", policy=name, reason=why)
 
-    @takes(ProfileAsked)
-    def _profile(self, event: ProfileAsked) -> None:
+    @takes(ev.ProfileAsked)
+    def _profile(self, event: ev.ProfileAsked) -> None:
         event = replace(event, model=self.versions.resolve(event.model))
         self.machine.measuring(event.model).profiling.asked(event)
 
     # -- drain --------------------------------------------------------------------------------
 
-    def _drain(self, event: DrainAsked) -> None:
+    def _drain(self, event: ev.DrainAsked) -> None:
         """First call: finish what was accepted, commit jobs, leave. Second: leave now."""
         core = self.core
         if event.token is not None:
@@ -382,18 +348,16 @@ class Scheduler:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
         self.job_requests.refuse_all(error)
-        for token in core.drain_tokens:
-            core.answer(token, reason=reason)
-        core.drain_tokens.clear()
+        core.answer_all(core.drain_tokens, reason=reason)
         core.wakeups = Wakeups()
-        core.emit(Leave(status=status, reason=reason))
+        core.emit(ev.Leave(status=status, reason=reason))
 
-    def _refuse_late(self, event: Event) -> None:
+    def _refuse_late(self, event: ev.Event) -> None:
         """A client that asks after the end is answered too; nothing is done any more."""
         match event:
-            case Asked(token=token):
+            case ev.Asked(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
-            case DrainAsked(token=token) if token is not None:
+            case ev.DrainAsked(token=token) if token is not None:
                 self.core.answer(token, reason="the server has stopped")
             case _:
                 pass

@@ -26,12 +26,7 @@ from pipeswitch.errors import (
     ServerUnavailable,
     TaskFailed,
 )
-from pipeswitch.wire.frames import (
-    RequestHeader,
-    WireTensor,
-    decode_reply,
-    encode_header,
-)
+from pipeswitch.wire import frames
 from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
 from tests.models.sequences import WIDTH as CELL_WIDTH
 from tests.raw_peer import RawPeer, ask
@@ -356,13 +351,13 @@ class RawClient:
 
     def ask(self, request_id: str, model: str) -> None:
         payload = np.full((1, WIDTH), 0.5, np.float32)
-        tensor = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
+        tensor = frames.WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
         with contextlib.suppress(OSError, EOFError):
             peer = self._greeted()
-            header = RequestHeader(
+            header = frames.RequestHeader(
                 v=1, id=request_id, op="infer", model=model, session=self._session, inputs=(tensor,)
             )
-            peer.send(encode_header(header), payload.tobytes())
+            peer.send(frames.encode_header(header), payload.tobytes())
 
     def _greeted(self) -> RawPeer:
         if self._peer is None:
@@ -379,7 +374,7 @@ class RawClient:
                 message = self._peer.next_message(0.5)
             except EOFError:
                 break
-            reply = None if message is None else decode_reply(message.parts)
+            reply = None if message is None else frames.decode_reply(message.parts)
             if reply is None or reply.more or not reply.id.startswith("raw-"):
                 continue
             if reply.id in self._answered:

@@ -13,15 +13,7 @@ import struct
 from typing import Any
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs.bundle import (
-    METADATA_KEY,
-    decode_graph,
-    encode_graph,
-    node_references,
-    read_bundle,
-    read_safetensors_header,
-    weights_of_node,
-)
+from pipeswitch.programs import bundle
 
 from .target import Codec, Target, join_frames, split_frames
 
@@ -56,20 +48,22 @@ def run(data: bytes) -> None:
     raw = file_of(split_frames(data))
     file.fill(raw)
     try:
-        tensors, _ = read_safetensors_header(file.path)
+        tensors, _ = bundle.read_safetensors_header(file.path)
         for tensor in tensors:
             end = tensor.file_offset_bytes + tensor.size_bytes
             if not 8 <= tensor.file_offset_bytes <= end <= len(raw):
                 raise AssertionError(f"{tensor.name!r} lies outside of its file")
-        graph = read_bundle(file.path).graph
+        graph = bundle.read_bundle(file.path).graph
     except RegistrationRefused:
         return
-    if decode_graph(encode_graph(graph)) != graph:
+    if bundle.decode_graph(bundle.encode_graph(graph)) != graph:
         raise AssertionError("a graph is another one when it is read again")
     for position, node in enumerate(graph.nodes):
-        if any(not 0 <= v < graph.first_node_value + position for v in node_references(node)):
+        if any(
+            not 0 <= v < graph.first_node_value + position for v in bundle.node_references(node)
+        ):
             raise AssertionError("a node reads a value that is not there yet")
-        weights_of_node(graph, node)
+        bundle.weights_of_node(graph, node)
 
 
 def program() -> dict[str, Any]:
@@ -100,7 +94,7 @@ def program() -> dict[str, Any]:
 def header_of(graph: dict[str, Any]) -> dict[str, Any]:
     """The file's header, its graph not yet a text."""
     return {
-        "__metadata__": {METADATA_KEY: graph},
+        "__metadata__": {bundle.METADATA_KEY: graph},
         "w": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "b": {"dtype": "F32", "shape": [3], "data_offsets": [48, 60]},
     }
@@ -110,14 +104,16 @@ def _decode(frame: bytes) -> Any:
     """A header with its graph as a value, so that a mutator finds its way into it."""
     header = json.loads(frame)
     if "__metadata__" in header:
-        header["__metadata__"][METADATA_KEY] = json.loads(header["__metadata__"][METADATA_KEY])
+        header["__metadata__"][bundle.METADATA_KEY] = json.loads(
+            header["__metadata__"][bundle.METADATA_KEY]
+        )
     return header
 
 
 def _encode(header: Any) -> bytes:
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    if isinstance(metadata, dict) and METADATA_KEY in metadata:
-        metadata = {**metadata, METADATA_KEY: json.dumps(metadata[METADATA_KEY])}
+    if isinstance(metadata, dict) and bundle.METADATA_KEY in metadata:
+        metadata = {**metadata, bundle.METADATA_KEY: json.dumps(metadata[bundle.METADATA_KEY])}
         header = {**header, "__metadata__": metadata}
     return json.dumps(header).encode()
 
@@ -154,6 +150,6 @@ TARGET = Target(
         "_operator.getitem",
         "aten.as_strided.default",
         "__metadata__",
-        METADATA_KEY,
+        bundle.METADATA_KEY,
     ),
 )

@@ -17,18 +17,10 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from pipeswitch.errors import InvalidInput, ModelNotFound
+from pipeswitch.gateway import http
 from pipeswitch.gateway.api import Api
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import Feed
-from pipeswitch.gateway.http import (
-    Answer,
-    Connection,
-    Head,
-    HttpServer,
-    Limits,
-    Work,
-    answered,
-)
 from pipeswitch.gateway.oip import InferRequest, Output
 from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.service import Service
@@ -40,7 +32,7 @@ from .target import Codec, Target, join_frames, split_frames
 
 PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
-LIMITS = Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
+LIMITS = http.Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
 TURNS = 6  # of the loop, behind each piece; a stream takes as many to end
 MOST_TURNS = 400  # until all is answered that can be
 LATE_S = 1e6  # after all limits in seconds
@@ -102,7 +94,7 @@ class Wire(asyncio.Transport):
         self.written: list[bytes] = []
         self.is_reading, self.is_closed, self.has_ended = True, False, False
         self.unread = 0
-        self.protocol: Connection | None = None
+        self.protocol: http.Connection | None = None
 
     def write(self, data: Any) -> None:
         assert not self.is_closed
@@ -157,21 +149,21 @@ class _Gate:
         self.service = Service(upstream)
         api = Api(upstream, self.feed, version=self.service.version, allow_code=())
         self._rest = Rest(self.service, callers, api, Page(), Aside())
-        self.server = HttpServer(self._admit, LIMITS)
+        self.server = http.HttpServer(self._admit, LIMITS)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
 
-    def _admit(self, head: Head) -> Work | Answer:
+    def _admit(self, head: http.Head) -> http.Work | http.Answer:
         work = self._rest(head)
-        if isinstance(work, Answer):
+        if isinstance(work, http.Answer):
             return self._checked(head, work)
 
-        async def run(body: Any) -> Answer:
-            return self._checked(head, await answered(work, body))
+        async def run(body: Any) -> http.Answer:
+            return self._checked(head, await http.answered(work, body))
 
         return run
 
-    def _checked(self, head: Head, answer: Answer) -> Answer:
+    def _checked(self, head: http.Head, answer: http.Answer) -> http.Answer:
         self.statuses.append(answer.status)
         if answer.status >= 400:
             told = json.loads(b"".join(answer.parts))
@@ -206,7 +198,7 @@ class _Gate:
         self._check(wire.written)
         return wire.written
 
-    async def _feed(self, connection: Connection, wire: Wire, frame: bytes) -> None:
+    async def _feed(self, connection: http.Connection, wire: Wire, frame: bytes) -> None:
         rest = memoryview(frame)
         while len(rest) and not wire.is_closed:
             for _ in range(MOST_TURNS):

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.planning.profile import (
-    UNKNOWN_DEVICE,
-    VERSION,
-    BatchProfile,
-    Check,
-    LayerProfile,
-    LinkProfile,
-    Overheads,
-    Profile,
-)
+from pipeswitch.planning import profile
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.groups import cut
 from pipeswitch.programs.layout import LayerSpec, Manifest, TensorSpec, ValueSpec
@@ -56,19 +47,19 @@ def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
     return Manifest(**{**known, **fields})
 
 
-def profile_of(layer_count: int) -> Profile:
+def profile_of(layer_count: int) -> profile.Profile:
     """Of ``manifest_of(layer_count)``."""
     times, zeros = (2.0,) * layer_count, (0.0,) * layer_count
-    layer = LayerProfile(label="l", size_bytes=LAYER_BYTES, copy_ms=1.0, copy_spread_ms=0.0)
-    return Profile(
-        version=VERSION,
+    layer = profile.LayerProfile(label="l", size_bytes=LAYER_BYTES, copy_ms=1.0, copy_spread_ms=0.0)
+    return profile.Profile(
+        version=profile.VERSION,
         model="m",
         digest="d" * 64,
         measured_at="before",
-        identity=UNKNOWN_DEVICE,
+        identity=profile.UNKNOWN_DEVICE,
         layers=(layer,) * layer_count,
         batches=tuple(
-            BatchProfile(
+            profile.BatchProfile(
                 batch=batch,
                 switch_ms=times,
                 switch_spread_ms=zeros,
@@ -78,7 +69,7 @@ def profile_of(layer_count: int) -> Profile:
             )
             for batch in (1, 4)
         ),
-        link=LinkProfile(
+        link=profile.LinkProfile(
             alpha_ms=0.1,
             beta_ms_per_mib=1.0,
             residual_p50=0.0,
@@ -87,8 +78,10 @@ def profile_of(layer_count: int) -> Profile:
             smallest_bytes=0,
             largest_bytes=1,
         ),
-        overheads=Overheads(sigma_ms=0.01, launch_ms=0.01, wake_ms=0.1),
+        overheads=profile.Overheads(sigma_ms=0.01, launch_ms=0.01, wake_ms=0.1),
         checks=(
-            Check(plan=(0,), batch=1, predicted_ms=5.0, measured_ms=6.0, spread_ms=0.1, trials=5),
+            profile.Check(
+                plan=(0,), batch=1, predicted_ms=5.0, measured_ms=6.0, spread_ms=0.1, trials=5
+            ),
         ),
     )

@@ -24,23 +24,7 @@ from pipeswitch.ipc.messages import KeyedSettings, ModelName, SlabTensor
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Manifest, ValueSpec
 from pipeswitch.roles import Role
-from pipeswitch.scheduler.events import (
-    Announce,
-    Answer,
-    CancelAsked,
-    DrainAsked,
-    Event,
-    InferArrived,
-    JobAsked,
-    PinAsked,
-    ProfileAsked,
-    PublishAsked,
-    Query,
-    RegisterAsked,
-    RollbackAsked,
-    TrainAsked,
-    UnregisterAsked,
-)
+from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.bill import Bill
 
 POOL_BYTES = 8 << 20
@@ -72,10 +56,10 @@ class FakeScheduler:
 
     def __init__(self, directory: Path, **server: Any) -> None:
         self.pool_descriptor = sealed_memfd("pool", POOL_BYTES)
-        self.seen: list[Event] = []
-        self.held: list[InferArrived] = []
+        self.seen: list[ev.Event] = []
+        self.held: list[ev.InferArrived] = []
         self.is_holding = False
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[ev.Event] = deque()
         self._is_closing, self._may_end = False, threading.Event()
         self.config = Config(
             server=ServerConfig(
@@ -123,7 +107,7 @@ class FakeScheduler:
 
     def announce(self, name: str, **options: Any) -> None:
         model = ModelName(name)
-        self.post(Announce(model=model, manifest=manifest(**options), priority=1))
+        self.post(ev.Announce(model=model, manifest=manifest(**options), priority=1))
 
     def post(self, command: Posted) -> None:
         """From the test's thread; performed when this returns, so what is sent next comes after."""
@@ -155,39 +139,43 @@ class FakeScheduler:
         self._may_end.wait(DEADLINE_S)  # else what wakes the loop is closed while it is written to
         self.tcp.close()
 
-    def answer(self, event: Event) -> None:
+    def answer(self, event: ev.Event) -> None:
         post = self.tcp.perform
         match event:
-            case InferArrived():
+            case ev.InferArrived():
                 self.held.append(event) if self.is_holding else self.finish(event)
-            case CancelAsked(token=token):
+            case ev.CancelAsked(token=token):
                 for held in [held for held in self.held if held.token == token]:
                     self.held.remove(held)
-                    post(Answer(token=token, error=ps.Cancelled("cancelled")))
-            case RegisterAsked(token=token, model=model):
-                post(Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
+                    post(ev.Answer(token=token, error=ps.Cancelled("cancelled")))
+            case ev.RegisterAsked(token=token, model=model):
+                post(ev.Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
                 self.announce(model)
-                post(Answer(token=token, body={"model": model}))
-            case TrainAsked(token=token, job=job):
-                post(Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
-            case JobAsked(token=token, job=job):
-                post(Answer(token=token, body={"job": {"name": job, "state": "done"}}))
-            case Query(what="stats", token=token):
-                post(Answer(token=token, body={"queued": 0}))
-            case Query(what="trace", token=token):
+                post(ev.Answer(token=token, body={"model": model}))
+            case ev.TrainAsked(token=token, job=job):
+                post(ev.Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
+            case ev.JobAsked(token=token, job=job):
+                post(ev.Answer(token=token, body={"job": {"name": job, "state": "done"}}))
+            case ev.Query(what="stats", token=token):
+                post(ev.Answer(token=token, body={"queued": 0}))
+            case ev.Query(what="trace", token=token):
                 events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
-                post(Answer(token=token, body={"trace": {"traceEvents": events}}))
-            case Query(what=what, token=token):
+                post(ev.Answer(token=token, body={"trace": {"traceEvents": events}}))
+            case ev.Query(what=what, token=token):
                 body: dict[str, Any] = {"models": [], "rows": [], "jobs": [], "model": {}}
-                post(Answer(token=token, body={**body, what: []}))
-            case PinAsked(token=token) | UnregisterAsked(token=token) | ProfileAsked(token=token):
-                post(Answer(token=token, body={}))
-            case PublishAsked(token=token) | RollbackAsked(token=token):
-                post(Answer(token=token, body={}))
-            case DrainAsked(token=token) if token is not None:
-                post(Answer(token=token, body={}))
+                post(ev.Answer(token=token, body={**body, what: []}))
+            case (
+                ev.PinAsked(token=token)
+                | ev.UnregisterAsked(token=token)
+                | ev.ProfileAsked(token=token)
+            ):
+                post(ev.Answer(token=token, body={}))
+            case ev.PublishAsked(token=token) | ev.RollbackAsked(token=token):
+                post(ev.Answer(token=token, body={}))
+            case ev.DrainAsked(token=token) if token is not None:
+                post(ev.Answer(token=token, body={}))
 
-    def finish(self, event: InferArrived) -> None:
+    def finish(self, event: ev.InferArrived) -> None:
         """y = 2 x, from the request's slab into the reply's."""
         (x,) = event.inputs
         at, size = x.offset_bytes, x.size_bytes
@@ -198,7 +186,7 @@ class FakeScheduler:
             name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
         )
         timing = Bill(queue_ms=0.5, switch_ms=1.5, resident=True, worker=0)
-        self.post(Answer(token=event.token, outputs=(output,), timing=timing))
+        self.post(ev.Answer(token=event.token, outputs=(output,), timing=timing))
 
     def wait_for(self, kind: type, count: int = 1) -> list[Any]:
         return until(lambda: [e for e in self.seen if isinstance(e, kind)], at_least=count)

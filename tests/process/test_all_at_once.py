@@ -9,22 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    ENVIRONMENT,
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    hurt,
-    is_bit_equal,
-    kill,
-    mlp,
-    run_plain,
-    until,
-    write_script,
-)
 
 from pipeswitch.client.client import Client
 from tests.process.figures import say
@@ -47,15 +34,15 @@ class Asked:
     """Models, and what the plain ones answer; asked from two threads."""
 
     def __init__(self, client: Client) -> None:
-        modules = {name: mlp(*size, seed) for seed, (name, size) in enumerate(MODELS.items())}
+        modules = {name: tools.mlp(*size, seed) for seed, (name, size) in enumerate(MODELS.items())}
         self.inputs = {name: torch.linspace(-1, 1, MODELS[name][0])[None] for name in modules}
-        self.expected = {name: eager(one, self.inputs[name]) for name, one in modules.items()}
+        self.expected = {name: tools.eager(one, self.inputs[name]) for name, one in modules.items()}
         for name, module in modules.items():
             client.register(name, module, example_inputs=(self.inputs[name],))
 
     def ask(self, client: Client, name: str) -> None:
         answer = client.infer(name, self.inputs[name])["y"]
-        assert is_bit_equal(answer, self.expected[name]), f"{name} answers otherwise"
+        assert tools.is_bit_equal(answer, self.expected[name]), f"{name} answers otherwise"
 
     def keep_asking(self, client: Client, over: threading.Event) -> int:
         dice, count = random.Random(SEED), 0
@@ -65,17 +52,17 @@ class Asked:
         return count
 
 
-def disturb(checked: Checked, asked: Asked, dice: random.Random, number: int) -> None:
+def disturb(checked: tools.Checked, asked: Asked, dice: random.Random, number: int) -> None:
     """At any instant of whatever goes on; it may be of the one before."""
     threading.Event().wait(dice.uniform(0, 0.3))  # an instant, not a condition
     how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
     if number in DAEMON_DIES:
-        assert kill(checked.daemon_pid())
+        assert tools.kill(checked.daemon_pid())
         checked.wait_until_whole()
     elif how == "request":
         asked.ask(checked.client, dice.choice([*MODELS]))
     else:
-        hurt(checked, checked.client.task(dice.choice([*JOBS])), how)
+        tools.hurt(checked, checked.client.task(dice.choice([*JOBS])), how)
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +78,10 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
     tmp_path: Path,
 ) -> None:
     say(f"PIPESWITCH_SEED={SEED}")
-    script, dice = write_script(tmp_path, "job.py", SCRIPT), random.Random(SEED)
+    script, dice = tools.write_script(tmp_path, "job.py", SCRIPT), random.Random(SEED)
     enough = {name: tmp_path / f"enough-{name}" for name in JOBS}
-    environment = {**ENVIRONMENT, "PIPESWITCH_DEVICE__LINK_GBPS": "1"}
-    with checked_server(arena=ARENA, host_store="128MiB", environment=environment) as checked:
+    environment = {**tools.ENVIRONMENT, "PIPESWITCH_DEVICE__LINK_GBPS": "1"}
+    with tools.checked_server(arena=ARENA, host_store="128MiB", environment=environment) as checked:
         asked, over = Asked(checked.client), threading.Event()
         tasks = {}
         for seed, (name, (offload, budget)) in enumerate(JOBS.items()):
@@ -108,12 +95,12 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
             finally:
                 over.set()
             say(f"{answers.result(60)} answers beside")
-        told = {name: until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
+        told = {name: tools.until(lambda t=task: figures_of(t.status()), f"figures of {name}", 60.0)
                 for name, task in tasks.items()}  # fmt: skip
-        until(lambda: checked.count("store_offloaded_bytes"), "what is offloaded is charged")
+        tools.until(lambda: checked.count("store_offloaded_bytes"), "what is offloaded is charged")
         for name, task in tasks.items():
             enough[name].write_text(str(task.status()["epoch"] + 3))
-        ends = {name: finish(task, 120.0) for name, task in tasks.items()}
+        ends = {name: tools.finish(task, 120.0) for name, task in tasks.items()}
         say(str({name: [row[key] for key in ("step", "restarts", "evictions", "suspensions")]
                  for name, row in ends.items()}))  # fmt: skip
         for name, figures in told.items():
@@ -125,9 +112,11 @@ def test_whatever_dies_states_and_answers_are_as_undisturbed_and_all_bytes_come_
             checked.client.unregister(name)
         for what in ("arena", "store"):
             whole = checked.count(f"{what}_capacity_bytes")
-            until(lambda w=what, b=whole: checked.count(f"{w}_free_bytes") == b, f"a free {what}")
+            tools.until(
+                lambda w=what, b=whole: checked.count(f"{w}_free_bytes") == b, f"a free {what}"
+            )
     for seed, name in enumerate(JOBS):
         served, plain = tmp_path / name, tmp_path / f"{name}-plain"
         enough[name].write_text(served.read_text().split()[-1])
-        run_plain(script, str(plain), "1GiB", str(enough[name]), str(seed))
+        tools.run_plain(script, str(plain), "1GiB", str(enough[name]), str(seed))
         assert served.read_text() == plain.read_text(), name

@@ -19,14 +19,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, is_bit_equal, kill, mlp, until, write_script
 
-from pipeswitch.errors import (
-    AlreadyExists,
-    Cancelled,
-    InvalidInput,
-    ModelNotFound,
-    PermissionDenied,
-    TaskFailed,
-)
+from pipeswitch import errors
 
 WIDTH = 64
 TEXTS = {"text": (((1, 8),), "bytes")}
@@ -198,20 +191,20 @@ def test_a_chain_is_listed_and_its_name_is_taken(running: Checked) -> None:
     assert row["outputs"] == {"y": [["batch", WIDTH], "float32"]}
     assert "both" in {one["name"] for one in client.models()}
     assert client.register_chain("both", STEPS)["model"] == "both"  # a no-op
-    with pytest.raises(AlreadyExists, match="another chain"):
+    with pytest.raises(errors.AlreadyExists, match="another chain"):
         client.register_chain("both", ["encoder"])
-    with pytest.raises(AlreadyExists, match="is a model"):
+    with pytest.raises(errors.AlreadyExists, match="is a model"):
         client.register_chain("head", STEPS)
-    with pytest.raises(AlreadyExists, match="is a chain"):
+    with pytest.raises(errors.AlreadyExists, match="is a chain"):
         client.register("both", mlp(WIDTH, 2, 0), example_inputs=example)
-    with pytest.raises(ModelNotFound, match="is a chain, not a model"):
+    with pytest.raises(errors.ModelNotFound, match="is a chain, not a model"):
         client.load("both")
     with running.running.client(tcp=True) as other:
         assert other.register_chain("theirs", ["encoder"])["model"] == "theirs"
-        with pytest.raises(PermissionDenied, match='of "both", which is another'):
+        with pytest.raises(errors.PermissionDenied, match='of "both", which is another'):
             other.unregister("both")
         other.unregister("theirs")
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(errors.ModelNotFound):
         client.infer("theirs", rows())
 
 
@@ -248,10 +241,10 @@ def test_a_step_that_fails_is_named(running: Checked) -> None:
         "cold", ["encoder", {"model": "fails"}], {"y": "fails.y", "e": "encoder.y"}
     )
     where = r'chain "cold", step "fails" \(model "fails"\): .*too cold'
-    with pytest.raises(TaskFailed, match=where):
+    with pytest.raises(errors.TaskFailed, match=where):
         client.infer("cold", np.full((1, WIDTH), -1e6, np.float32))
     assert client.infer("cold", rows())["y"].shape == (1, WIDTH)
-    with pytest.raises(InvalidInput, match=r'cold input "x" expects float32\[1\.\.1,64\]'):
+    with pytest.raises(errors.InvalidInput, match=r'cold input "x" expects float32\[1\.\.1,64\]'):
         client.infer("cold", rows(2))
 
 
@@ -272,7 +265,7 @@ def test_a_request_that_is_taken_back_or_whose_client_leaves_goes_no_further(
         return held, asked
 
     held, asked = begun(lambda inputs: client.submit("slow", inputs), "taken-back")
-    assert asked.cancel() or isinstance(asked.exception(30), Cancelled)
+    assert asked.cancel() or isinstance(asked.exception(30), errors.Cancelled)
     until(lambda: running.count("preprocessing") == 0, "it is taken back")
     held.close()
     with running.running.client(tcp=True) as other:
@@ -296,7 +289,9 @@ def test_a_member_that_leaves_is_named_and_what_follows_is_asked_again(running: 
     client.register("comes", mlp(WIDTH, 2, 1), example_inputs=example)
     client.register_chain("goes", ["encoder", {"model": "comes", "inputs": {"x": "encoder.y"}}])
     client.unregister("comes")
-    with pytest.raises(ModelNotFound, match=r'chain "goes", step "comes".*no model "comes"') as no:
+    with pytest.raises(
+        errors.ModelNotFound, match=r'chain "goes", step "comes".*no model "comes"'
+    ) as no:
         client.infer("goes", rows())
     assert no.value.hint == "pipeswitch register comes SOURCE"
     row = client.show("goes")
@@ -307,7 +302,7 @@ def test_a_member_that_leaves_is_named_and_what_follows_is_asked_again(running: 
     assert same(client.infer("goes", rows())["y"], after_each_other(running, rows()))
     client.unregister("comes")
     client.register("comes", mlp(32, 2, 1), example_inputs=torch.zeros(2, 32))
-    with pytest.raises(InvalidInput, match=r'step "comes".*comes input "x" expects'):
+    with pytest.raises(errors.InvalidInput, match=r'step "comes".*comes input "x" expects'):
         client.infer("goes", rows())
 
 
@@ -323,7 +318,7 @@ def test_after_a_restart_a_chain_is_there(running: Checked, options: dict[str, A
         assert same(again.client.infer("both", rows())["y"], wanted)
         until(lambda: again.client.show("both")["state"] == "ready", "its models are")
         assert again.client.show("both") == before
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(errors.ModelNotFound):
             again.client.show("gone")
         assert again.client.unregister("both") == {"model": "both"}
     with checked_server(**options) as again:

@@ -16,20 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    is_bit_equal,
-    kill,
-    mlp,
-    run_plain,
-    until,
-    write_script,
-)
 
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.errors import InvalidInput, TaskFailed
@@ -83,49 +72,49 @@ def machine_in(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(first_gpu: dict[str, str]) -> Iterator[Checked]:
+def server(first_gpu: dict[str, str]) -> Iterator[tools.Checked]:
     """One server for the tests that leave it as it was; the self-test chooses all rungs."""
-    with checked_server(devices=ON_CUDA, environment=first_gpu) as checked:
+    with tools.checked_server(devices=ON_CUDA, environment=first_gpu) as checked:
         yield checked
 
 
-def register(checked: Checked, name: str, seed: int) -> tuple[Any, torch.Tensor]:
-    module = mlp(64, 4, seed)
+def register(checked: tools.Checked, name: str, seed: int) -> tuple[Any, torch.Tensor]:
+    module = tools.mlp(64, 4, seed)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
     checked.client.register(name, module, example_inputs=(x,))
     return module, x
 
 
-def answer(checked: Checked, name: str, x: torch.Tensor) -> Any:
+def answer(checked: tools.Checked, name: str, x: torch.Tensor) -> Any:
     return torch.from_numpy(next(iter(checked.client.infer(name, x.numpy()).outputs.values())))
 
 
-def test_the_ready_line_says_which_rungs_serve(server: Checked) -> None:
+def test_the_ready_line_says_which_rungs_serve(server: tools.Checked) -> None:
     line = server.running.ready_line
     assert "device cuda:0," in line
     assert "Fake GPU, waits=gpu words=write activations=slice graphs=on" in line
 
 
-def test_eager_runs_and_replays_give_the_plain_models_bits(server: Checked) -> None:
+def test_eager_runs_and_replays_give_the_plain_models_bits(server: tools.Checked) -> None:
     module, x = register(server, "replayed", 1)
-    expected = eager(module, x)
+    expected = tools.eager(module, x)
     for _ in range(8):  # three workers: each runs eagerly once, then replays
-        assert is_bit_equal(answer(server, "replayed", x), expected)
+        assert tools.is_bit_equal(answer(server, "replayed", x), expected)
     captures = re.findall(r"graphs=captured count=(\d+)", server.running.log())
     assert captures, "no worker captured its graphs"
     again = torch.randn_like(x)
-    assert is_bit_equal(answer(server, "replayed", again), eager(module, again))
+    assert tools.is_bit_equal(answer(server, "replayed", again), tools.eager(module, again))
 
 
 def test_models_that_take_turns_on_the_device_do_not_see_each_others_bytes(
     own_gpu: dict[str, str],
 ) -> None:
-    with checked_server(arena="6MiB", devices=ON_CUDA, environment=own_gpu) as checked:
+    with tools.checked_server(arena="6MiB", devices=ON_CUDA, environment=own_gpu) as checked:
         models = {name: register(checked, name, seed) for seed, name in enumerate("abc")}
         for round_number in range(5):
             for name, (module, x) in models.items():
                 fresh = x + round_number
-                assert is_bit_equal(answer(checked, name, fresh), eager(module, fresh))
+                assert tools.is_bit_equal(answer(checked, name, fresh), tools.eager(module, fresh))
 
 
 @pytest.mark.parametrize(
@@ -140,41 +129,43 @@ def test_named_rungs_serve_without_a_self_test(
     own_gpu: dict[str, str], rungs: dict[str, str]
 ) -> None:
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
-    with checked_server(devices=ON_CUDA, environment=own_gpu | named) as checked:
+    with tools.checked_server(devices=ON_CUDA, environment=own_gpu | named) as checked:
         line = checked.running.ready_line
         assert f"waits={rungs['WAITS']} words={rungs['WORDS']}" in line
         module, x = register(checked, "model", 2)
         for _ in range(4):
-            assert is_bit_equal(answer(checked, "model", x), eager(module, x))
+            assert tools.is_bit_equal(answer(checked, "model", x), tools.eager(module, x))
         has_captured = "graphs=captured" in checked.running.log()
         assert has_captured == (rungs["GRAPHS"] == "on")
 
 
-def test_killed_workers_and_a_killed_daemon_come_back_with_a_new_handle(server: Checked) -> None:
+def test_killed_workers_and_a_killed_daemon_come_back_with_a_new_handle(
+    server: tools.Checked,
+) -> None:
     module, x = register(server, "survivor", 3)
-    expected = eager(module, x)
-    assert is_bit_equal(answer(server, "survivor", x), expected)
+    expected = tools.eager(module, x)
+    assert tools.is_bit_equal(answer(server, "survivor", x), expected)
     for pid in server.worker_pids().values():
-        kill(pid)
-    assert is_bit_equal(answer(server, "survivor", x), expected)
+        tools.kill(pid)
+    assert tools.is_bit_equal(answer(server, "survivor", x), expected)
     server.wait_until_whole()
-    kill(server.daemon_pid())
-    assert is_bit_equal(answer(server, "survivor", x), expected)
+    tools.kill(server.daemon_pid())
+    assert tools.is_bit_equal(answer(server, "survivor", x), expected)
     server.wait_until_whole()
 
 
 def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
-    server: Checked, tmp_path: Path
+    server: tools.Checked, tmp_path: Path
 ) -> None:
-    script = write_script(tmp_path, "train.py", STEPS)
-    plain = run_plain(script, str(tmp_path / "plain"))
+    script = tools.write_script(tmp_path, "train.py", STEPS)
+    plain = tools.run_plain(script, str(tmp_path / "plain"))
     module, x = register(server, "visitor", 4)
-    expected = eager(module, x)
+    expected = tools.eager(module, x)
     task = server.client.train(str(script), name="steps", args=[str(tmp_path / "out")])
-    until(lambda: task.status()["step"] > 0, "the job runs")
+    tools.until(lambda: task.status()["step"] > 0, "the job runs")
     while task.status()["state"] not in FINAL_JOB_STATES:
-        assert is_bit_equal(answer(server, "visitor", x), expected)
-    assert finish(task)["state"] == "done"
+        assert tools.is_bit_equal(answer(server, "visitor", x), expected)
+    assert tools.finish(task)["state"] == "done"
     assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
     assert plain.split()[-1] == (tmp_path / "out").read_text()
 
@@ -185,14 +176,14 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
     """A worker that opened the other GPU's arena would be refused, and compute on wrong bytes."""
     rungs = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
-    with checked_server(
+    with tools.checked_server(
         devices=("cuda:0", "cuda:1"), args=("--standby", "1"),
         environment=own_gpu | named | {"CUDA_FAKE_DEVICES": "2"},
     ) as checked:  # fmt: skip
         assert "device cuda:0,cuda:1, arena " in checked.running.ready_line
         client = checked.client
-        module, x = mlp(64, 4, 7), torch.randn(3, 64)
-        expected = eager(module, x)
+        module, x = tools.mlp(64, 4, 7), torch.randn(3, 64)
+        expected = tools.eager(module, x)
         for name, device in (("first", "cuda:0"), ("second", "cuda:1")):
             client.register(name, module, example_inputs=(x,), devices=[device])
 
@@ -204,13 +195,15 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
             results = [client.infer(name, x.numpy()) for name in ("first", "second")]
             for result in results:
                 found = torch.from_numpy(next(iter(result.outputs.values())))
-                assert is_bit_equal(found, expected)
+                assert tools.is_bit_equal(found, expected)
             return [result.timing.device for result in results]
 
         assert answers() == ["cuda:0", "cuda:1"]
         before = daemons()
-        kill(before["cuda:1"])
-        until(lambda: daemons().get("cuda:1", 0) not in (0, before["cuda:1"]), "another daemon")
+        tools.kill(before["cuda:1"])
+        tools.until(
+            lambda: daemons().get("cuda:1", 0) not in (0, before["cuda:1"]), "another daemon"
+        )
         assert answers() == ["cuda:0", "cuda:1"]
         assert daemons()["cuda:0"] == before["cuda:0"]
 
@@ -229,11 +222,11 @@ def test_doctor_examines_each_gpu(own_gpu: dict[str, str]) -> None:
 def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
     own_gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    with checked_server(
+    with tools.checked_server(
         devices=("cuda:0", "cpu"), args=("--standby", "1"), environment=own_gpu
     ) as checked:
-        client, module, x = checked.client, mlp(64, 4, 8), torch.randn(3, 64)
-        expected = eager(module, x)
+        client, module, x = checked.client, tools.mlp(64, 4, 8), torch.randn(3, 64)
+        expected = tools.eager(module, x)
         asked = {"by-itself": [], "on-cpu": ["cpu"], "on-both": ["cuda", "cpu"]}
         for name, devices in asked.items():
             client.register(name, module, example_inputs=(x,), devices=devices)
@@ -247,22 +240,22 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
             results = [call.result(60) for call in calls]
             for result in results:
                 found = torch.from_numpy(next(iter(result.outputs.values())))
-                assert is_bit_equal(found, expected)
+                assert tools.is_bit_equal(found, expected)
             return {result.timing.device for result in results}
 
         assert used("by-itself") == {"cuda:0"}
         assert used("on-cpu") == {"cpu:0"}
-        until(lambda: used("on-both") == {"cuda:0", "cpu:0"}, "both serve it")
-        script = write_script(tmp_path, "train.py", STEPS)
+        tools.until(lambda: used("on-both") == {"cuda:0", "cpu:0"}, "both serve it")
+        script = tools.write_script(tmp_path, "train.py", STEPS)
         outs = {device: tmp_path / device for device in ("cuda", "cpu")}
         with pytest.raises(InvalidInput, match="devices of one kind"):
             client.train(str(script), devices=list(outs))
-        run_plain(script, str(tmp_path / "plain"))
+        tools.run_plain(script, str(tmp_path / "plain"))
         for device, out in outs.items():
             task = client.train(str(script), name=device, args=[str(out)], devices=[device])
             with pytest.raises(InvalidInput, match="is limited to"):
                 task.move("cpu:0" if device == "cuda" else "cuda:0")
-            assert finish(task)["state"] == "done"
+            assert tools.finish(task)["state"] == "done"
             assert out.read_text() == (tmp_path / "plain").read_text()
 
 
@@ -314,16 +307,16 @@ def test_the_real_bindings_say_the_same(tmp_path: Path) -> None:
 
 def test_auto_takes_the_cpu_and_says_why_not_cuda() -> None:
     environment = FAKE_GPU | {"CUDA_FAKE": "no-device"}
-    with checked_server(devices=("auto",), environment=environment) as checked:
+    with tools.checked_server(devices=("auto",), environment=environment) as checked:
         line = checked.running.ready_line
         assert "device cpu," in line
         assert "(not cuda: the NVIDIA driver is loaded, but shows this process no GPU)" in line
         module, x = register(checked, "model", 5)
-        assert is_bit_equal(answer(checked, "model", x), eager(module, x))
+        assert tools.is_bit_equal(answer(checked, "model", x), tools.eager(module, x))
 
 
 def test_a_second_server_on_the_same_gpu_is_refused(
-    server: Checked, first_gpu: dict[str, str], tmp_path: Path
+    server: tools.Checked, first_gpu: dict[str, str], tmp_path: Path
 ) -> None:
     assert server.running.pid
     done = serve(tmp_path, "--device", "cuda:0", **first_gpu)
@@ -347,7 +340,7 @@ class Lookup(torch.nn.Module):
 
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["input", "computed"])
 def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
-    server: Checked, is_hidden: bool
+    server: tools.Checked, is_hidden: bool
 ) -> None:
     """A kernel's assertion breaks the context: without an answer it would break the next one."""
     server.wait_until_whole()
@@ -355,8 +348,8 @@ def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
     good, bad = torch.tensor([[1, 9]]), np.array([[1, 99]])
     name = "computed" if is_hidden else "looked-up"
     server.client.register(name, module, example_inputs=(good,))
-    expected = eager(module, good)
-    assert is_bit_equal(answer(server, name, good), expected)
+    expected = tools.eager(module, good)
+    assert tools.is_bit_equal(answer(server, name, good), expected)
     before = server.worker_pids()
 
     def replaced() -> int:
@@ -366,17 +359,17 @@ def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
     with pytest.raises(TaskFailed if is_hidden else InvalidInput) as caught:
         server.client.infer(name, bad)
     assert ("assertion failed" if is_hidden else "holds the index 99") in str(caught.value)
-    assert is_bit_equal(answer(server, name, good), expected), "the model is still served"
+    assert tools.is_bit_equal(answer(server, name, good), expected), "the model is still served"
     if is_hidden:
-        until(lambda: replaced() > 0, "the broken worker is replaced")
+        tools.until(lambda: replaced() > 0, "the broken worker is replaced")
     server.wait_until_whole()
     assert replaced() == is_hidden, "workers that were replaced"
     row = next(row for row in server.client.ps() if row.get("name") == name)
     assert "quarantined" not in str(row)
 
 
-def test_inputs_are_arrays_of_the_host(server: Checked) -> None:
+def test_inputs_are_arrays_of_the_host(server: tools.Checked) -> None:
     module, _ = register(server, "arrays", 6)
     x = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
     found = next(iter(server.client.infer("arrays", x).outputs.values()))
-    assert is_bit_equal(torch.from_numpy(found), eager(module, torch.from_numpy(x)))
+    assert tools.is_bit_equal(torch.from_numpy(found), tools.eager(module, torch.from_numpy(x)))

@@ -38,15 +38,8 @@ from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
+from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
-from pipeswitch.ipc.messages import (
-    ByteRange,
-    Epoch,
-    GroupCopy,
-    ModelName,
-    TransmitEnded,
-    TransmitModel,
-)
 from pipeswitch.programs.layout import TensorSpec, aligned
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -70,7 +63,7 @@ class CpuRig:
         self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
         self.bells = [new_bell() for _ in range(BELL_COUNT)]  # the last one is the memory's
         self.memory = self._open(link_bytes_per_s)
-        self.ended: Queue[TransmitEnded] = Queue()
+        self.ended: Queue[msg.TransmitEnded] = Queue()
         self._views: list[PoolView] = []
         self._deadlines: list[threading.Timer] = []
 
@@ -113,10 +106,10 @@ class CpuRig:
     def fill_store(self, offset: int, data: bytes) -> None:
         self.memory.store_view(offset, len(data))[:] = data
 
-    def transmit(self, order: TransmitModel) -> None:
+    def transmit(self, order: msg.TransmitModel) -> None:
         self.memory.transmit(order, self.ended.put)
 
-    def run(self, order: TransmitModel) -> TransmitEnded:
+    def run(self, order: msg.TransmitModel) -> msg.TransmitEnded:
         self.transmit(order)
         return self.ended.get(timeout=DEADLINE_S)
 
@@ -259,7 +252,7 @@ class GpuRig(FakeCudaRig):
 
     def arena(self, start: int, size: int) -> bytes:
         into = bytearray(size)
-        whole = [ByteRange(offset_bytes=0, size_bytes=size)]
+        whole = [msg.ByteRange(offset_bytes=0, size_bytes=size)]
         self.memory.read_slice(start, whole, memoryview(into))
         return bytes(into)
 
@@ -337,12 +330,12 @@ def rig(make_rig: MakeRig) -> CpuRig:
 
 def order(
     epoch: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
-) -> TransmitModel:
+) -> msg.TransmitModel:
     """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
-            GroupCopy(
+            msg.GroupCopy(
                 store_offset_bytes=store + position,
                 arena_offset_bytes=start + position,
                 size_bytes=size,
@@ -350,13 +343,13 @@ def order(
             )
         )
         position += size
-    return TransmitModel(
-        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
+    return msg.TransmitModel(
+        model=msg.ModelName("m"), epoch=msg.Epoch(epoch), arena_offset_bytes=start,
         region_bytes=position, groups=tuple(groups),
     )  # fmt: skip
 
 
-def in_whole_units(sent: TransmitModel) -> TransmitModel:
+def in_whole_units(sent: msg.TransmitModel) -> msg.TransmitModel:
     """The same, and its region as the ledger leases it."""
     return msgspec.structs.replace(sent, region_bytes=aligned(sent.region_bytes, 2 * MIB))
 
@@ -443,7 +436,7 @@ def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
 
     def watch() -> None:
         for group in range(16):
-            view.wait_group(group, Epoch(1))
+            view.wait_group(group, msg.Epoch(1))
             seen.append(sum(rig.word(index) == 1 for index in range(16)))
             assert all(rig.word(index) == 1 for index in range(group + 1))
 
@@ -472,9 +465,9 @@ def test_only_exactly_the_epoch_satisfies_a_wait(
     with monkeypatch.context() as patch:
         patch.setattr(view_module.os, "eventfd_read", give_up)
         with pytest.raises(StillWaiting):
-            view.wait_group(0, Epoch(5))
+            view.wait_group(0, msg.Epoch(5))
     rig.run(order(5, MIB, [100]))
-    assert view.wait_group(0, Epoch(5)) == 0.0
+    assert view.wait_group(0, msg.Epoch(5)) == 0.0
 
 
 def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
@@ -486,8 +479,8 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     rig = make_rig(20 * MIB)  # the whole would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
-    rig.view(slot=1).wait_group(0, Epoch(3))
-    rig.memory.cancel(Epoch(3))
+    rig.view(slot=1).wait_group(0, msg.Epoch(3))
+    rig.memory.cancel(msg.Epoch(3))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert not ended.is_complete
     assert 1 <= ended.group_count < 10
@@ -495,7 +488,7 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
-    rig.memory.cancel(Epoch(3))  # once more, late: means nothing
+    rig.memory.cancel(msg.Epoch(3))  # once more, late: means nothing
     assert rig.run(order(4, MIB, [100])).is_complete
 
 
@@ -504,8 +497,8 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
-    rig.memory.cancel(Epoch(2))
-    rig.memory.cancel(Epoch(1))
+    rig.memory.cancel(msg.Epoch(2))
+    rig.memory.cancel(msg.Epoch(1))
     ended = [rig.ended.get(timeout=DEADLINE_S) for _ in range(2)]
     assert [e.epoch for e in ended] == [1, 2]
     assert (ended[1].is_complete, ended[1].copied_bytes) == (False, 0)
@@ -518,7 +511,7 @@ RING: Final = 4 * MIB  # two landings of a unit
 GROUP: Final = 2 * MIB - 1000
 
 
-def through_a_ring(epoch: int, count: int) -> TransmitModel:
+def through_a_ring(epoch: int, count: int) -> msg.TransmitModel:
     """Groups of nearly a unit, which land in turns at 2 and 4 MiB."""
     sent = order(epoch, 2 * MIB, [GROUP] * count)
     groups = tuple(
@@ -536,8 +529,8 @@ def test_no_group_lands_before_what_lay_there_has_computed(rig: CpuRig) -> None:
     for epoch in (1, 2):
         rig.transmit(through_a_ring(epoch, count))
         for index in range(count):
-            view.tell_computed(Epoch(epoch), index)
-            view.wait_group(index, Epoch(epoch))
+            view.tell_computed(msg.Epoch(epoch), index)
+            view.wait_group(index, msg.Epoch(epoch))
             view.quiesce()
             if index + 2 < count:
                 assert rig.word(index + 2) == epoch - 1, "its landing is read"
@@ -552,13 +545,13 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     rig.fill_store(0, b"A" * (9 * GROUP))
     view = rig.view()
     rig.transmit(through_a_ring(7, 9))
-    view.wait_group(1, Epoch(7))
-    view.tell_computed(Epoch(6), 9)  # late
-    rig.memory.cancel(Epoch(7))
+    view.wait_group(1, msg.Epoch(7))
+    view.tell_computed(msg.Epoch(6), 9)  # late
+    rig.memory.cancel(msg.Epoch(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
     rig.transmit(through_a_ring(8, 9))  # and is stopped with its memory
-    view.wait_group(1, Epoch(8))
+    view.wait_group(1, msg.Epoch(8))
 
 
 # ---- waiting --------------------------------------------------------------------------------
@@ -720,7 +713,7 @@ def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
     rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
     rig.run(order(1, 2 * MIB, [2048]))
     view = rig.view()
-    view.enter(2 * MIB, 2048, 0, Epoch(1))
+    view.enter(2 * MIB, 2048, 0, msg.Epoch(1))
     view.show(2048)
     assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB).cpu(), values)
     assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB).cpu(), halves)
@@ -769,7 +762,7 @@ def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
     view.settle()
     pieces = [(19 * MIB, MIB), (5, 17), (0, 0), (100, 10 * MIB)]
     into = bytearray(sum(size for _, size in pieces))
-    ranges = [ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
+    ranges = [msg.ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
     rig.memory.read_slice(3 * MIB, ranges, memoryview(into))
     expected = b"".join(data[offset : offset + size].tobytes() for offset, size in pieces)
     assert bytes(into) == expected
@@ -893,9 +886,9 @@ def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> No
         sizes = [1000, 3000, MIB, 7 * MIB - 4000]
         rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_word=1)))
         view = rig.view()
-        view.wait_group(1, Epoch(2))
+        view.wait_group(1, msg.Epoch(2))
         assert rig.arena(2 * MIB, 2 * MIB) == b"A" * (2 * MIB)
-        view.wait_group(4, Epoch(2))
+        view.wait_group(4, msg.Epoch(2))
         assert rig.arena(2 * MIB, 8 * MIB) == b"A" * (8 * MIB)
     finally:
         rig.close()

@@ -8,22 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    DIGESTED,
-    ENVIRONMENT,
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    is_bit_equal,
-    kill,
-    mlp,
-    run_plain,
-    until,
-    write_script,
-)
 
 from pipeswitch.client.client import Task
 
@@ -31,29 +18,32 @@ WIDTH = 256
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Checked]:
-    with checked_server(
-        devices=("cpu:0", "cpu:1"), arena="32MiB", args=("--standby", "1"), environment=ENVIRONMENT
+def running() -> Iterator[tools.Checked]:
+    with tools.checked_server(
+        devices=("cpu:0", "cpu:1"),
+        arena="32MiB",
+        args=("--standby", "1"),
+        environment=tools.ENVIRONMENT,
     ) as checked:
         yield checked
 
 
-def pids(checked: Checked, device: str) -> dict[str, int]:
+def pids(checked: tools.Checked, device: str) -> dict[str, int]:
     """Of a device's processes."""
     rows = [row for row in checked.client.ps() if row["on"] == device]
     return {row["name"]: row["pid"] for row in rows if row["kind"] in ("worker", "daemon")}
 
 
 def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_request(
-    running: Checked,
+    running: tools.Checked,
 ) -> None:
     client, x = running.client, torch.randn(4, WIDTH)
-    modules = {name: mlp(WIDTH, 4, seed) for seed, name in enumerate("ab")}
-    expected = {name: eager(module, x) for name, module in modules.items()}
+    modules = {name: tools.mlp(WIDTH, 4, seed) for seed, name in enumerate("ab")}
+    expected = {name: tools.eager(module, x) for name, module in modules.items()}
     for name, module in modules.items():
         client.register(name, module, example_inputs=(x,))
     client.load("a")  # pinned: on each of them
-    until(
+    tools.until(
         lambda: all(row["state"] == "resident" for row in client.ps() if row["name"] == "a"),
         "a is on both devices",
     )
@@ -68,7 +58,7 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
                 except Exception as error:
                     wrong.append(error)
                     return
-                if not is_bit_equal(result["y"], expected[name]):
+                if not tools.is_bit_equal(result["y"], expected[name]):
                     wrong.append(name)
                 seen.append(result.timing.device)
 
@@ -76,20 +66,25 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
     threads = [threading.Thread(target=ask, args=(name,)) for name in "aabb"]
     for thread in threads:
         thread.start()
-    until(lambda: {"cpu:0", "cpu:1"} <= set(seen), "both devices answer")
+    tools.until(lambda: {"cpu:0", "cpu:1"} <= set(seen), "both devices answer")
     dead = pids(running, "cpu:1")
-    kill(dead["memory-daemon"])
+    tools.kill(dead["memory-daemon"])
     for thread in threads:
         thread.join()
     assert not wrong
-    until(lambda: running.count("daemon_restarts"), "its death is seen")  # requests may be faster
-    until(lambda: all(row["ready"] for row in running.stats()["devices"]), "both are ready again")
+    tools.until(
+        lambda: running.count("daemon_restarts"), "its death is seen"
+    )  # requests may be faster
+    tools.until(
+        lambda: all(row["ready"] for row in running.stats()["devices"]), "both are ready again"
+    )
     assert running.count("daemon_restarts") == 1
     assert pids(running, "cpu:0") == before
     assert not set(pids(running, "cpu:1").values()) & set(dead.values())
 
 
-COUNTED = DIGESTED.replace("hashlib,", "hashlib, time,").replace("    torch.manual_seed(0)", """
+TIMED = tools.DIGESTED.replace("hashlib,", "hashlib, time,")
+COUNTED = TIMED.replace("    torch.manual_seed(0)", """
     told = open(sys.argv[1] + ".told", "a", buffering=1)
     told.write("begun\\n")
     torch.manual_seed(0)""").replace("            net(x)", """
@@ -104,12 +99,12 @@ COUNTED = DIGESTED.replace("hashlib,", "hashlib, time,").replace("    torch.manu
     ("moves", "others", "epochs"), [(4, 6, 6), pytest.param(50, 100, 100, marks=pytest.mark.slow)]
 )
 def test_a_job_moves_with_its_process_and_repeats_no_step_unless_that_dies(
-    running: Checked, tmp_path: Path, moves: int, others: int, epochs: int
+    running: tools.Checked, tmp_path: Path, moves: int, others: int, epochs: int
 ) -> None:
     """Then moves, evictions and kills at random; the end is that of a run without a server."""
-    script = write_script(tmp_path, "train.py", COUNTED)
+    script = tools.write_script(tmp_path, "train.py", COUNTED)
     task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "512", "0.005"])
-    until(lambda: task.status()["committed_step"] > 0, "it has committed")
+    tools.until(lambda: task.status()["committed_step"] > 0, "it has committed")
     before = task.status()
     for index in range(moves):
         assert task.move(f"cpu:{index % 2}")["on"] == f"cpu:{index % 2}"
@@ -119,12 +114,12 @@ def test_a_job_moves_with_its_process_and_repeats_no_step_unless_that_dies(
     begun, *steps = (tmp_path / "m.told").read_text().split()
     assert [begun, *steps] == ["begun", *map(str, range(len(steps)))]  # none lost, none twice
     assert disturb(running, task, random.Random(7), others) == others, "it ended too soon"
-    assert finish(task, 240.0)["step"] == 100 * epochs
-    run_plain(script, str(tmp_path / "plain"), str(epochs), "512", "0")
+    assert tools.finish(task, 240.0)["step"] == 100 * epochs
+    tools.run_plain(script, str(tmp_path / "plain"), str(epochs), "512", "0")
     assert (tmp_path / "m").read_text() == (tmp_path / "plain").read_text()
 
 
-def disturb(running: Checked, task: Task, chance: random.Random, count: int) -> int:
+def disturb(running: tools.Checked, task: Task, chance: random.Random, count: int) -> int:
     """Moves it, pauses it, kills its process; in the middle of a move too.
 
     Returns:
@@ -143,13 +138,13 @@ def disturb(running: Checked, task: Task, chance: random.Random, count: int) -> 
         else:
             # A job whose process dies again and again without a commit in between fails by right.
             since = task.status()["committed_step"]
-            until(lambda since=since: goes_on(task, since), "it commits")  # type: ignore[misc]
+            tools.until(lambda since=since: goes_on(task, since), "it commits")  # type: ignore[misc]
             row = running.row(task.name)
             moving = threading.Thread(target=task.move, args=(to,))
             if what == "kill in a move":
                 moving.start()
             if row["pid"]:
-                kill(row["pid"])
+                tools.kill(row["pid"])
             if what == "kill in a move":
                 moving.join()
     return count
@@ -161,21 +156,23 @@ def goes_on(task: Task, since: int) -> bool:
 
 
 def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
     """Two jobs train at once, each on its device; the end is that of a run without a server."""
-    script = write_script(tmp_path, "train.py", DIGESTED)
+    script = tools.write_script(tmp_path, "train.py", tools.DIGESTED)
     tasks = [
         running.client.train(script, name=name, args=[str(tmp_path / name), "3", "512"])
         for name in ("k", "l")
     ]
-    until(lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed")
+    tools.until(
+        lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed"
+    )
     on = {row["name"]: row["on"] for row in running.rows("job")}
     assert {on["k"], on["l"]} == {"cpu:0", "cpu:1"}
     for device in (on["l"], on["k"]):
         assert tasks[0].move(device)["on"] == device
-    kill(pids(running, on["l"])["memory-daemon"])
-    assert [finish(task)["step"] for task in tasks] == [300, 300]
-    run_plain(script, str(tmp_path / "plain"), "3", "512")
+    tools.kill(pids(running, on["l"])["memory-daemon"])
+    assert [tools.finish(task)["step"] for task in tasks] == [300, 300]
+    tools.run_plain(script, str(tmp_path / "plain"), "3", "512")
     plain = (tmp_path / "plain").read_text()
     assert [(tmp_path / name).read_text() for name in ("k", "l")] == [plain, plain]

@@ -15,38 +15,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    ENVIRONMENT,
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    is_bit_equal,
-    kill,
-    marked_pids,
-    mlp,
-    rss_bytes,
-    start_endless_job,
-    stop,
-    until,
-    write_script,
-)
 
+from pipeswitch import errors
 from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
-from pipeswitch.errors import (
-    ModelNotFound,
-    PipeSwitchError,
-    RegistrationRefused,
-    ServerUnavailable,
-)
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import Exit
 
 
-def log_is_clean(checked: Checked) -> None:
+def log_is_clean(checked: tools.Checked) -> None:
     log = checked.running.log()
     for word in ("InvalidTransition", "AssertionError", "scheduler=dead", "CRITICAL"):
         at = log.find(word)
@@ -80,11 +60,13 @@ LONG, LONG_ROWS = 1024, 4096  # 8 layers: about a second on one core
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Checked]:
-    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        checked.client.register("small", mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
+def running() -> Iterator[tools.Checked]:
+    with tools.checked_server(arena="64MiB", environment=tools.ENVIRONMENT) as checked:
+        checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         example = (torch.zeros(2, LONG),)
-        checked.client.register("long", mlp(LONG, 8, 2), example_inputs=example, max_batch=8192)
+        checked.client.register(
+            "long", tools.mlp(LONG, 8, 2), example_inputs=example, max_batch=8192
+        )
         yield checked
         log_is_clean(checked)
 
@@ -92,20 +74,20 @@ def running() -> Iterator[Checked]:
 SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
 
 
-def answers(checked: Checked) -> None:
+def answers(checked: tools.Checked) -> None:
     answer = checked.client.submit("small", SMALL).result(20)["y"]
-    assert is_bit_equal(answer, eager(mlp(64, 2, 1), SMALL))
+    assert tools.is_bit_equal(answer, tools.eager(tools.mlp(64, 2, 1), SMALL))
 
 
-def is_replaced(checked: Checked, pid: int) -> None:
-    until(lambda: not Path("/proc", str(pid)).exists(), f"{pid} was killed")
+def is_replaced(checked: tools.Checked, pid: int) -> None:
+    tools.until(lambda: not Path("/proc", str(pid)).exists(), f"{pid} was killed")
     checked.wait_until_whole()
     answers(checked)
     checked.settle()
 
 
-def computing_pid(checked: Checked) -> int:
-    row = until(
+def computing_pid(checked: tools.Checked) -> int:
+    row = tools.until(
         lambda: next(
             (r for r in checked.rows("model") if r["name"] == "long" and r["state"] == "active"),
             None,
@@ -116,64 +98,67 @@ def computing_pid(checked: Checked) -> int:
 
 
 def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered(
-    running: Checked,
+    running: tools.Checked,
 ) -> None:
     x = torch.ones(LONG_ROWS, LONG)
     future = running.client.submit("long", x)
     pid = computing_pid(running)
-    stop(pid)
+    tools.stop(pid)
     assert future.result(60)["y"].shape == x.shape
     is_replaced(running, pid)
 
 
-def test_a_worker_that_goes_on_soon_is_left_alone(running: Checked) -> None:
+def test_a_worker_that_goes_on_soon_is_left_alone(running: tools.Checked) -> None:
     # No request while it stands still: the server may hand it to the very worker.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
-    stop(pid)
-    kill(pid, signal.SIGCONT)
+    tools.stop(pid)
+    tools.kill(pid, signal.SIGCONT)
     answers(running)
     assert pid in running.worker_pids().values()
 
 
-def test_a_stopped_fork_server_is_replaced_and_forks_again(running: Checked) -> None:
+def test_a_stopped_fork_server_is_replaced_and_forks_again(running: tools.Checked) -> None:
     pid = running.fork_server_pid()
-    stop(pid)
+    tools.stop(pid)
     is_replaced(running, pid)
     worker = running.worker_pids()[0]
-    kill(worker)
-    until(lambda: running.worker_pids().get(0, worker) != worker, "a new one was forked")
+    tools.kill(worker)
+    tools.until(lambda: running.worker_pids().get(0, worker) != worker, "a new one was forked")
 
 
 def test_a_worker_stopped_while_it_trains_blocks_nobody_and_the_job_resumes(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    task = start_endless_job(running, tmp_path)
-    until(lambda: task.status()["committed_step"] > 0, "it commits")
+    task = tools.start_endless_job(running, tmp_path)
+    tools.until(lambda: task.status()["committed_step"] > 0, "it commits")
     pid = next(int(r["pid"]) for r in running.client.ps() if r["name"] == task.name)
-    stop(pid)
+    tools.stop(pid)
     answers(running)
-    until(lambda: not Path("/proc", str(pid)).exists(), "it was killed")
+    tools.until(lambda: not Path("/proc", str(pid)).exists(), "it was killed")
     committed = task.status()["committed_step"]
-    until(lambda: task.status()["committed_step"] > committed, "the job goes on")
+    tools.until(lambda: task.status()["committed_step"] > committed, "the job goes on")
 
 
 def test_three_deaths_of_the_daemon_in_a_row_lose_no_request(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    task = start_endless_job(running, tmp_path)  # it commits all the time
+    task = tools.start_endless_job(running, tmp_path)  # it commits all the time
     futures = [running.client.submit("long", torch.ones(64, LONG)) for _ in range(8)]
     for _ in range(3):
-        pid, workers = until(running.daemon_pid, "a daemon"), {*running.worker_pids().values()}
-        kill(pid)
-        until(lambda pid=pid: running.daemon_pid() not in (0, pid), "the next one")
-        assert not workers & marked_pids(running.mark), "one outlives the arena's owner"
+        pid, workers = (
+            tools.until(running.daemon_pid, "a daemon"),
+            {*running.worker_pids().values()},
+        )
+        tools.kill(pid)
+        tools.until(lambda pid=pid: running.daemon_pid() not in (0, pid), "the next one")
+        assert not workers & tools.marked_pids(running.mark), "one outlives the arena's owner"
     for future in futures:
         assert future.result(60)["y"].shape == (64, LONG)
     committed = task.status()["committed_step"]
-    until(lambda: task.status()["committed_step"] > committed, "the job goes on")
+    tools.until(lambda: task.status()["committed_step"] > committed, "the job goes on")
 
 
-def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: Checked) -> None:
+def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: tools.Checked) -> None:
     def named(name: str) -> set[int]:
         found = set()
         for entry in os.listdir("/proc"):
@@ -181,22 +166,24 @@ def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: Checked) -> N
                 with contextlib.suppress(OSError):
                     if Path("/proc", entry, "comm").read_text().strip() == name:
                         found.add(int(entry))
-        return found & marked_pids(running.mark)
+        return found & tools.marked_pids(running.mark)
 
-    failures: list[PipeSwitchError] = []
+    failures: list[errors.PipeSwitchError] = []
 
     def register() -> None:
         try:
-            running.client.register("big", mlp(2048, 4, 3), example_inputs=(torch.zeros(1, 2048),))
-        except PipeSwitchError as error:
+            running.client.register(
+                "big", tools.mlp(2048, 4, 3), example_inputs=(torch.zeros(1, 2048),)
+            )
+        except errors.PipeSwitchError as error:
             failures.append(error)
 
     thread = threading.Thread(target=register)
     thread.start()
-    kill(until(lambda: named("pipeswitch-bld"), "a builder").pop())
+    tools.kill(tools.until(lambda: named("pipeswitch-bld"), "a builder").pop())
     thread.join(30)
-    assert [type(error) for error in failures] == [RegistrationRefused]
-    until(
+    assert [type(error) for error in failures] == [errors.RegistrationRefused]
+    tools.until(
         lambda: not list((running.running.state_dir / "models").glob(".build-*")),
         "its folder is gone",
     )
@@ -236,25 +223,27 @@ def fill(folder: Path) -> Path:
 def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    with checked_server(state_dir=small_disk / "state", environment=ENVIRONMENT) as checked:
+    with tools.checked_server(
+        state_dir=small_disk / "state", environment=tools.ENVIRONMENT
+    ) as checked:
         client = checked.client
-        client.register("small", mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
+        client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         # Waits for its turn to write its journal entry while the disk fills up.
         filler = fill(small_disk)
-        with pytest.raises(PipeSwitchError) as refused:
-            client.register("other", mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
+        with pytest.raises(errors.PipeSwitchError) as refused:
+            client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         assert "No space left" in str(refused.value), refused.value
         fill(small_disk)  # what the refused upload made free: an older one went
-        script = write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
+        script = tools.write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
         args = ["x" * 200] * 30  # more than what is left of the journal's last page
-        with pytest.raises(ServerUnavailable, match="No space left"):
+        with pytest.raises(errors.ServerUnavailable, match="No space left"):
             client.train(script, name="hello", args=args)
         answers(checked)
         client.unload("small")
         assert {row["name"] for row in client.models()} == {"small"}
         filler.unlink()
-        client.register("other", mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
-        finish(client.train(script, name="hello"))
+        client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
+        tools.finish(client.train(script, name="hello"))
         log_is_clean(checked)
 
 
@@ -266,7 +255,7 @@ def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:
     words = r"(?i)status 2 .*\n.*read-only file system"
     with (
         pytest.raises(RuntimeError, match=words) as refused,
-        checked_server(state_dir=state, settles=False),
+        tools.checked_server(state_dir=state, settles=False),
     ):
         pass
     assert "Traceback" not in str(refused.value)
@@ -278,9 +267,9 @@ SOUND = {bytes: b"spec", str: "s", int: 1, bool: 0, list: "[]"}
 
 def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    modules = {name: mlp(64, 2, seed) for seed, name in enumerate(("a", "b", "c"), 1)}
+    modules = {name: tools.mlp(64, 2, seed) for seed, name in enumerate(("a", "b", "c"), 1)}
     digests = {}
-    with checked_server(state_dir=state, environment=ENVIRONMENT) as checked:
+    with tools.checked_server(state_dir=state, environment=tools.ENVIRONMENT) as checked:
         for name, module in modules.items():
             checked.client.register(name, module, example_inputs=(SMALL,))
             digests[name] = checked.client.show(name)["digest"]
@@ -307,28 +296,28 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
     weights.write_bytes(data)
     shutil.rmtree(state / "models" / digests["c"])
     shutil.rmtree(state / "uploads", ignore_errors=True)
-    with checked_server(state_dir=state, environment=ENVIRONMENT) as checked:
-        until(lambda: "a" in {row["name"] for row in checked.client.models()}, "it is back")
+    with tools.checked_server(state_dir=state, environment=tools.ENVIRONMENT) as checked:
+        tools.until(lambda: "a" in {row["name"] for row in checked.client.models()}, "it is back")
         answer = checked.client.submit("a", SMALL).result(20)["y"]
-        assert is_bit_equal(answer, eager(modules["a"], SMALL))
-        until(
+        assert tools.is_bit_equal(answer, tools.eager(modules["a"], SMALL))
+        tools.until(
             lambda: all(row["state"] != "building" for row in checked.client.models()), "all tried"
         )
         for name in ("b", "c"):  # dropped, or built again: never wrong
-            with contextlib.suppress(ModelNotFound, RegistrationRefused):
+            with contextlib.suppress(errors.ModelNotFound, errors.RegistrationRefused):
                 answer = checked.client.submit(name, SMALL).result(20)["y"]
-                assert is_bit_equal(answer, eager(modules[name], SMALL))
+                assert tools.is_bit_equal(answer, tools.eager(modules[name], SMALL))
         log_is_clean(checked)
 
 
 # ------------------------------------------------------------------------------- hostile peers
 
 
-def test_two_thousand_idle_connections_disturb_nobody(running: Checked) -> None:
+def test_two_thousand_idle_connections_disturb_nobody(running: tools.Checked) -> None:
     """The usual soft limit of 1024 open files must not be what stops the server from forking."""
     host, port = running.running.tcp_address.removeprefix("tcp://").split(":")
     answers(running)
-    before = rss_bytes(running.pid)
+    before = tools.rss_bytes(running.pid)
     with contextlib.ExitStack() as stack:
         for _ in range(2000):
             sock = stack.enter_context(socket.socket())
@@ -337,22 +326,22 @@ def test_two_thousand_idle_connections_disturb_nobody(running: Checked) -> None:
                 sock.connect((host, int(port)))
         answers(running)
         worker = running.worker_pids()[0]
-        kill(worker)
-        until(lambda: running.worker_pids().get(0, worker) != worker, "a new one was forked")
+        tools.kill(worker)
+        tools.until(lambda: running.worker_pids().get(0, worker) != worker, "a new one was forked")
         answers(running)
-        assert rss_bytes(running.pid) - before < 256 << 20
+        assert tools.rss_bytes(running.pid) - before < 256 << 20
     running.wait_until_whole()
 
 
 def test_a_server_that_is_out_of_descriptors_recovers() -> None:
-    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        checked.client.register("small", mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
+    with tools.checked_server(arena="64MiB", environment=tools.ENVIRONMENT) as checked:
+        checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         limit = resource.prlimit(checked.pid, resource.RLIMIT_NOFILE)
         in_use = len(os.listdir(f"/proc/{checked.pid}/fd"))
         resource.prlimit(checked.pid, resource.RLIMIT_NOFILE, (in_use + 1, limit[1]))
         worker = checked.worker_pids()[0]
-        kill(worker)
-        until(lambda: "not forked" in checked.running.log(), "it ran out")
+        tools.kill(worker)
+        tools.until(lambda: "not forked" in checked.running.log(), "it ran out")
         answers(checked)
         resource.prlimit(checked.pid, resource.RLIMIT_NOFILE, limit)
         checked.wait_until_whole()

@@ -13,21 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    ENVIRONMENT,
-    MARK,
-    Checked,
-    checked_server,
-    gone,
-    kill,
-    mlp,
-    start_endless_job,
-    stop,
-    until,
-    write_script,
-)
 
 from pipeswitch.client.client import Client
 from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
@@ -36,9 +24,9 @@ X = torch.ones(1, 16)
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Checked]:
-    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        checked.client.register("small", mlp(16, 2, 1), example_inputs=(X,))
+def running() -> Iterator[tools.Checked]:
+    with tools.checked_server(arena="64MiB", environment=tools.ENVIRONMENT) as checked:
+        checked.client.register("small", tools.mlp(16, 2, 1), example_inputs=(X,))
         yield checked
 
 
@@ -53,7 +41,7 @@ def cli(address: str, *words: str) -> subprocess.CompletedProcess[str]:
 # ------------------------------------------------------------------------------- ping
 
 
-def test_the_command_exits_with_what_a_probe_wants_to_know(running: Checked) -> None:
+def test_the_command_exits_with_what_a_probe_wants_to_know(running: tools.Checked) -> None:
     address = running.running.ipc_address
     done = cli(address, "ping", "--deep", "--json")
     assert done.returncode == 0, done.stderr
@@ -63,8 +51,8 @@ def test_the_command_exits_with_what_a_probe_wants_to_know(running: Checked) -> 
     assert cli("tcp://127.0.0.1:9", "ping", "--deep").returncode == 3
 
 
-def test_probes_disturb_no_training_and_no_request(running: Checked, tmp_path: Path) -> None:
-    task = start_endless_job(running, tmp_path)
+def test_probes_disturb_no_training_and_no_request(running: tools.Checked, tmp_path: Path) -> None:
+    task = tools.start_endless_job(running, tmp_path)
     before = task.status()
     for _ in range(50):
         answer = running.client.ping(deep=True)
@@ -75,7 +63,7 @@ def test_probes_disturb_no_training_and_no_request(running: Checked, tmp_path: P
     assert (after["suspensions"], after["evictions"], after["restarts"]) == (
         before["suspensions"], before["evictions"], before["restarts"],
     )  # fmt: skip
-    until(lambda: task.status()["step"] > after["step"], "it trains on")
+    tools.until(lambda: task.status()["step"] > after["step"], "it trains on")
     futures = [running.client.submit("small", X) for _ in range(20)]
     assert running.client.ping(deep=True)["ready"]
     for future in futures:
@@ -83,26 +71,26 @@ def test_probes_disturb_no_training_and_no_request(running: Checked, tmp_path: P
     task.cancel()
 
 
-def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: Checked) -> None:
+def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: tools.Checked) -> None:
     running.wait_until_whole()
     pid = running.daemon_pid()
-    stop(pid)
+    tools.stop(pid)
     answer = running.client.ping(deep=True)
     assert not answer["ready"]
     assert "memory daemon" in answer["why"]
-    until(lambda: running.daemon_pid() not in (0, pid), "it was replaced")
+    tools.until(lambda: running.daemon_pid() not in (0, pid), "it was replaced")
     running.wait_until_whole()
     assert running.client.ping(deep=True)["ready"]
 
 
-def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: Checked) -> None:
+def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: tools.Checked) -> None:
     running.wait_until_whole()
     slot, pid = next(iter(running.worker_pids().items()))
-    stop(pid)
+    tools.stop(pid)
     answer = running.client.ping(deep=True)
     assert answer["ready"]
     assert [row["worker"] for row in answer["workers"] if row["ms"] is None] == [slot]
-    until(lambda: running.worker_pids().get(slot) not in (None, pid), "it was replaced")
+    tools.until(lambda: running.worker_pids().get(slot) not in (None, pid), "it was replaced")
     running.wait_until_whole()
 
 
@@ -110,8 +98,8 @@ def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: Che
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
-    with checked_server(
-        arena="64MiB", environment=ENVIRONMENT, settles=False, status=os.EX_SOFTWARE
+    with tools.checked_server(
+        arena="64MiB", environment=tools.ENVIRONMENT, settles=False, status=os.EX_SOFTWARE
     ) as checked:
         waiting = checked.client.task("nobody")
         seen: set[int] = set()
@@ -122,7 +110,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
                 break  # it is leaving
             if pid and pid not in seen:
                 seen.add(pid)
-                kill(pid)
+                tools.kill(pid)
             assert len(seen) < 20
         assert checked.running.process.wait(20) == os.EX_SOFTWARE
         assert "died too often" in checked.running.log()
@@ -138,7 +126,7 @@ def test_a_fork_server_that_cannot_start_ends_the_server_with_a_status(tmp_path:
     assert "broken on purpose" in (tmp_path / "state/logs/processes.log").read_text()
 
 
-def replace_fork_server(checked: Checked) -> None:
+def replace_fork_server(checked: tools.Checked) -> None:
     old = checked.fork_server_pid()
 
     def is_another() -> bool:
@@ -146,11 +134,11 @@ def replace_fork_server(checked: Checked) -> None:
             return checked.fork_server_pid() != old
         return False
 
-    kill(old)
-    until(is_another, "another fork server")
+    tools.kill(old)
+    tools.until(is_another, "another fork server")
 
 
-def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: Checked) -> None:
+def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: tools.Checked) -> None:
     """Its children are watched by their own descriptors, each once."""
     running.wait_until_whole()
     workers = running.worker_pids()
@@ -158,8 +146,10 @@ def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: Checke
         replace_fork_server(running)
         assert running.client.infer("small", X)["y"].shape == (1, 16)
     assert running.worker_pids() == workers
-    kill(workers[0])
-    until(lambda: running.worker_pids().get(0) not in (None, workers[0]), "a death is still seen")
+    tools.kill(workers[0])
+    tools.until(
+        lambda: running.worker_pids().get(0) not in (None, workers[0]), "a death is still seen"
+    )
     running.wait_until_whole()
 
 
@@ -199,7 +189,7 @@ def serve_until_it_ends(
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as runtime:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "XDG_RUNTIME_DIR": runtime, MARK: mark, **(environment or {})},
+            env={**os.environ, "XDG_RUNTIME_DIR": runtime, tools.MARK: mark, **(environment or {})},
         )  # fmt: skip
         heard = []
         try:
@@ -212,7 +202,7 @@ def serve_until_it_ends(
             process.kill()
             process.wait()
             process.stdout.close()
-        gone(mark)
+        tools.gone(mark)
     text = "".join(heard)
     ready = next((line for line in heard if "is ready" in line), "")
     return subprocess.CompletedProcess(command, status, text), ready
@@ -251,11 +241,11 @@ def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_l
 
 def test_a_server_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Its own clock shows that much time has passed without a turn; that is no hang."""
-    environment = {**ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
-    with checked_server(arena="64MiB", environment=environment) as checked:
-        stop(checked.pid)
+    environment = {**tools.ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
+    with tools.checked_server(arena="64MiB", environment=environment) as checked:
+        tools.stop(checked.pid)
         time.sleep(2.5)  # the time itself is what is tested
-        kill(checked.pid, signal.SIGCONT)
+        tools.kill(checked.pid, signal.SIGCONT)
         assert checked.client.ping(deep=True)["ready"]
         assert "scheduler=hung" not in checked.running.log()
 
@@ -267,7 +257,7 @@ def test_systemd_hears_readiness_life_and_the_end(tmp_path: Path) -> None:
         environment = {
             "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1500000",
         }  # fmt: skip
-        with checked_server(arena="64MiB", environment=environment) as checked:
+        with tools.checked_server(arena="64MiB", environment=environment) as checked:
             first = manager.recv(4000).decode()
             assert first.startswith("READY=1\nSTATUS=pipeswitch is ready"), first
             assert [manager.recv(4000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
@@ -301,13 +291,13 @@ LOOPS = """
 
 
 def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_path: Path) -> None:
-    write_script(tmp_path, "looping.py", LOOPS)
+    tools.write_script(tmp_path, "looping.py", LOOPS)
     environment = {
-        **ENVIRONMENT, "PYTHONPATH": str(tmp_path), "PIPESWITCH_SCHEDULER__MAX_COMPUTE": "4s",
+        **tools.ENVIRONMENT, "PYTHONPATH": str(tmp_path), "PIPESWITCH_SCHEDULER__MAX_COMPUTE": "4s",
     }  # fmt: skip
-    with checked_server(arena="64MiB", environment=environment) as checked:
+    with tools.checked_server(arena="64MiB", environment=environment) as checked:
         client = checked.client
-        client.register("small", mlp(16, 2, 1), example_inputs=(X,))
+        client.register("small", tools.mlp(16, 2, 1), example_inputs=(X,))
         client.register(
             "loops", "looping:make", weights="random:0", inputs={"x": ((1, 4), "float32")}
         )
@@ -326,7 +316,7 @@ def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_p
 # ------------------------------------------------------------------------------- disks
 
 
-def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: Checked) -> None:
+def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: tools.Checked) -> None:
     """As on a disk that has become read-only."""
     logs = running.running.state_dir / "logs"
     path, kept = logs / "processes.log", logs / "processes.log.kept"
@@ -334,8 +324,8 @@ def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: Che
     path.mkdir()  # a folder cannot be opened for writing, not even by root
     replace_fork_server(running)
     worker = running.worker_pids()[0]
-    kill(worker)
-    until(lambda: running.worker_pids().get(0) not in (None, worker), "it forks")
+    tools.kill(worker)
+    tools.until(lambda: running.worker_pids().get(0) not in (None, worker), "it forks")
     assert running.client.infer("small", X)["y"].shape == (1, 16)
     assert "processes.log cannot be written" in (logs / "server.log").read_text()
     path.rmdir()

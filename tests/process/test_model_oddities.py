@@ -20,13 +20,7 @@ from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, unt
 from torch import nn
 
 import pipeswitch as ps
-from pipeswitch.errors import (
-    Cancelled,
-    InvalidInput,
-    PipeSwitchError,
-    RegistrationRefused,
-    TaskFailed,
-)
+from pipeswitch import errors
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 256
@@ -206,7 +200,7 @@ def test_outputs_keep_their_names_whatever_order_they_come_in(
         x = torch.full((2, WIDTH), 0.5 * sign)
         answer, expected = running.client.infer(name, x), eager(module, x)
         assert all(is_bit_equal(answer[key], expected[key]) for key in ("x", "y"))
-    with pytest.raises(TaskFailed, match="returned other instead of"):
+    with pytest.raises(errors.TaskFailed, match="returned other instead of"):
         running.client.infer(name, torch.full((2, WIDTH), 1e9))
 
 
@@ -224,7 +218,7 @@ def test_whatever_a_models_code_raises_fails_that_request_alone(
 ) -> None:
     name = register_factory(running, factories, factory)
     restarts, x = running.count("worker_restarts"), torch.ones(2, WIDTH)
-    with pytest.raises(TaskFailed) as caught:
+    with pytest.raises(errors.TaskFailed) as caught:
         running.client.infer(name, x)
     assert says in str(caught.value)
     assert is_bit_equal(
@@ -271,7 +265,7 @@ def encoder() -> nn.Module:
 def test_a_graph_that_does_not_compute_the_modules_bits_is_refused(running: Checked) -> None:
     x = torch.linspace(-1, 1, 2 * 5 * 32).reshape(2, 5, 32)
     module = encoder()
-    with pytest.raises(RegistrationRefused, match="set_fastpath_enabled") as caught:
+    with pytest.raises(errors.RegistrationRefused, match="set_fastpath_enabled") as caught:
         running.client.register("encoder", module, example_inputs=x)
     assert caught.value.part == "verification"
     assert module.training
@@ -304,7 +298,7 @@ def test_a_default_dtype_travels_in_the_graph_or_the_module_is_refused(running: 
         x = torch.arange(8.0).reshape(2, 4) / 3
         expected = eager(Tables(), x)
         running.client.register("tables", Tables(), example_inputs=x)
-        with pytest.raises(RegistrationRefused, match="set_default_dtype"):
+        with pytest.raises(errors.RegistrationRefused, match="set_default_dtype"):
             running.client.register("divides", Divides(), example_inputs=torch.arange(8))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -346,13 +340,13 @@ def test_what_cannot_be_sent_is_an_invalid_input_and_the_client_goes_on(
     client: ps.Client, model: Any, options: dict[str, Any]
 ) -> None:
     given = () if "\udc80" in options else (X,)
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         client.submit(model, *given, **options).result(WAIT_S)
     assert client.submit("evictor", X).result(WAIT_S)["y"].shape == X.shape
 
 
 def test_numpys_scalars_and_texts_travel_in_every_verb(client: ps.Client) -> None:
-    with pytest.raises(RegistrationRefused, match="torchvision has no such model"):
+    with pytest.raises(errors.RegistrationRefused, match="torchvision has no such model"):
         within(
             lambda: client.register(
                 str(np.str_("np")), "torchvision:nothing", weights="random:0",
@@ -408,7 +402,7 @@ def test_a_callback_may_submit_and_close_but_not_wait_for_its_own_client(running
         ):
             try:
                 wait()
-            except PipeSwitchError as error:
+            except errors.PipeSwitchError as error:
                 caught.append(error)
         second.set_result(client.submit("evictor", X))
 
@@ -420,11 +414,11 @@ def test_a_callback_may_submit_and_close_but_not_wait_for_its_own_client(running
 
     until(was_called, "the client's own thread called")
     assert second.result(WAIT_S).result(WAIT_S)["y"].shape == X.shape
-    assert [type(error) for error in caught] == [InvalidInput] * 3
+    assert [type(error) for error in caught] == [errors.InvalidInput] * 3
 
     client.submit("evictor", X).add_done_callback(lambda _: client.close())
     until(lambda: not client._connection._thread.is_alive(), "the client is closed")
-    with pytest.raises(Cancelled):
+    with pytest.raises(errors.Cancelled):
         client.models()
 
 
@@ -458,7 +452,7 @@ def test_a_very_long_timeout_is_for_ever(running: Checked, timeout_s: float) -> 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), "soon", [1]])
 def test_a_timeout_that_is_no_number_is_an_invalid_input(running: Checked, timeout_s: Any) -> None:
-    with pytest.raises(InvalidInput, match="number of seconds"):
+    with pytest.raises(errors.InvalidInput, match="number of seconds"):
         running.running.client(timeout_s=timeout_s)
-    with pytest.raises(InvalidInput, match="number of seconds"):
+    with pytest.raises(errors.InvalidInput, match="number of seconds"):
         running.client.ping(timeout_s=timeout_s)

@@ -8,27 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    DIGESTED,
-    ENVIRONMENT,
-    Checked,
-    check_identity,
-    checked_server,
-    eager,
-    finish,
-    gone,
-    is_bit_equal,
-    kill,
-    marked_pids,
-    mlp,
-    run_plain,
-    shm_names,
-    start_endless_job,
-    until,
-    write_script,
-)
 
 from pipeswitch.errors import PipeSwitchError, ServerUnavailable
 
@@ -39,18 +21,20 @@ X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
 
 
 def test_a_worker_killed_in_every_part_of_a_switch_costs_no_answer() -> None:
-    expected = eager(mlp(WIDE, WIDE_DEPTH, 0), X)
-    with checked_server(arena="42MiB", environment=ENVIRONMENT, args=SLOW_LINK) as checked:
+    expected = tools.eager(tools.mlp(WIDE, WIDE_DEPTH, 0), X)
+    with tools.checked_server(
+        arena="42MiB", environment=tools.ENVIRONMENT, args=SLOW_LINK
+    ) as checked:
         register_both(checked)
         for delay_s in (0.0, 0.05, 0.15, 0.3, 0.45, 0.6):  # of about 0.65 s
             checked.client.infer("other", X)
             assert checked.row("wide")["state"] == "host"
             checked.wait_until_whole()
             future = checked.client.submit("wide", X)
-            pid = until(lambda: checked.row("wide")["pid"], "a worker has it")
+            pid = tools.until(lambda: checked.row("wide")["pid"], "a worker has it")
             threading.Event().wait(delay_s)  # a moment inside the transfer, not a condition
-            kill(pid)
-            assert is_bit_equal(future.result(30)["y"], expected), f"{delay_s} s"
+            tools.kill(pid)
+            assert tools.is_bit_equal(future.result(30)["y"], expected), f"{delay_s} s"
         checked.wait_until_whole()
 
 
@@ -70,22 +54,24 @@ def outcome(future: Future[Any]) -> type[PipeSwitchError] | None:
 
 
 def busy_server(**options: Any) -> Any:
-    return checked_server(
-        arena="42MiB", environment=ENVIRONMENT, args=SLOW_LINK, settles=False, **options
+    return tools.checked_server(
+        arena="42MiB", environment=tools.ENVIRONMENT, args=SLOW_LINK, settles=False, **options
     )
 
 
-def register_both(checked: Checked) -> None:
+def register_both(checked: tools.Checked) -> None:
     for seed, name in enumerate(("wide", "other")):
-        module = mlp(WIDE, WIDE_DEPTH, seed)
+        module = tools.mlp(WIDE, WIDE_DEPTH, seed)
         checked.client.register(name, module, example_inputs=(torch.zeros(1, WIDE),))
 
 
-def submit_both(checked: Checked, count: int) -> list[Future[Any]]:
+def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
     """Requests that are accepted and each need a switch."""
     before = checked.stats()["inference"]["accepted"]
     futures = [checked.client.submit(("wide", "other")[i % 2], X) for i in range(count)]
-    until(lambda: checked.stats()["inference"]["accepted"] == before + count, "all were accepted")
+    tools.until(
+        lambda: checked.stats()["inference"]["accepted"] == before + count, "all were accepted"
+    )
     return futures
 
 
@@ -95,89 +81,93 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
 ) -> None:
     with busy_server() as checked:
         register_both(checked)
-        start_endless_job(checked, tmp_path)
+        tools.start_endless_job(checked, tmp_path)
         futures = submit_both(checked, 8)
-        kill(checked.pid, number)
-        until(lambda: is_draining(checked), "it drains")
+        tools.kill(checked.pid, number)
+        tools.until(lambda: is_draining(checked), "it drains")
         with pytest.raises(ServerUnavailable, match="drain"):
             checked.client.infer("wide", X)
         for future in futures:
             assert future.result(40)["y"].shape == (1, WIDE)
         assert checked.running.process.wait(40) == 0
-        gone(checked.mark)
+        tools.gone(checked.mark)
 
 
 def test_a_second_signal_ends_it_at_once_and_answers_what_was_left() -> None:
     with busy_server() as checked:
         register_both(checked)
         futures = submit_both(checked, 12)  # eight seconds of transfers
-        kill(checked.pid, signal.SIGTERM)
-        until(lambda: is_draining(checked), "it drains")
-        kill(checked.pid, signal.SIGTERM)
+        tools.kill(checked.pid, signal.SIGTERM)
+        tools.until(lambda: is_draining(checked), "it drains")
+        tools.kill(checked.pid, signal.SIGTERM)
         answers = [outcome(future) for future in futures]
         assert ServerUnavailable in answers  # it did not wait for all of them
         assert set(answers) <= {ServerUnavailable, None}
         assert checked.running.process.wait(20) == 0
-        gone(checked.mark)
+        tools.gone(checked.mark)
 
 
-def is_draining(checked: Checked) -> bool:
+def is_draining(checked: tools.Checked) -> bool:
     stats = checked.client.stats()
-    check_identity(stats)
+    tools.check_identity(stats)
     return bool(stats["draining"])
 
 
 @pytest.mark.parametrize("are_stopped", [False, True])
 def test_children_of_a_killed_controller_leave(are_stopped: bool, tmp_path: Path) -> None:
-    names = shm_names()
+    names = tools.shm_names()
     with busy_server(status=-signal.SIGKILL) as checked:
         register_both(checked)
-        start_endless_job(checked, tmp_path)
+        tools.start_endless_job(checked, tmp_path)
         futures = submit_both(checked, 4)
-        children = marked_pids(checked.mark) - {checked.pid}
+        children = tools.marked_pids(checked.mark) - {checked.pid}
         assert len(children) >= 5  # fork server, daemon, workers
         if are_stopped:  # who would kill them for it is killed first
             for pid in children:
-                kill(pid, signal.SIGSTOP)
-        kill(checked.pid)
+                tools.kill(pid, signal.SIGSTOP)
+        tools.kill(checked.pid)
         checked.running.process.wait(30)
-        gone(checked.mark)
-        assert shm_names() <= names
+        tools.gone(checked.mark)
+        assert tools.shm_names() <= names
         checked.client.close()
         for future in futures:
             assert future.done()
 
 
 def test_a_restarted_server_has_its_models_and_resumes_its_jobs(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "resumes.py", DIGESTED)
-    run_plain(script, str(tmp_path / "plain"), "12", "512")
+    script = tools.write_script(tmp_path, "resumes.py", tools.DIGESTED)
+    tools.run_plain(script, str(tmp_path / "plain"), "12", "512")
     state = tmp_path / "state"
-    module = mlp(64, 2, 7)
+    module = tools.mlp(64, 2, 7)
     x = torch.ones(1, 64)
-    options: dict[str, Any] = {"arena": "42MiB", "state_dir": state, "environment": ENVIRONMENT}
+    options: dict[str, Any] = {
+        "arena": "42MiB",
+        "state_dir": state,
+        "environment": tools.ENVIRONMENT,
+    }
 
-    with checked_server(settles=False, status=-signal.SIGKILL, **options) as first:
+    with tools.checked_server(settles=False, status=-signal.SIGKILL, **options) as first:
         first.client.register("kept", module, example_inputs=(x,))
-        first.client.register("dropped", mlp(16, 1, 8), example_inputs=(torch.ones(1, 16),))
+        first.client.register("dropped", tools.mlp(16, 1, 8), example_inputs=(torch.ones(1, 16),))
         first.client.unregister("dropped")
         args = [str(tmp_path / "served"), "12", "512"]
         task = first.client.train(script, name="resumes", args=args)
-        until(lambda: task.status()["step"] > 20, "it trains")
+        tools.until(lambda: task.status()["step"] > 20, "it trains")
         paused = task.pause()  # what is put aside is written to disk at once
         persisted = paused["committed_step"]
-        until(lambda: task.status()["persisted_step"] == persisted > 0, "it is on disk")
+        tools.until(lambda: task.status()["persisted_step"] == persisted > 0, "it is on disk")
         task.resume()
-        until(lambda: task.status()["step"] > persisted, "it goes on")
-        kill(first.pid)
+        tools.until(lambda: task.status()["step"] > persisted, "it goes on")
+        tools.kill(first.pid)
         first.running.process.wait(30)
 
-    with checked_server(**options) as second:
-        until(
+    with tools.checked_server(**options) as second:
+        tools.until(
             lambda: [m["state"] for m in second.client.models()] == ["ready"], "the model is back"
         )
         assert second.client.models()[0]["name"] == "kept"
-        assert is_bit_equal(second.client.infer("kept", x)["y"], eager(module, x))
+        assert tools.is_bit_equal(second.client.infer("kept", x)["y"], tools.eager(module, x))
         task = second.client.task("resumes")
         assert task.status()["committed_step"] >= persisted
-        assert finish(task)["step"] == 1200
+        assert tools.finish(task)["step"] == 1200
     assert (tmp_path / "served").read_text() == (tmp_path / "plain").read_text()

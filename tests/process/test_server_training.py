@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    Checked,
-    checked_server,
-    mlp,
-    start_endless_job,
-    until,
-    write_script,
-)
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
@@ -26,32 +19,32 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Checked]:
-    with checked_server(arena="96MiB", environment=ENVIRONMENT) as checked:
-        checked.client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
+def running() -> Iterator[tools.Checked]:
+    with tools.checked_server(arena="96MiB", environment=ENVIRONMENT) as checked:
+        checked.client.register("small", tools.mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
         yield checked
 
 
 @pytest.fixture(autouse=True)
-def _settled(running: Checked) -> Iterator[None]:
+def _settled(running: tools.Checked) -> Iterator[None]:
     yield
     running.settle()
     running.wait_until_whole()
 
 
 def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    task = start_endless_job(running, tmp_path, "held")
+    task = tools.start_endless_job(running, tmp_path, "held")
     paused = task.pause()
     assert paused["state"] == "paused"
     assert paused["worker"] is None
-    until(lambda: running.count("arena_leases") == 0, "its memory is free")
+    tools.until(lambda: running.count("arena_leases") == 0, "its memory is free")
     for _ in range(5):
         running.client.infer("small", torch.ones(1, 64))
     assert task.status()["step"] == paused["step"]
     task.resume()
-    until(lambda: task.status()["step"] > paused["step"], "it goes on")
+    tools.until(lambda: task.status()["step"] > paused["step"], "it goes on")
     assert task.cancel()["state"] == "cancelled"
     with pytest.raises(InvalidInput, match="is over"):
         task.pause()
@@ -59,9 +52,9 @@ def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
 
 
 def test_what_a_script_prints_is_in_its_log_even_when_followed(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    script = write_script(
+    script = tools.write_script(
         tmp_path,
         "talks.py",
         """
@@ -84,9 +77,9 @@ def test_what_a_script_prints_is_in_its_log_even_when_followed(
 
 
 def test_a_script_that_raises_fails_with_its_own_type_and_text(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    script = write_script(
+    script = tools.write_script(
         tmp_path,
         "raises.py",
         """
@@ -105,18 +98,18 @@ def test_a_script_that_raises_fails_with_its_own_type_and_text(
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_script_that_leaves_with_a_status_says_so(running: Checked, tmp_path: Path) -> None:
-    fine = running.client.train(write_script(tmp_path, "fine.py", "raise SystemExit(0)"))
+def test_a_script_that_leaves_with_a_status_says_so(running: tools.Checked, tmp_path: Path) -> None:
+    fine = running.client.train(tools.write_script(tmp_path, "fine.py", "raise SystemExit(0)"))
     assert fine.wait(20)["state"] == "done"
-    bad = running.client.train(write_script(tmp_path, "bad.py", "raise SystemExit(3)"))
+    bad = running.client.train(tools.write_script(tmp_path, "bad.py", "raise SystemExit(3)"))
     with pytest.raises(TaskFailed, match="SystemExit"):
         bad.wait(20)
 
 
 def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
-    script = write_script(
+    script = tools.write_script(
         tmp_path,
         "stubborn.py",
         """
@@ -133,15 +126,15 @@ def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
         """,
     )
     task = running.client.train(script)
-    until(lambda: task.status()["step"] > 0, "it trains")
+    tools.until(lambda: task.status()["step"] > 0, "it trains")
     running.client.infer("small", torch.ones(1, 64))  # a stop is obeyed all the same
     row = task.cancel()
     assert row["state"] == "cancelled"
     assert running.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)
 
 
-def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
-    script = write_script(
+def test_a_script_asks_its_own_server(running: tools.Checked, tmp_path: Path) -> None:
+    script = tools.write_script(
         tmp_path,
         "asks.py",
         """
@@ -157,8 +150,10 @@ def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text() == "small"
 
 
-def test_a_loop_outside_of_epochs_says_how_much_is_left(running: Checked, tmp_path: Path) -> None:
-    script = write_script(
+def test_a_loop_outside_of_epochs_says_how_much_is_left(
+    running: tools.Checked, tmp_path: Path
+) -> None:
+    script = tools.write_script(
         tmp_path,
         "plain.py",
         """

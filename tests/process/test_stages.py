@@ -11,28 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    Checked,
-    checked_server,
-    command_of,
-    is_bit_equal,
-    kill,
-    mlp,
-    until,
-    write_script,
-)
 
-from pipeswitch.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidInput,
-    PermissionDenied,
-    RegistrationRefused,
-    TaskFailed,
-    WorkerLost,
-)
+from pipeswitch import errors
 from pipeswitch.programs.build.export import export_module_to_bundle
 
 WIDTH = 64
@@ -104,7 +87,7 @@ ODD = {
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     folder = tmp_path_factory.mktemp("stages")
-    write_script(folder, "staged.py", FUNCTIONS)
+    tools.write_script(folder, "staged.py", FUNCTIONS)
     sys.path.insert(0, str(folder))
     yield importlib.import_module("staged")
     sys.path.remove(str(folder))
@@ -127,9 +110,9 @@ def options(functions: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def running(options: dict[str, Any]) -> Iterator[Checked]:
-    with checked_server(settles=False, **options) as checked:  # the last test ends it
-        module = mlp(WIDTH, 2, 0)
+def running(options: dict[str, Any]) -> Iterator[tools.Checked]:
+    with tools.checked_server(settles=False, **options) as checked:  # the last test ends it
+        module = tools.mlp(WIDTH, 2, 0)
         checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
         for name in ("rows", "lone", "blocks", "dies", "starts", "odd"):
             checked.client.register(
@@ -147,8 +130,8 @@ TEXTS = {"text": (((1, 8),), "bytes")}
 LABELS = {"label": (((1, 8),), "bytes"), "score": (((1, 8),), "float32")}
 
 
-def test_texts_go_in_and_labels_come_out(running: Checked, functions: ModuleType) -> None:
-    module, client = mlp(WIDTH, 2, 0), running.client
+def test_texts_go_in_and_labels_come_out(running: tools.Checked, functions: ModuleType) -> None:
+    module, client = tools.mlp(WIDTH, 2, 0), running.client
     options: dict[str, Any] = {"example_inputs": torch.zeros(2, WIDTH), "returns": LABELS}
     client.register("labels", module, preprocess="staged:read", raw=TEXTS,
                     postprocess="staged:label", **options)  # fmt: skip
@@ -163,7 +146,7 @@ def test_texts_go_in_and_labels_come_out(running: Checked, functions: ModuleType
         client.infer("behind", rows),
     ):
         assert found["label"].tolist() == [one.encode() for one in wanted["label"]]
-        assert is_bit_equal(torch.as_tensor(found["score"]), torch.as_tensor(wanted["score"]))
+        assert tools.is_bit_equal(torch.as_tensor(found["score"]), torch.as_tensor(wanted["score"]))
         assert 0.0 < found.timing.postprocess_ms < found.timing.total_ms
     assert client.infer("labels", "one text")["label"].shape == (1,)
     row = client.show("labels")
@@ -171,47 +154,47 @@ def test_texts_go_in_and_labels_come_out(running: Checked, functions: ModuleType
     assert row["outputs"]["label"] == [["label.0"], "bytes"]
     assert row["dims"]["label.0"] == [1, 8]
     for wrong in (["x"] * 9, [1.0], np.zeros((1, WIDTH), np.float32)):
-        with pytest.raises(InvalidInput, match=r'"text" expects bytes\[1\.\.8\]'):
+        with pytest.raises(errors.InvalidInput, match=r'"text" expects bytes\[1\.\.8\]'):
             client.infer("labels", wrong)
 
 
-def test_a_function_behind_a_model_fails_alone(running: Checked) -> None:
-    module, client = mlp(WIDTH, 2, 0), running.client
+def test_a_function_behind_a_model_fails_alone(running: tools.Checked) -> None:
+    module, client = tools.mlp(WIDTH, 2, 0), running.client
     example = torch.zeros(2, WIDTH)
     for name, function in (("oddly", "labels_oddly"), ("deadly", "dies_behind")):
         client.register(name, module, example_inputs=example, returns=LABELS,
                         postprocess=f"staged:{function}")  # fmt: skip
     x = np.ones((1, WIDTH), np.float32)
-    with pytest.raises(TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
+    with pytest.raises(errors.TaskFailed, match=r"postprocess staged:labels_oddly.*--returns"):
         client.infer("oddly", x)
-    with pytest.raises(WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"postprocess staged:dies_behind.*died 3 times"):
         client.infer("deadly", x)
     assert client.infer("plain", x)["y"].shape == (1, WIDTH)
-    with pytest.raises(InvalidInput, match="need each other"):
+    with pytest.raises(errors.InvalidInput, match="need each other"):
         client.register("n", module, example_inputs=example, postprocess="staged:label")
 
 
-def stage_pid(running: Checked, state: str) -> int:
+def stage_pid(running: tools.Checked, state: str) -> int:
     rows = [row for row in running.rows("stage") if row["state"] == state]
     return int(rows[0]["pid"]) if rows else 0
 
 
 def test_an_answer_is_that_of_the_function_here_and_the_plain_model(
-    running: Checked, functions: ModuleType
+    running: tools.Checked, functions: ModuleType
 ) -> None:
     for said in ("a", "some longer text", "w" * 4 * WIDTH):
         wanted = running.client.infer("plain", functions.rows(text(said))["x"])
         for name in ("rows", "lone"):
             found = running.client.infer(name, {"text": text(said)})
-            assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+            assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
             bill = found.timing
             assert 0.0 < bill.preprocess_ms <= bill.total_ms - bill.compute_ms
         assert wanted.timing.preprocess_ms == 0.0
-    with pytest.raises(InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
+    with pytest.raises(errors.InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
         running.client.infer("rows", np.zeros((1, WIDTH), np.float32))
 
 
-def test_what_a_client_sends_is_told_everywhere(running: Checked) -> None:
+def test_what_a_client_sends_is_told_everywhere(running: tools.Checked) -> None:
     row = running.client.show("rows")
     assert row["preprocess"] == "staged:rows"
     assert row["inputs"] == {"text": [["text.0"], "uint8"]}
@@ -223,19 +206,19 @@ def test_what_a_client_sends_is_told_everywhere(running: Checked) -> None:
 
 
 def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken_back(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
     pipes = [tmp_path / "one", tmp_path / "two"]
     for pipe in pipes:
         os.mkfifo(pipe)
     slow = running.client.submit("blocks", {"text": text(str(pipes[0]))})
-    until(lambda: stage_pid(running, "active"), "it is called")
+    tools.until(lambda: stage_pid(running, "active"), "it is called")
     behind = running.client.submit("rows", {"text": text("it waits for the process")})
     late = running.client.submit("rows", {"text": text("late")}, deadline_ms=1.0)
     assert running.client.infer("plain", np.ones((1, WIDTH), np.float32))["y"].shape == (1, WIDTH)
-    with pytest.raises(DeadlineExceeded, match="staged:rows"):
+    with pytest.raises(errors.DeadlineExceeded, match="staged:rows"):
         late.result(30)
-    until(lambda: running.count("preprocessing") == 2, "only the two are left")
+    tools.until(lambda: running.count("preprocessing") == 2, "only the two are left")
     assert running.row("blocks")["why"] == "1 preprocessing"
     assert not slow.done()
     assert not behind.done()
@@ -244,58 +227,62 @@ def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken
     assert behind.result(30)["y"].shape == (1, WIDTH)
 
     taken_back = running.client.submit("blocks", {"text": text(str(pipes[1]))})
-    until(lambda: stage_pid(running, "active"), "it is called")
-    assert taken_back.cancel() or isinstance(taken_back.exception(30), Cancelled)
-    until(lambda: running.count("preprocessing") == 0, "it is taken back while its function runs")
+    tools.until(lambda: stage_pid(running, "active"), "it is called")
+    assert taken_back.cancel() or isinstance(taken_back.exception(30), errors.Cancelled)
+    tools.until(
+        lambda: running.count("preprocessing") == 0, "it is taken back while its function runs"
+    )
     pipes[1].write_text("go on")
 
 
 def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     slow = running.client.submit("blocks", {"text": text(str(pipe))})
     others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(8)]
-    killed = until(lambda: stage_pid(running, "active"), "it is called")
+    killed = tools.until(lambda: stage_pid(running, "active"), "it is called")
     assert int(Path(f"/proc/{killed}/oom_score_adj").read_text()) == 1000  # it goes first
-    kill(killed)
-    until(lambda: stage_pid(running, "active") not in (0, killed), "it is called again")
+    tools.kill(killed)
+    tools.until(lambda: stage_pid(running, "active") not in (0, killed), "it is called again")
     pipe.write_text("go on")
     for one in (slow, *others):
         assert one.result(30)["y"].shape == (1, WIDTH)
     deadly = running.client.submit("dies", {"text": text("x")})
     others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(4)]
-    with pytest.raises(WorkerLost, match=r"staged:dies.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"staged:dies.*died 3 times"):
         deadly.result(30)
     assert all(one.result(30)["y"].shape == (1, WIDTH) for one in others)
 
 
-def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: Checked) -> None:
+def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: tools.Checked) -> None:
     before = running.count("stage_restarts")
     for said, reason in ODD.items():
-        with pytest.raises(TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
+        with pytest.raises(errors.TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
             running.client.infer("odd", {"text": text(said)})
     assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
     assert running.count("stage_restarts") == before
 
 
 def test_what_a_function_has_started_ends_with_its_process(
-    running: Checked, tmp_path: Path
+    running: tools.Checked, tmp_path: Path
 ) -> None:
     """A pool of processes would be left behind, with its memory, each time."""
     file = tmp_path / "pids"
-    with pytest.raises(WorkerLost, match=r"staged:starts.*died 3 times"):
+    with pytest.raises(errors.WorkerLost, match=r"staged:starts.*died 3 times"):
         running.client.infer("starts", {"text": text(str(file))})
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == 3
-    until(lambda: not any(map(command_of, pids)), "they are gone")
+    tools.until(lambda: not any(map(tools.command_of, pids)), "they are gone")
 
 
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
-    running: Checked, functions: ModuleType
+    running: tools.Checked, functions: ModuleType
 ) -> None:
-    write_script(Path(str(functions.__file__)).parent, "staged_badly.py", "import os; os._exit(3)")
+    tools.write_script(
+        Path(str(functions.__file__)).parent, "staged_badly.py", "import os; os._exit(3)"
+    )
     for function, reason in (
         ("nowhere:rows", "No module named 'nowhere'.*PYTHONPATH=FOLDER pipeswitch serve"),
         ("staged:missing", "staged has no missing; it has rows, none, lone, blocks$"),
@@ -304,19 +291,21 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
         ("staged:none", "--raw names: .*'text'"),
         ("staged_badly:rows", "status 3"),
     ):
-        with pytest.raises(RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"):
+        with pytest.raises(
+            errors.RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"
+        ):
             running.client.register(
-                "refused", mlp(WIDTH, 2, 0), example_inputs=torch.zeros(1, WIDTH),
+                "refused", tools.mlp(WIDTH, 2, 0), example_inputs=torch.zeros(1, WIDTH),
                 preprocess=function, raw=RAW,
             )  # fmt: skip
     assert "refused" not in {row["name"] for row in running.client.models()}
 
 
-def test_a_client_without_the_role_code_names_no_function(running: Checked) -> None:
+def test_a_client_without_the_role_code_names_no_function(running: tools.Checked) -> None:
     options: dict[str, Any] = {"weights": "random:1", "raw": RAW}
     with running.running.client(tcp=True) as client:
         for function, words in (("staged:rows", 'role "code"'), ("other:rows", "--allow-code")):
-            with pytest.raises(PermissionDenied) as caught:
+            with pytest.raises(errors.PermissionDenied) as caught:
                 client.register("n", "torchvision:resnet18", preprocess=function, **options)
             assert words in f"{caught.value.message} {caught.value.hint}"
         row = client.show("rows")
@@ -325,7 +314,7 @@ def test_a_client_without_the_role_code_names_no_function(running: Checked) -> N
 
 
 def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_its_own(
-    options: dict[str, Any], functions: ModuleType, running: Checked, tmp_path: Path
+    options: dict[str, Any], functions: ModuleType, running: tools.Checked, tmp_path: Path
 ) -> None:
     said = text("once more")
     wanted = running.client.infer("rows", {"text": said})
@@ -333,7 +322,7 @@ def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_i
     running.client.close()
     assert running.running.stop() == 0
     bundle = tmp_path / "m.bundle"
-    export_module_to_bundle(mlp(WIDTH, 2, 0), (torch.zeros(1, WIDTH),), bundle)
+    export_module_to_bundle(tools.mlp(WIDTH, 2, 0), (torch.zeros(1, WIDTH),), bundle)
     config = tmp_path / "pipeswitch.toml"
     config.write_text(f"""
         [[model]]
@@ -342,10 +331,10 @@ def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_i
         preprocess = "staged:rows"
         raw = ["text=1..{4 * WIDTH}:uint8"]
     """)
-    with checked_server(args=("--config", str(config)), **options) as again:
-        until(lambda: again.client.show("configured")["state"] == "ready", "it is built")
+    with tools.checked_server(args=("--config", str(config)), **options) as again:
+        tools.until(lambda: again.client.show("configured")["state"] == "ready", "it is built")
         found = again.client.infer("configured", {"text": said})
-        assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+        assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
         found = again.client.infer("rows", {"text": said})
-        assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+        assert tools.is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
         assert again.client.show("rows")["preprocess"] == "staged:rows"

@@ -28,24 +28,8 @@ from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.lane import Lane
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler.events import (
-    Answer,
-    CancelAsked,
-    InferArrived,
-    PrefetchHint,
-    Publish,
-    RegisterAsked,
-    TrainAsked,
-)
-from pipeswitch.wire.frames import (
-    INLINE,
-    MAX_HEADER_BYTES,
-    RequestHeader,
-    WireTensor,
-    decode_reply,
-    encode_header,
-    pack_table,
-)
+from pipeswitch.scheduler import events as ev
+from pipeswitch.wire import frames
 from tests.raw_peer import RawPeer, ask, raw_peer
 
 
@@ -175,7 +159,7 @@ def test_a_full_pool_is_queue_full_with_numbers(server: FakeScheduler, client: p
     with pytest.raises(ps.QueueFull) as caught:
         client.infer("wide", x)
     assert caught.value.data["requested_bytes"] == 2 << 20
-    for event in server.wait_for(InferArrived, 3):
+    for event in server.wait_for(ev.InferArrived, 3):
         server.finish(event)
     assert all(future.result(DEADLINE_S) for future in kept)
 
@@ -186,9 +170,9 @@ def test_a_cancelled_future_takes_the_request_back(
     server.announce("m")
     server.is_holding = True
     future = client.submit("m", np.zeros((1, 4), np.float32))
-    (arrived,) = server.wait_for(InferArrived)
+    (arrived,) = server.wait_for(ev.InferArrived)
     assert future.cancel()
-    (asked,) = server.wait_for(CancelAsked)
+    (asked,) = server.wait_for(ev.CancelAsked)
     assert asked.token == arrived.token
     until(lambda: server.tcp.requests.counts.in_flight == 0)
 
@@ -223,9 +207,9 @@ def test_a_large_payload_announces_its_model_before_it_is_copied(
     server: FakeScheduler, client: ps.Client, held: HeldCopier
 ) -> None:
     future = client.submit("wide", LARGE)
-    (hint,) = server.wait_for(PrefetchHint)
+    (hint,) = server.wait_for(ev.PrefetchHint)
     assert hint.model == "wide"
-    assert not [event for event in server.seen if isinstance(event, InferArrived)]
+    assert not [event for event in server.seen if isinstance(event, ev.InferArrived)]
     until(lambda: held.held)[0]()
     assert np.array_equal(future.result(DEADLINE_S)["y"], LARGE * 2)
 
@@ -240,7 +224,9 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
     held.held[0]()
     until(lambda: server.tcp.requests.counts.in_flight == 0)
     assert server.tcp.requests.counts.error == 1
-    assert not [event for event in server.seen if isinstance(event, InferArrived | CancelAsked)]
+    assert not [
+        event for event in server.seen if isinstance(event, ev.InferArrived | ev.CancelAsked)
+    ]
 
 
 def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
@@ -261,7 +247,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
     server.announce("m")
     server.is_holding = True
     future = client.submit("m", np.zeros((1, 4), np.float32))
-    (event,) = server.wait_for(InferArrived)
+    (event,) = server.wait_for(ev.InferArrived)
     outside = SlabTensor(
         name="y",
         dtype="float32",
@@ -269,7 +255,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
         offset_bytes=event.reply_offset_bytes + (1 << 20),
         size_bytes=16,
     )
-    server.post(Answer(token=event.token, outputs=(outside,)))
+    server.post(ev.Answer(token=event.token, outputs=(outside,)))
     with pytest.raises(ps.TaskFailed):
         future.result(DEADLINE_S)
 
@@ -282,11 +268,13 @@ def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler)
     server.is_holding = True
     with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
-        x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
-        header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
-        sock.send(encode_header(header), bytes(16))
-        server.wait_for(InferArrived)
-    server.wait_for(CancelAsked)
+        x = frames.WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
+        header = frames.RequestHeader(
+            v=1, id="2", op="infer", model="m", session=session, inputs=(x,)
+        )
+        sock.send(frames.encode_header(header), bytes(16))
+        server.wait_for(ev.InferArrived)
+    server.wait_for(ev.CancelAsked)
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
     assert server.tcp.requests.counts.in_flight == 0
 
@@ -306,16 +294,16 @@ def test_a_reader_that_never_reads_is_dropped(
 ) -> None:
     monkeypatch.setattr("pipeswitch.frontend.outbox.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
-    x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
+    x = frames.WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()
 
     def send_more(sock: RawPeer, session: str) -> bool:
-        header = RequestHeader(
+        header = frames.RequestHeader(
             v=1, id=str(next(numbers)), op="infer", model="wide", session=session, inputs=(x,)
         )
         with contextlib.suppress(OSError):
             if sock.stream.flush():
-                sock.send(encode_header(header), bytes(1 << 20))
+                sock.send(frames.encode_header(header), bytes(1 << 20))
         return len(server.tcp._clients) == 0
 
     with raw_peer(server.listeners.tcp.address, receive_bytes=4096) as sock:
@@ -344,7 +332,7 @@ def test_nonsense_with_an_id_gets_one_typed_error(
 ) -> None:
     with raw_peer(server.listeners.tcp.address) as sock:
         sock.send(msgspec.msgpack.encode({"id": "1", **fields}))
-        reply = decode_reply(sock.hear())
+        reply = frames.decode_reply(sock.hear())
     assert (reply.id, reply.status) == ("1", "error")
     assert text in reply.error.message
 
@@ -364,10 +352,12 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
         b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # of ZeroMQ
         b"\x01\x00\x05\x01PSW1\x03\x00ab",  # of its first version
         b"PSW1" + b"\xff" * 12,
-        pack_table([(MAX_HEADER_BYTES + 1, INLINE)]),
-        pack_table([(10, INLINE), (SESSIONLESS_BYTES, INLINE)]),  # that much needs a session
-        pack_table([(10, INLINE), (10, 0)]),
-        pack_table([]),  # only the owner's may share memory
+        frames.pack_table([(frames.MAX_HEADER_BYTES + 1, frames.INLINE)]),
+        frames.pack_table(
+            [(10, frames.INLINE), (SESSIONLESS_BYTES, frames.INLINE)]
+        ),  # that much needs a session
+        frames.pack_table([(10, frames.INLINE), (10, 0)]),
+        frames.pack_table([]),  # only the owner's may share memory
     ],
 )
 def test_what_is_no_message_ends_its_connection_and_no_other(
@@ -401,7 +391,7 @@ def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...
     server.announce("m")
     with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
-        x = WireTensor(name="x", dtype="float32", shape=shape, frame=0)
+        x = frames.WireTensor(name="x", dtype="float32", shape=shape, frame=0)
         reply = ask(sock, bytes(16), op="infer", model="m", session=session, inputs=(x,))
     assert reply.error.type == "InvalidInput"
 
@@ -423,7 +413,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
         progress=lambda stage, fraction: stages.append((stage, fraction)),
     )
     assert stages == [("export", 0.5)]
-    (asked,) = server.wait_for(RegisterAsked)
+    (asked,) = server.wait_for(ev.RegisterAsked)
     spec = msgspec.msgpack.decode(asked.spec, type=BuildSpec)
     assert spec.inputs == {"x": ((1, 4), "float32")}
     assert not spec.allow_module_mode
@@ -436,7 +426,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     data = os.urandom((9 << 20) + 17)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
-    (asked,) = server.wait_for(RegisterAsked)
+    (asked,) = server.wait_for(ev.RegisterAsked)
     stored = Path(msgspec.msgpack.decode(asked.spec, type=BuildSpec).source)
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
@@ -457,7 +447,7 @@ def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_
     with ps.Client(server.listeners.ipc.address) as owner:
         owner.register("m", "pkg.models:make")
         assert owner.train(script, args=["--lr", "1"]).name == "train"
-    (asked,) = server.wait_for(TrainAsked)
+    (asked,) = server.wait_for(ev.TrainAsked)
     assert asked.entry == str(script)
 
 
@@ -475,8 +465,8 @@ def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) 
 def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
     """Of the topic ``switch.``, while two topics are published."""
     events = client.events("switch.", timeout_s=DEADLINE_S)
-    server.post(Publish(topic="job.step", body={"n": 1}))
-    server.post(Publish(topic="switch.m", body={"n": 2}))
+    server.post(ev.Publish(topic="job.step", body={"n": 1}))
+    server.post(ev.Publish(topic="switch.m", body={"n": 2}))
     found = next(events)
     events.close()  # type: ignore[attr-defined]
     return found
@@ -490,7 +480,7 @@ def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Pat
     second = FakeScheduler(tmp_path)
     try:
         until(lambda: second.tcp._readers.clients)
-        second.post(Publish(topic="switch.m", body={"n": 2}))
+        second.post(ev.Publish(topic="switch.m", body={"n": 2}))
         assert next(events) == {"topic": "switch.m", "n": 2}
         client.close()
         assert next(events, None) is None
@@ -504,21 +494,21 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         session = ask(deaf, op="hello").session
         assert ask(deaf, op="events", id="e", session=session).more
         for number in range(40):
-            server.post(Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
+            server.post(ev.Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
         (client,) = server.tcp._readers.clients
         assert client.unsent_bytes < 2 << 20
-        server.post(Publish(topic="job.t", body={"n": "missed"}))
-        found = [decode_reply(deaf.hear()).body["n"]]
+        server.post(ev.Publish(topic="job.t", body={"n": "missed"}))
+        found = [frames.decode_reply(deaf.hear()).body["n"]]
         while found[-1] != "last":
-            server.post(Publish(topic="job.t", body={"n": "last"}))
-            found.append(decode_reply(deaf.hear()).body["n"])
+            server.post(ev.Publish(topic="job.t", body={"n": "last"}))
+            found.append(frames.decode_reply(deaf.hear()).body["n"])
         assert 4 < len(set(found)) < 40
         assert "missed" not in found
-        header = RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
-        deaf.send(encode_header(header))
-        until(lambda: not decode_reply(deaf.hear()).more)
-        assert decode_reply(deaf.hear()).body == {"found": True}
-        server.post(Publish(topic="job.t", body={}))
+        header = frames.RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
+        deaf.send(frames.encode_header(header))
+        until(lambda: not frames.decode_reply(deaf.hear()).more)
+        assert frames.decode_reply(deaf.hear()).body == {"found": True}
+        server.post(ev.Publish(topic="job.t", body={}))
         assert ask(deaf, op="ping").id == "1"
 
 
@@ -599,7 +589,7 @@ def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> 
     scheduler.is_holding = True
     with ps.Client(scheduler.listeners.tcp.address, timeout_s=1.0) as c:
         future = c.submit("m", np.zeros((1, 4), np.float32))
-        scheduler.wait_for(InferArrived)
+        scheduler.wait_for(ev.InferArrived)
         scheduler.close()
         with pytest.raises(ps.ServerUnavailable):
             future.result(DEADLINE_S)

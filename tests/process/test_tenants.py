@@ -11,19 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    is_bit_equal,
-    kill,
-    mlp,
-    until,
-    write_script,
-)
 from torch import nn
 
 from pipeswitch.client.client import Client
@@ -155,7 +145,7 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
         "PIPESWITCH_SECURITY__TENANTS": mode,
         "PIPESWITCH_SERVER__POOL": str(POOL_BYTES),
     }
-    with checked_server(arena=str(ARENA_BYTES), environment=environment) as checked:
+    with tools.checked_server(arena=str(ARENA_BYTES), environment=environment) as checked:
         running = checked.running
         with (
             running.client(tcp=True) as enemy, running.client(tcp=True) as again,
@@ -165,13 +155,15 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
             enemy.register("hostile", constant(3.375), example_inputs=row(0.0))
             answer = output(other.infer("victim", row(REQUEST)))
             first = threads.submit(enemy.infer, "hostile", row(5.25))
-            until(lambda: checked.row("hostile")["worker"] is not None, "the hostile one computes")
+            tools.until(
+                lambda: checked.row("hostile")["worker"] is not None, "the hostile one computes"
+            )
             waiting = threads.submit(other.infer, "victim", row(REQUEST))
-            until(lambda: checked.stats()["pool_slabs"] == 4, "the victim's request waits")
+            tools.until(lambda: checked.stats()["pool_slabs"] == 4, "the victim's request waits")
             second = threads.submit(again.infer, "hostile", row(9.0625))
             found, mapped = report(first)
             report(second)
-            assert is_bit_equal(output(waiting.result()), answer)
+            assert tools.is_bit_equal(output(waiting.result()), answer)
             assert answer.tolist() == [[VALUES["another's answer"]] * 4]
     board, pool, models, work = (
         (4096, True),
@@ -201,18 +193,18 @@ def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
 class Pair:
     """Two tenants with a model each, of which the arena holds one."""
 
-    def __init__(self, checked: Checked, stranger: Client) -> None:
+    def __init__(self, checked: tools.Checked, stranger: Client) -> None:
         self.checked = checked
         self.clients = {"mine": checked.client, "theirs": stranger}
-        self.nets = {"mine": mlp(512, 6, 1), "theirs": mlp(512, 6, 2)}
+        self.nets = {"mine": tools.mlp(512, 6, 1), "theirs": tools.mlp(512, 6, 2)}
         self.x = torch.randn(2, 512, generator=torch.Generator().manual_seed(5))
-        self.expected = {name: eager(net, self.x) for name, net in self.nets.items()}
+        self.expected = {name: tools.eager(net, self.x) for name, net in self.nets.items()}
         for name, client in self.clients.items():
             client.register(name, self.nets[name], example_inputs=self.x)
 
     def ask(self, name: str) -> Any:
         answer = self.clients[name].infer(name, self.x)
-        assert is_bit_equal(output(answer), self.expected[name]), f"{name} answered wrongly"
+        assert tools.is_bit_equal(output(answer), self.expected[name]), f"{name} answered wrongly"
         return answer
 
     def tenants_files(self, what: str, pid: int) -> dict[int, int]:
@@ -231,14 +223,14 @@ class Pair:
             models = self.tenants_files("models", self.checked.daemon_pid())
             return sum(models.values()) <= 12 * MIB + len(models) * WORDS_BYTES
 
-        until(is_bounded, "both tenants' models take no more than the arena")
+        tools.until(is_bounded, "both tenants' models take no more than the arena")
         assert len(self.tenants_files("models", self.checked.daemon_pid())) == 2
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with (
-        checked_server(arena="12MiB", environment=separate()) as checked,
+        tools.checked_server(arena="12MiB", environment=separate()) as checked,
         checked.running.client(tcp=True) as stranger,
     ):
         yield Pair(checked, stranger)
@@ -252,7 +244,7 @@ def test_tenants_in_turns_answer_bit_for_bit_and_take_no_more_than_the_arena(pai
         if turn % 10 == 9:
             pair.wait_until_arena_is_bounded()
     assert pair.checked.worker_pids().keys() == pids.keys()
-    pools = until(
+    pools = tools.until(
         lambda: (
             (held := pair.tenants_files("pool", pair.checked.pid))
             and not sum(held.values())
@@ -284,7 +276,7 @@ def test_after_a_kill_both_tenants_are_served_again(pair: Pair, which: str) -> N
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(pair.ask, name) for name in ("mine", "theirs")]
         for pid in victims:
-            kill(pid, signal.SIGKILL)
+            tools.kill(pid, signal.SIGKILL)
         for one in asked:
             one.result()
     checked.wait_until_whole()
@@ -308,10 +300,10 @@ SCRIPT = """
 
 
 def test_a_job_trains_between_the_requests_of_two_tenants(pair: Pair, tmp_path: Path) -> None:
-    job = pair.checked.client.train(write_script(tmp_path, "between.py", SCRIPT))
+    job = pair.checked.client.train(tools.write_script(tmp_path, "between.py", SCRIPT))
     for name in ("mine", "theirs") * 5:
         pair.ask(name)
-    assert finish(job)["step"] == 40
+    assert tools.finish(job)["step"] == 40
 
 
 def test_the_owners_own_module_is_served_outside_of_the_sandbox(tmp_path: Path) -> None:
@@ -325,11 +317,11 @@ def test_the_owners_own_module_is_served_outside_of_the_sandbox(tmp_path: Path) 
                 number = float(x[0, 0])  # this is no graph
                 return self.layer(x) * (len(open(__file__).read()) if number == 1.0 else 2.0)
     """
-    write_script(tmp_path, "own_module.py", source)
+    tools.write_script(tmp_path, "own_module.py", source)
     environment = separate(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     sys.path.insert(0, str(tmp_path))
     try:
-        with checked_server(environment=environment) as checked:
+        with tools.checked_server(environment=environment) as checked:
             checked.client.register(
                 "own", "own_module:Net", weights="random:5", inputs={"x": ((1, 4), "float32")}
             )

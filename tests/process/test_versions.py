@@ -14,20 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import process_tools as tools
 import pytest
 import torch
 from click.testing import CliRunner
-from process_tools import (
-    ENVIRONMENT,
-    Checked,
-    checked_server,
-    eager,
-    finish,
-    is_bit_equal,
-    kill,
-    until,
-    write_script,
-)
 from safetensors.torch import load_file
 
 from pipeswitch.cli.main import main
@@ -59,23 +49,23 @@ TRAIN = """
 
 
 @pytest.fixture(scope="module")
-def checked() -> Iterator[Checked]:
-    with checked_server(environment=ENVIRONMENT) as running:
+def checked() -> Iterator[tools.Checked]:
+    with tools.checked_server(environment=tools.ENVIRONMENT) as running:
         yield running
 
 
 def test_an_ended_jobs_state_and_history_are_there_until_it_is_removed(
-    checked: Checked, tmp_path: Path
+    checked: tools.Checked, tmp_path: Path
 ) -> None:
-    script = write_script(tmp_path, "train.py", TRAIN)
+    script = tools.write_script(tmp_path, "train.py", TRAIN)
     task = checked.client.train(script, name="left", args=[12, tmp_path / "left.pt"])
-    finish(task)
+    tools.finish(task)
     row = task.export(tmp_path / "left.safetensors")
     assert row["persisted_step"] == 12
     assert row["state"] == "done"
     wanted, found = torch.load(tmp_path / "left.pt"), load_file(tmp_path / "left.safetensors")
     assert set(found) == set(wanted)
-    assert all(is_bit_equal(found[name], wanted[name]) for name in wanted)
+    assert all(tools.is_bit_equal(found[name], wanted[name]) for name in wanted)
     assert checked.count("store_free_bytes") == checked.count("store_capacity_bytes")
 
     history = task.history()
@@ -95,9 +85,9 @@ def test_an_ended_jobs_state_and_history_are_there_until_it_is_removed(
     assert not list(tmp_path.glob("*x.safetensors*"))
 
 
-def test_a_job_that_committed_nothing_has_no_state(checked: Checked, tmp_path: Path) -> None:
-    task = checked.client.train(write_script(tmp_path, "short.py", "x = 1\n"), name="short")
-    finish(task)
+def test_a_job_that_committed_nothing_has_no_state(checked: tools.Checked, tmp_path: Path) -> None:
+    task = checked.client.train(tools.write_script(tmp_path, "short.py", "x = 1\n"), name="short")
+    tools.finish(task)
     with pytest.raises(InvalidInput, match="committed nothing"):
         task.export(tmp_path / "x.safetensors")
     assert task.history() == []
@@ -128,7 +118,7 @@ SMALL = """
 """
 
 
-def by_hand(checked: Checked, *words: str) -> Any:
+def by_hand(checked: tools.Checked, *words: str) -> Any:
     return CliRunner().invoke(main, words, env={"PIPESWITCH_HOST": checked.running.ipc_address})
 
 
@@ -142,22 +132,22 @@ def trained_as(net: torch.nn.Module, task: Task, folder: Path) -> torch.nn.Modul
 
 
 def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back(
-    checked: Checked, net: torch.nn.Module, tmp_path: Path
+    checked: tools.Checked, net: torch.nn.Module, tmp_path: Path
 ) -> None:
     client, x = checked.client, torch.randn(5, 8)
     client.register("small", net, example_inputs=(torch.randn(2, 8),))
-    script = write_script(tmp_path, "small.py", SMALL)
-    plain = {1: eager(net, x)}
+    script = tools.write_script(tmp_path, "small.py", SMALL)
+    plain = {1: tools.eager(net, x)}
     for version in (2, 3):
         task = client.train(script, name=f"small-{version}", args=[16, version])
-        finish(task)
+        tools.finish(task)
         row = client.publish("small", task.name, step=version)
         assert row["version"] == version
-        plain[version] = eager(trained_as(net, task, tmp_path), x)
+        plain[version] = tools.eager(trained_as(net, task, tmp_path), x)
         result = client.infer("small", x)
         assert result.timing.version == version
-        assert is_bit_equal(next(iter(result.outputs.values())), plain[version])
-    until(lambda: len(client.models(versions=True)) == 2, "version 1 has left")
+        assert tools.is_bit_equal(next(iter(result.outputs.values())), plain[version])
+    tools.until(lambda: len(client.models(versions=True)) == 2, "version 1 has left")
     rows = {row["version"]: row for row in client.models(versions=True)}
     assert set(rows) == {2, 3}
     assert rows[3]["source"] == "job:small-3@3"
@@ -167,7 +157,7 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
         client.infer("small", x, version=1)
     for version in (2, 3):
         answer = next(iter(client.infer("small", x, version=version).outputs.values()))
-        assert is_bit_equal(answer, plain[version])
+        assert tools.is_bit_equal(answer, plain[version])
 
     assert client.rollback("small")["version"] == 2
     assert client.infer("small", x).timing.version == 2
@@ -178,21 +168,23 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     for _ in range(200):
         result = client.infer("small", x)
         counts[result.timing.version] += 1
-        assert is_bit_equal(next(iter(result.outputs.values())), plain[result.timing.version])
+        assert tools.is_bit_equal(next(iter(result.outputs.values())), plain[result.timing.version])
     assert abs(counts[3] - 50) <= 2
     digests = {row["digest"] for row in client.models(versions=True)}
     folders = Path(checked.running.state_dir, "models")
-    until(lambda: {p.name for p in folders.iterdir()} == digests, "no other program is on disk")
+    tools.until(
+        lambda: {p.name for p in folders.iterdir()} == digests, "no other program is on disk"
+    )
     assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or no folder at all
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    checked: Checked, net: torch.nn.Module, tmp_path: Path
+    checked: tools.Checked, net: torch.nn.Module, tmp_path: Path
 ) -> None:
     client = checked.client
     client.register("fits", net, example_inputs=(torch.randn(2, 8),))
-    task = client.train(write_script(tmp_path, "w.py", SMALL), name="wide", args=[17, 2])
-    finish(task)
+    task = client.train(tools.write_script(tmp_path, "w.py", SMALL), name="wide", args=[17, 2])
+    tools.finish(task)
     with pytest.raises(RegistrationRefused) as refusal:
         client.publish("fits", "wide")
     reason = refusal.value.data["reason"]
@@ -284,16 +276,16 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
     net: torch.nn.Module, tmp_path: Path
 ) -> None:
     x = torch.randn(5, 8)
-    environment = {**ENVIRONMENT, "PIPESWITCH_JOBS__KEEP_VERSIONS": "100"}
-    with checked_server(environment=environment) as checked:
+    environment = {**tools.ENVIRONMENT, "PIPESWITCH_JOBS__KEEP_VERSIONS": "100"}
+    with tools.checked_server(environment=environment) as checked:
         client = checked.client
         client.register("live", net, example_inputs=(torch.randn(2, 8),))
-        script = write_script(tmp_path, "publishes.py", PUBLISHES)
+        script = tools.write_script(tmp_path, "publishes.py", PUBLISHES)
         with Asker(checked.running.client(), "live", x) as asker:
             task = client.train(script, name="p", args=[tmp_path, 40, 150, 2])
-            finish(task)
+            tools.finish(task)
             (row,) = (row for row in client.models() if row["name"] == "live")
-            until(lambda: row["version"] in asker.answers or asker.error, "the last version")
+            tools.until(lambda: row["version"] in asker.answers or asker.error, "the last version")
         assert asker.error is None
         assert asker.without_server == []
         sources = {row["version"]: row["source"] for row in client.models(versions=True)}
@@ -304,8 +296,8 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
                 step = int(sources[version].removeprefix("job:p@"))
                 assert step % 40 == 0
                 plain.load_state_dict(torch.load(tmp_path / f"{step}.pt"))
-            wanted = eager(plain, x)
-            assert all(is_bit_equal(answer, wanted) for answer in answers), version
+            wanted = tools.eager(plain, x)
+            assert all(tools.is_bit_equal(answer, wanted) for answer in answers), version
         log = "".join(task.logs())
         assert log.count("ModelNotFound") == 2, log
         assert task.status()["why"] == ""
@@ -322,7 +314,7 @@ def test_publications_under_load_outlive_worker_daemon_and_server(
     """Every 200 steps the next version; each answer is of one of them, whatever is killed."""
     x, state = torch.randn(5, 8), tmp_path / "state"
     options: dict[str, Any] = {
-        "environment": ENVIRONMENT,
+        "environment": tools.ENVIRONMENT,
         "state_dir": state,
         "args": ("--listen", f"tcp://127.0.0.1:{free_port()}"),
     }
@@ -332,56 +324,56 @@ def test_publications_under_load_outlive_worker_daemon_and_server(
         def next_versions(count: int = 2) -> None:
             newest = max((v for asker in askers for v in asker.answers), default=0)
             for asker in askers:
-                until(
+                tools.until(
                     lambda: max(asker.answers, default=0) >= newest + count or asker.error,  # noqa: B023
                     "the next versions",
                     120.0,
                 )
                 assert asker.error is None
 
-        with checked_server(settles=False, status=-9, **options) as first:
+        with tools.checked_server(settles=False, status=-9, **options) as first:
             address = first.running.tcp_address
             first.client.register("live", net, example_inputs=(torch.randn(2, 8),))
-            script = write_script(tmp_path, "publishes.py", PUBLISHES)
+            script = tools.write_script(tmp_path, "publishes.py", PUBLISHES)
             first.client.train(script, name="p", args=[tmp_path, 200, 200, 10**6])
             for _ in range(CALLERS):
                 asker = Asker(Client(address, timeout_s=60.0), "live", x, EACH_S)
                 askers.append(stack.enter_context(asker))
             next_versions()
-            kill(max(first.worker_pids().values()))
+            tools.kill(max(first.worker_pids().values()))
             next_versions()
-            kill(first.daemon_pid())
+            tools.kill(first.daemon_pid())
             next_versions()
             down_s = time.monotonic()
-            kill(first.pid)
-        with checked_server(**options) as second:
+            tools.kill(first.pid)
+        with tools.checked_server(**options) as second:
             up_s = time.monotonic()
             next_versions()
-            kill(max(second.worker_pids().values()))
+            tools.kill(max(second.worker_pids().values()))
             next_versions()
             (tmp_path / "stop").touch()
-            finish(second.client.task("p"), 120.0)
+            tools.finish(second.client.task("p"), 120.0)
             stack.close()
-        wanted = {"before": eager(net, x)}
+        wanted = {"before": tools.eager(net, x)}
         for path in tmp_path.glob("*.pt"):
             plain = copy.deepcopy(net)
             plain.load_state_dict(torch.load(path))
-            wanted[path.stem] = eager(plain, x)
+            wanted[path.stem] = tools.eager(plain, x)
         steps: dict[int, str] = {}
         for asker in askers:
             assert asker.error is None
             assert all(began <= up_s and ended >= down_s for began, ended in asker.without_server)
             for version, answers in asker.answers.items():
                 (step,) = (
-                    step for step, plain in wanted.items() if is_bit_equal(answers[0], plain)
+                    step for step, plain in wanted.items() if tools.is_bit_equal(answers[0], plain)
                 )
                 assert steps.setdefault(version, step) == step
-                assert all(is_bit_equal(answer, answers[0]) for answer in answers)
+                assert all(tools.is_bit_equal(answer, answers[0]) for answer in answers)
         assert len(steps) >= 8
 
 
 def test_a_script_reads_why_it_cannot_publish(
-    checked: Checked, net: torch.nn.Module, tmp_path: Path
+    checked: tools.Checked, net: torch.nn.Module, tmp_path: Path
 ) -> None:
     checked.client.register("narrow", net, example_inputs=(torch.randn(2, 8),))
     source = (
@@ -394,9 +386,9 @@ def test_a_script_reads_why_it_cannot_publish(
     """
     )
     task = checked.client.train(
-        write_script(tmp_path, "n.py", source), name="too-wide", args=[17, 2]
+        tools.write_script(tmp_path, "n.py", source), name="too-wide", args=[17, 2]
     )
-    finish(task)
+    tools.finish(task)
     log = "".join(task.logs())
     assert "RegistrationRefused" in log
     assert "0.weight: the model has float32[16,8], the job float32[17,8]" in log
@@ -449,9 +441,9 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
     net: torch.nn.Module, tmp_path: Path
 ) -> None:
     x, plain = torch.randn(5, 8), {}
-    write_script(tmp_path, "branching.py", MODULE)
+    tools.write_script(tmp_path, "branching.py", MODULE)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with checked_server(environment={**ENVIRONMENT, "PYTHONPATH": path}) as checked:
+    with tools.checked_server(environment={**tools.ENVIRONMENT, "PYTHONPATH": path}) as checked:
         client = checked.client
 
         def answer(model: str = "live") -> torch.Tensor:
@@ -460,24 +452,26 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
         client.register("live", net, example_inputs=(torch.randn(2, 8),))
         row = client.register("branching", "branching:make", inputs={"x": ((5, 8), "float32")})
         assert row["mode"] == "module"
-        task = client.train(write_script(tmp_path, "parts.py", PARTS), name="p", args=[tmp_path])
-        until(lambda: task.status()["committed_step"] > 0, "a commit")
-        kill(max(checked.worker_pids().values()))
+        task = client.train(
+            tools.write_script(tmp_path, "parts.py", PARTS), name="p", args=[tmp_path]
+        )
+        tools.until(lambda: task.status()["committed_step"] > 0, "a commit")
+        tools.kill(max(checked.worker_pids().values()))
         step = task.status()["step"]
-        until(lambda: task.status()["committed_step"] > step, "a commit of its next life")
+        tools.until(lambda: task.status()["committed_step"] > step, "a commit of its next life")
         (tmp_path / "stop").touch()
-        assert finish(task)["restarts"] >= 1
+        assert tools.finish(task)["restarts"] >= 1
         for part in ("net", "ema"):
             other = copy.deepcopy(net)
             other.load_state_dict(torch.load(tmp_path / f"{part}.pt"))
-            plain[part] = eager(other.eval(), x)
-        assert not is_bit_equal(plain["net"], plain["ema"])
+            plain[part] = tools.eager(other.eval(), x)
+        assert not tools.is_bit_equal(plain["net"], plain["ema"])
         said = [line for line in "".join(task.logs()).splitlines() if "refused:" in line]
         assert '"ema", "net"' in said[0]
         assert 'no part "emma"' in said[1], said
-        until(lambda: client.show("live")["version"] == 2, "the script's version")
+        tools.until(lambda: client.show("live")["version"] == 2, "the script's version")
         assert client.show("live")["source"].endswith(":ema")
-        assert is_bit_equal(answer(), plain["ema"])
+        assert tools.is_bit_equal(answer(), plain["ema"])
 
         with pytest.raises(InvalidInput, match='"ema", "net"') as refusal:
             client.publish("live", "p")
@@ -488,16 +482,16 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
         for part, status in (("", 1), ("net", 0)):
             said = by_hand(checked, "register", "live", "--from-job", "p", "--part", part)
             assert (said.exit_code, "--part ema" in said.stderr) == (status, not part), said.output
-        assert is_bit_equal(answer(), plain["net"])
+        assert tools.is_bit_equal(answer(), plain["net"])
 
         with pytest.raises(InvalidInput, match='"ema", "net"'):
             client.publish("branching", "p")
         for part in ("ema", "net"):
             client.publish("branching", "p", part=part)
-            assert is_bit_equal(answer("branching"), plain[part])
+            assert tools.is_bit_equal(answer("branching"), plain[part])
 
 
-def by_http(checked: Checked, path: str, x: torch.Tensor | None = None) -> Any:
+def by_http(checked: tools.Checked, path: str, x: torch.Tensor | None = None) -> Any:
     """The answer of the gateway, with ``x`` as the first input."""
     data = None
     if x is not None:
@@ -513,17 +507,19 @@ def test_the_next_server_serves_the_last_version_and_has_the_ended_job(
     net: torch.nn.Module, tmp_path: Path
 ) -> None:
     x, state = torch.randn(5, 8), tmp_path / "state"
-    with checked_server(environment=ENVIRONMENT, state_dir=state) as first:
+    with tools.checked_server(environment=tools.ENVIRONMENT, state_dir=state) as first:
         first.client.register("kept", net, example_inputs=(torch.randn(2, 8),))
-        task = first.client.train(write_script(tmp_path, "s.py", SMALL), name="s", args=[16, 3])
-        finish(task)
+        task = first.client.train(
+            tools.write_script(tmp_path, "s.py", SMALL), name="s", args=[16, 3]
+        )
+        tools.finish(task)
         assert first.client.publish("kept", "s")["version"] == 2
-        wanted = eager(trained_as(net, task, tmp_path), x)
+        wanted = tools.eager(trained_as(net, task, tmp_path), x)
         first.client.split("kept", 1, 1)
-    with checked_server(environment=ENVIRONMENT, state_dir=state, http=True) as second:
+    with tools.checked_server(environment=tools.ENVIRONMENT, state_dir=state, http=True) as second:
         result = second.client.infer("kept", x)
         assert result.timing.version == 2
-        assert is_bit_equal(next(iter(result.outputs.values())), wanted)
+        assert tools.is_bit_equal(next(iter(result.outputs.values())), wanted)
         rows = second.client.models(versions=True)
         assert [(row["version"], row["share"]) for row in rows] == [(1, 1), (2, 99)]
         row = second.client.task("s").export(tmp_path / "again.safetensors")
@@ -531,17 +527,17 @@ def test_the_next_server_serves_the_last_version_and_has_the_ended_job(
         assert (tmp_path / "again.safetensors").read_bytes() == (
             tmp_path / "s.safetensors"
         ).read_bytes()
-        for path, version, plain in (("", 2, wanted), ("/versions/1", 1, eager(net, x))):
+        for path, version, plain in (("", 2, wanted), ("/versions/1", 1, tools.eager(net, x))):
             answer = by_http(second, f"/v2/models/kept{path}/infer", x)
             assert answer["model_version"] == str(version)
-            assert is_bit_equal(torch.tensor(answer["outputs"][0]["data"]), plain.reshape(-1))
+            assert tools.is_bit_equal(torch.tensor(answer["outputs"][0]["data"]), plain.reshape(-1))
         assert by_http(second, "/v2/models/kept")["versions"] == ["1", "2"]
         for path in ("/versions/3", "/versions/3/infer", "/versions/01", "/versions/x"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 by_http(second, f"/v2/models/kept{path}", x if "infer" in path else None)
         assert second.client.rollback("kept")["version"] == 1
-        assert is_bit_equal(
-            next(iter(second.client.infer("kept", x).outputs.values())), eager(net, x)
+        assert tools.is_bit_equal(
+            next(iter(second.client.infer("kept", x).outputs.values())), tools.eager(net, x)
         )
         second.client.unregister("kept")
         assert second.client.models() == []

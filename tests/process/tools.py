@@ -89,8 +89,9 @@ def rss_bytes(pid: int) -> int:
 
 
 def shm_names() -> set[str]:
-    """What lies in /dev/shm; a fuzzer that runs beside the tests has a folder there."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("pipeswitch-fuzz-")}
+    """What lies in /dev/shm, less what may be of others: fuzzers, and processes of another Python."""
+    others = ("pipeswitch-fuzz-", "sem.mp-")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:

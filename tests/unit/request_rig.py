@@ -30,14 +30,7 @@ from pipeswitch.ipc.messages import Exit, InferenceDone, RunInference, SlabTenso
 from pipeswitch.programs.bundle import Graph, Node
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.roles import LEAST
-from pipeswitch.wire.frames import (
-    INLINE,
-    ReplyHeader,
-    WireTensor,
-    decode_request,
-    encode_header,
-    pack_table,
-)
+from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
 from workers.main import Worker
 
@@ -96,7 +89,7 @@ def answering(path: Path) -> Iterator[str]:
 def _answer_one(listener: socket.socket) -> None:
     sock, _ = listener.accept()
     stream, outputs = Stream(sock, 1 << 20), np.ones((1, 8), np.float32).tobytes()
-    y = WireTensor(name="y", dtype="float32", shape=(1, 8), frame=0)
+    y = frames.WireTensor(name="y", dtype="float32", shape=(1, 8), frame=0)
     while True:
         select.select([sock], [], [])
         try:
@@ -105,12 +98,15 @@ def _answer_one(listener: socket.socket) -> None:
             stream.close()
             return
         for message in messages:
-            header = decode_request(message.parts)
+            header = frames.decode_request(message.parts)
             facts: dict[str, Any] = {"v": 1, "id": header.id, "status": "ok", "session": "s"}
-            parts = [encode_header(ReplyHeader(**facts))]
+            parts = [frames.encode_header(frames.ReplyHeader(**facts))]
             if header.op == "infer":
-                parts = [encode_header(ReplyHeader(**facts, timing=BILL, outputs=(y,))), outputs]
-            stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
+                parts = [
+                    frames.encode_header(frames.ReplyHeader(**facts, timing=BILL, outputs=(y,))),
+                    outputs,
+                ]
+            stream.put(frames.pack_table([(len(part), frames.INLINE) for part in parts]), parts)
             stream.flush()
 
 

@@ -12,7 +12,13 @@ import pytest
 from msgspec import structs
 
 from pipeswitch.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
-from pipeswitch.ipc.messages import InferenceDone, ModelName, RunInference, SlabTensor
+from pipeswitch.ipc.messages import (
+    Choosing,
+    InferenceDone,
+    ModelName,
+    RunInference,
+    SlabTensor,
+)
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.generation import PADS
 from pipeswitch.programs.layout import Batching, ValueSpec
@@ -38,6 +44,7 @@ class Server(World):
         self.runs: list[tuple[float, RunInference]] = []
         self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
         self.unjoined: list[str] = []
+        self.interrupts: list[ev.Interrupt] = []
         chosen = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, **settings)
         super().__init__(Scheduler(chosen, policy), choices=self)
         for name, delay_ms in (("joins", 0.0), ("waits", DELAY_MS), ("other", None)):
@@ -77,6 +84,8 @@ class Server(World):
                     self.answers[command.token] = (self.now_ms - self.began_ms, command)
                 case ev.ToWorker(message=RunInference() as message):
                     self.runs.append((self.now_ms - self.began_ms, message))
+                case ev.Interrupt():
+                    self.interrupts.append(command)
                 case ev.Publish(topic="model.not_joined"):
                     self.unjoined.append(command.body["model"])
 
@@ -424,6 +433,7 @@ class Steps(Server):
     moment after each answer."""
 
     gap_ms: Callable[[int], float] = staticmethod(lambda sequence: 0.5)
+    run_of = 1  # steps, as workers say
 
     def __init__(self, **settings: Any) -> None:
         self.to_go: dict[int, int] = {}  # steps, by sequence
@@ -445,6 +455,12 @@ class Steps(Server):
         self.step(99, past=1)
         self.run(self.now_ms + 100.0)
         self.runs.clear()
+
+    def handle(self, event: ev.Event) -> None:
+        if isinstance(event, ev.FromWorker) and isinstance(event.message, InferenceDone):
+            done = structs.replace(event.message, steps=self.run_of)
+            event = structs.replace(event, message=done)
+        super().handle(event)
 
     def step(self, sequence: int, *, past: int, length: int = 1, **values: Any) -> ev.Token:
         shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
@@ -548,3 +564,31 @@ def test_the_steps_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined
     assert server.sizes[:9] == [8] + [1] * 8
     assert sum(server.sizes) == 8 + 8 * 8
     assert server.sizes[-4:-1] == [8] * 3
+
+
+def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:
+    """Once for each run, of whatever model it is: one of its own may join the next."""
+    for other in ("lm", "other"):
+        server = Steps()
+        server.runs.clear()
+        server.step(1, past=40, choosing=Choosing(steps=8))
+        server.run(server.now_ms + 1.0)
+        assert not server.interrupts
+        for sequence in (2, 3):
+            server.step(sequence, past=40) if other == "lm" else server.ask(other)
+        server.run(server.now_ms + 1.0)
+        [(_, run)] = [one for one in server.runs if one[1].choosing]
+        assert [one.epoch for one in server.interrupts] == [run.epoch]
+        server.run()
+        assert len(server.interrupts) == 1
+
+
+def test_a_model_is_expected_to_take_a_step_and_not_a_run_of_several() -> None:
+    server = Steps()
+    server.run_of = 4
+    for _ in range(30):
+        server.step(1, past=40, choosing=Choosing(steps=8))
+        server.run(server.now_ms + 100.0)
+    [device] = server.scheduler.machine.devices
+    known = device.state.predictions.predict("lm", 1)
+    assert known.compute_ms == pytest.approx(COMPUTE_MS / 4, rel=0.05)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import child, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
-from benchmarks.pipeline import makespan, optimal_makespan, typical
+from benchmarks.pipeline import makespan, optimal_makespan
 from benchmarks.replay import MODELS, RECORDED_LOAD, recorded, same_ranks
 from benchmarks.serving import summed
 from benchmarks.trials import Arm, Run, interleave
@@ -50,10 +50,6 @@ def test_quantiles_are_interpolated():
 )
 def test_the_optimum_of_two_lanes(sent_ms, computed_ms, expected):
     assert optimal_makespan(sent_ms, computed_ms) == expected
-
-
-def test_one_disturbed_piece_does_not_change_the_typical_whole():
-    assert typical([2.0, 2.0, 50.0]) == 6.0
 
 
 def trace(*spans: tuple[int, str, float, float]) -> dict:

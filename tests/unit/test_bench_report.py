@@ -11,7 +11,6 @@ from benchmarks import plots, readme
 from benchmarks.machine import Others, warnings_of
 from benchmarks.plans import costs_of
 from benchmarks.rig import Switch
-from benchmarks.throughput import cycle
 from benchmarks.trials import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +36,6 @@ def test_a_page_without_the_marks_is_refused():
         readme.replaced("# no marks", [])
     with pytest.raises(ValueError, match="comes before"):
         readme.replaced(f"{readme.END} {readme.BEGIN}", [])
-
-
-def test_what_stands_around_the_marks_stays():
-    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-    assert readme.replaced(text, []) == f"before\n{readme.BEGIN}\n\n{readme.END}\nafter\n"
 
 
 def test_the_newest_result_wins_whatever_its_name(tmp_path):
@@ -74,11 +68,6 @@ def test_a_result_of_a_busy_machine_says_so():
     assert "| not quiet |" in table
 
 
-def test_a_quiet_machine_gives_no_warning():
-    assert warnings_of(0.4, 0.04) == []
-    assert warnings_of(0.4, None) == []
-
-
 def test_what_this_process_computes_is_not_others_work():
     others = Others()
     others.own_s -= 1000.0  # as if we had used that much since
@@ -93,11 +82,6 @@ def test_a_report_is_written_with_one_line_per_trial(tmp_path):
     assert "| m | cold | total_ms | 3.000 |" in report.read_text()
     assert json.loads(data.read_text())["trials"] == bench.trials
     assert sum('"trial":' in line for line in data.read_text().splitlines()) == 2
-
-
-def test_rounds_are_as_asked_for_else_the_benchmarks_own():
-    assert a_run().rounds(200, 7) == 7
-    assert a_run(trials_asked=3).rounds(200, 7) == 3
 
 
 def test_what_is_skipped_is_told_with_its_reason():
@@ -136,17 +120,6 @@ def test_a_plot_of_several_figures_draws_what_each_case_counts():
     }  # fmt: skip
     found = [next(iter(arms.values())) for arms in series.values()]
     assert found == [[4.0], [70.0], [900.0], [5.0], [30.0], [11.0]]
-
-
-def test_there_is_no_plot_without_the_benchmarks_number(tmp_path):
-    bench = a_run("memory")
-    bench.record("m", "ours", 0, {"total_ms": 1.0})
-    assert not plots.draw(bench.document(), tmp_path / "plot.png")
-
-
-def test_a_cycle_has_at_least_one_request():
-    numbers = cycle(0.0, lambda: {"total_ms": 7.0}, lambda: pytest.fail("no second one"))
-    assert (numbers["requests"], numbers["first_ms"], numbers["longest_ms"]) == (1, 7.0, 7.0)
 
 
 def switch(transfers_ms: list[float], computes_ms: list[float]) -> Switch:

@@ -14,19 +14,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from pipeswitch import errors
 from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client
 from pipeswitch.cluster.actors import Node
 from pipeswitch.cluster.placement import KEEP_MS, KEEP_SHARE, RANK, Nodes
 from pipeswitch.cluster.placement import Node as Summary
-from pipeswitch.errors import (
-    ConfigError,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-)
 from pipeswitch.scheduler.policies.placement import Place, best
 
 LINK = 1e6
@@ -77,7 +71,7 @@ def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> Non
     assert max(kept) <= 2 * count + 2  # of 300 and more that were put
     for name in sorted(known):
         nodes.remove(name)
-    with pytest.raises(ServerUnavailable, match="no node left"):
+    with pytest.raises(errors.ServerUnavailable, match="no node left"):
         nodes.choose("a", 1)
 
 
@@ -108,7 +102,7 @@ class Door:
 
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, 0
-        self.error: PipeSwitchError | None = None
+        self.error: errors.PipeSwitchError | None = None
 
     def call(self, op: str, **options: Any) -> str:
         return str(self.request(op, **options).result())
@@ -166,7 +160,7 @@ def test_of_a_dead_node_the_other_holder_is_asked_without_placement(
     asking: Callable[[Rig], str],
 ) -> None:
     rig = Rig()
-    rig.doors["a"].error = ServerUnavailable("gone")
+    rig.doors["a"].error = errors.ServerUnavailable("gone")
     assert [asking(rig) for _ in range(3)] == ["b", "b", "b"]
     assert rig.doors["a"].asked == 1
     assert not rig.asked
@@ -175,12 +169,12 @@ def test_of_a_dead_node_the_other_holder_is_asked_without_placement(
 def test_a_model_that_has_moved_is_followed_once(asking: Callable[[Rig], str]) -> None:
     rig = Rig()
     rig.later = rig.table(2, "b", "b")
-    rig.doors["a"].error = ModelNotFound("moved")
+    rig.doors["a"].error = errors.ModelNotFound("moved")
     assert [asking(rig), asking(rig)] == ["b", "b"]
     assert rig.asked == [("",)]
-    rig.doors["b"].error = ModelNotFound("moved again")
+    rig.doors["b"].error = errors.ModelNotFound("moved again")
     rig.later = rig.table(3, "a", "a")
-    with pytest.raises(ModelNotFound, match="moved"):
+    with pytest.raises(errors.ModelNotFound, match="moved"):
         asking(rig)
     assert [rig.doors[name].asked for name in "ab"] == [2, 3]
 
@@ -188,22 +182,22 @@ def test_a_model_that_has_moved_is_followed_once(asking: Callable[[Rig], str]) -
 def test_when_no_node_is_left_the_error_is_the_nodes_own(asking: Callable[[Rig], str]) -> None:
     rig = Rig()
     for door in rig.doors.values():
-        door.error = ServerUnavailable("gone")
-    with pytest.raises(ServerUnavailable, match="gone"):
+        door.error = errors.ServerUnavailable("gone")
+    with pytest.raises(errors.ServerUnavailable, match="gone"):
         asking(rig)
     assert [door.asked for door in rig.doors.values()] == [1, 1]
 
 
 def test_what_changes_something_is_sent_once() -> None:
     rig = Rig()
-    rig.doors["a"].error = ServerUnavailable("it may have been carried out")
-    with pytest.raises(ServerUnavailable, match="carried out"):
+    rig.doors["a"].error = errors.ServerUnavailable("it may have been carried out")
+    with pytest.raises(errors.ServerUnavailable, match="carried out"):
         rig.request("register", model="m", body={}).result(10)
     assert [door.asked for door in rig.doors.values()] == [1, 0]
-    with pytest.raises(InvalidInput, match="publish is for one node"):
+    with pytest.raises(errors.InvalidInput, match="publish is for one node"):
         rig.request("publish", model="m").result(10)
     for send in (rig.call, rig.request):  # its state is on one node, and twice is two steps
-        with pytest.raises(InvalidInput, match="a step of a sequence is for one node"):
+        with pytest.raises(errors.InvalidInput, match="a step of a sequence is for one node"):
             send("infer", model="m", is_safe=False)
     assert [door.asked for door in rig.doors.values()] == [1, 0]
 
@@ -213,14 +207,14 @@ def test_what_changes_something_is_sent_once() -> None:
 
 def test_without_ray_a_cluster_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'pipeswitch\[ray\]'"):
+    with pytest.raises(errors.ConfigError, match=r"pip install 'pipeswitch\[ray\]'"):
         Client("cluster")
 
 
 def test_a_ray_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ConfigError, match="lets everybody"):
+    with pytest.raises(errors.ConfigError, match="lets everybody"):
         Client("ray://head:10001")
 
 
@@ -228,7 +222,7 @@ def test_a_node_does_not_start_under_a_ray_without_a_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match="started without a token"):
+    with pytest.raises(errors.ConfigError, match="started without a token"):
         Node("n", str(tmp_path), "127.0.0.1", ())
     assert not list(tmp_path.iterdir())
 
@@ -239,7 +233,7 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
     _check_token(token)
     token.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod"):
+    with pytest.raises(errors.ConfigError, match="chmod"):
         _check_token(token)
 
 
@@ -258,6 +252,6 @@ def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> Non
 
     node = Node.__new__(Node)
     node._name, node._state, node._tenant = "n", tmp_path, Server()  # type: ignore[assignment]
-    with pytest.raises(PipeSwitchError, match="another program"):
+    with pytest.raises(errors.PipeSwitchError, match="another program"):
         node.adopt("m", {"source": "torchvision:x"}, "digest", b"")
     assert Server.served == {"another"}

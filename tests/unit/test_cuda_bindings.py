@@ -10,25 +10,17 @@ from types import SimpleNamespace
 import pytest
 from fake_cuda import World
 
-from pipeswitch.devices.cuda.bindings import (
-    HANDLE_BYTES,
-    HARMLESS_ERRORS,
-    NO_GPU_ERRORS,
-    NOT_READY,
-    Cuda,
-    CudaError,
-    NoCudaDevice,
-)
+from pipeswitch.devices.cuda import bindings
 from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.errors import ConfigError
 
 
-def cuda_of(world: World) -> Cuda:
-    return Cuda(world.runtime, world.driver)
+def cuda_of(world: World) -> bindings.Cuda:
+    return bindings.Cuda(world.runtime, world.driver)
 
 
 def test_without_the_driver_library_the_error_names_the_driver() -> None:
-    with pytest.raises(NoCudaDevice, match=r"no NVIDIA driver") as caught:
+    with pytest.raises(bindings.NoCudaDevice, match=r"no NVIDIA driver") as caught:
         cuda_of(World(has_driver=False)).device_count()
     assert caught.value.data["kind"] == "no driver"
     assert "--device cpu" in caught.value.hint
@@ -36,7 +28,7 @@ def test_without_the_driver_library_the_error_names_the_driver() -> None:
 
 
 def test_a_driver_without_a_device_is_told_apart() -> None:
-    with pytest.raises(NoCudaDevice, match="shows this process no GPU") as caught:
+    with pytest.raises(bindings.NoCudaDevice, match="shows this process no GPU") as caught:
         cuda_of(World(devices=0)).device_count()
     assert caught.value.data["kind"] == "no device"
     assert "CUDA_VISIBLE_DEVICES" in caught.value.hint
@@ -45,18 +37,18 @@ def test_a_driver_without_a_device_is_told_apart() -> None:
 def test_a_driver_too_old_for_this_torch_names_its_own_version() -> None:
     world = World()
     world.fail("cudaGetDeviceCount", "cudaErrorInsufficientDriver")
-    with pytest.raises(NoCudaDevice, match=r"CUDA 13\.0") as caught:
+    with pytest.raises(bindings.NoCudaDevice, match=r"CUDA 13\.0") as caught:
         cuda_of(world).device_count()
     assert "update the driver" in caught.value.hint
 
 
 def test_missing_bindings_are_no_gpu_either() -> None:
-    with pytest.raises(NoCudaDevice, match="not installed"):
-        Cuda.load("no_such_package_of_bindings")
+    with pytest.raises(bindings.NoCudaDevice, match="not installed"):
+        bindings.Cuda.load("no_such_package_of_bindings")
 
 
 def test_a_driver_call_without_the_library_is_a_typed_error() -> None:
-    with pytest.raises(CudaError) as caught:
+    with pytest.raises(bindings.CudaError) as caught:
         cuda_of(World(has_driver=False)).write_value(1, 2, 3)
     assert caught.value.data["code"] == "cudaErrorInsufficientDriver"
     assert not caught.value.is_sticky
@@ -88,7 +80,7 @@ else:
 
 def test_every_error_code_that_is_named_exists() -> None:
     runtime, driver = (import_module(f"cuda.bindings.{name}") for name in ("runtime", "driver"))
-    for code in HARMLESS_ERRORS | NO_GPU_ERRORS | {NOT_READY}:
+    for code in bindings.HARMLESS_ERRORS | bindings.NO_GPU_ERRORS | {bindings.NOT_READY}:
         kind = runtime.cudaError_t if code.startswith("cuda") else driver.CUresult
         assert hasattr(kind, code), code
 
@@ -110,8 +102,8 @@ def test_every_error_code_that_is_named_exists() -> None:
 )  # fmt: skip
 def test_the_real_bindings_take_our_arguments(call: str, arguments: tuple[object, ...]) -> None:
     """Without a driver each call fails with a code, and not because of an argument's type."""
-    with pytest.raises(CudaError, match="InsufficientDriver"):
-        getattr(Cuda.load(), call)(*arguments)
+    with pytest.raises(bindings.CudaError, match="InsufficientDriver"):
+        getattr(bindings.Cuda.load(), call)(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_the_real_bindings_take_our_arguments(call: str, arguments: tuple[object
 def test_errors_that_break_the_context_are_recognised(code: str, is_sticky: bool) -> None:
     world = World()
     world.fail("cudaMalloc", code)
-    with pytest.raises(CudaError) as caught:
+    with pytest.raises(bindings.CudaError) as caught:
         cuda_of(world).malloc(100)
     assert (caught.value.data["call"], caught.value.data["code"]) == ("cudaMalloc", code)
     assert caught.value.is_sticky is is_sticky
@@ -138,8 +130,8 @@ def test_a_code_that_these_bindings_cannot_name_is_a_cuda_error_too() -> None:
     def unknown(*_: object) -> None:
         raise ValueError("999999 is not a valid cudaError_t")
 
-    with pytest.raises(CudaError, match="999999"):
-        Cuda(SimpleNamespace(cudaMalloc=unknown), None).malloc(1)
+    with pytest.raises(bindings.CudaError, match="999999"):
+        bindings.Cuda(SimpleNamespace(cudaMalloc=unknown), None).malloc(1)
 
 
 def test_a_broken_context_fails_every_later_call() -> None:
@@ -148,7 +140,7 @@ def test_a_broken_context_fails_every_later_call() -> None:
     stream = cuda.stream()
     world.fail("cudaStreamSynchronize", "cudaErrorIllegalAddress")
     for _ in range(2):
-        with pytest.raises(CudaError, match="IllegalAddress"):
+        with pytest.raises(bindings.CudaError, match="IllegalAddress"):
             cuda.synchronize(stream)
 
 
@@ -173,15 +165,15 @@ def test_an_ipc_handle_is_64_bytes_and_opens_the_same_memory() -> None:
     owner, other = cuda_of(World()), cuda_of(World())
     block = owner.malloc(4096)
     handle = owner.export_handle(block)
-    assert len(handle) == HANDLE_BYTES
+    assert len(handle) == bindings.HANDLE_BYTES
     here = other.open_handle(handle)
     stream = other.stream()
     other.fill(here, 7, 4096, stream)
     other.synchronize(stream)
     assert World().bytes_at(block, 4096) == bytes([7]) * 4096
     other.close_handle(here)
-    with pytest.raises(CudaError, match="63 bytes"):
+    with pytest.raises(bindings.CudaError, match="63 bytes"):
         other.open_handle(handle[:-1])
-    with pytest.raises(CudaError, match="InvalidValue"):
+    with pytest.raises(bindings.CudaError, match="InvalidValue"):
         other.open_handle(bytes(64))
     owner.free(block)

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.ipc.messages import (
-    DaemonReady,
-    RunInference,
-    RunJob,
-    StopTask,
-    TransmitModel,
-    WorkerReady,
-)
+from pipeswitch.ipc import messages as msg
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
@@ -60,10 +53,10 @@ class Machine:
 
     def start(self, device: Device) -> None:
         device.fleet.start()
-        device.from_daemon(DaemonReady(pid=1))
+        device.from_daemon(msg.DaemonReady(pid=1))
         look(device)
         for slot in device.state.workers:
-            ready = WorkerReady(slot=slot, pid=2)
+            ready = msg.WorkerReady(slot=slot, pid=2)
             device.from_worker(ev.FromWorker(slot=slot, generation=1, message=ready))
         self.core.out.clear()
 
@@ -106,10 +99,10 @@ def test_both_devices_run_one_model_at_once_from_the_same_place_in_the_store(
     first, second = machine.devices
     machine.ask(first, 1)
     machine.ask(second, 2)
-    one, other = machine.sent(TransmitModel)
+    one, other = machine.sent(msg.TransmitModel)
     assert one.groups[0].store_offset_bytes == other.groups[0].store_offset_bytes
     assert one.epoch != other.epoch
-    assert len(machine.sent(RunInference)) == 2
+    assert len(machine.sent(msg.RunInference)) == 2
     assert first.state.replicas["m"].model is second.state.replicas["m"].model
     machine.check()
 
@@ -121,12 +114,12 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     asked = ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1)
     JobRequests(machine.core, first.jobs).train(asked)
     look(first)
-    assert [order.job for order in machine.sent(RunJob)] == ["j"]
+    assert [order.job for order in machine.sent(msg.RunJob)] == ["j"]
     machine.ask(second, 1)
-    assert not machine.sent(StopTask)
+    assert not machine.sent(msg.StopTask)
     assert (first.state.training, second.state.training) == ("j", None)
     machine.ask(first, 2)
-    assert [order.epoch for order in machine.sent(StopTask)] == [first.state.jobs["j"].epoch]
+    assert [order.epoch for order in machine.sent(msg.StopTask)] == [first.state.jobs["j"].epoch]
     machine.check()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.frontend.admission import Body, check_infer
-from pipeswitch.programs.bundle import ValueSpec, check_signature, decode_graph, encode_graph
+from pipeswitch.programs.bundle import ValueSpec, check_signature, decode_graph
 from pipeswitch.programs.dims import (
     MAX_EXPR_NODES,
     MAX_EXTENT,
@@ -258,24 +258,3 @@ def test_an_input_is_written_with_ranges_and_travels() -> None:
     for extent in ([8, 1], [0, 4], [1], [1, 2, 3], [1, True], "1..8"):
         with pytest.raises(InvalidInput, match="or ranges of them"):
             Body("register", {"inputs": {"x": [[extent], "int64"]}}).signature("inputs")
-
-
-# ---- of the time when the batch was the only one -------------------------------------------------
-
-
-def test_a_bundle_and_a_manifest_of_version_1_are_read_as_one_dimension(tmp_path: Any) -> None:
-    x = '{"name":"x","dtype":"float32","shape":[null,4]}'
-    text = (f'{{"version":1,"inputs":[{x}],"weights":[],"nodes":[],"results":[0],'
-            f'"outputs":[{x}],"batch_min":1,"batch_max":8}}')  # fmt: skip
-    graph = decode_graph(text)
-    assert (graph.dims, graph.outputs[0].shape) == ((Dim("batch", 1, 8),), ("batch", 4))
-    assert decode_graph(encode_graph(graph)) == graph
-    fixed = decode_graph(text.replace("null", "3"))
-    assert fixed.dims == ()
-    save_manifest(tmp_path, manifest())
-    path = tmp_path / "manifest.json"
-    old = msgspec.json.decode(path.read_bytes())
-    del old["dims"]
-    old |= {"batch_min": 2, "batch_max": 9, "inputs": [msgspec.json.decode(x)], "outputs": []}
-    path.write_bytes(msgspec.json.encode(old))
-    assert load_manifest(tmp_path).dims == (Dim("batch", 2, 9),)

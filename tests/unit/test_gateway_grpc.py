@@ -28,7 +28,7 @@ from pipeswitch.gateway.grpc import (
     split_raw,
 )
 from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
-from pipeswitch.gateway.protos import DATA_TYPES, HEALTH, INFERENCE, POOL, REFLECTION, STATUSES
+from pipeswitch.gateway.protos import HEALTH, INFERENCE, POOL, REFLECTION
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.service import Service
@@ -159,9 +159,9 @@ def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
 
 
 def test_every_datatype_has_its_number_in_a_models_configuration() -> None:
-    assert {f"TYPE_{name}" for name in DATATYPES} - {"TYPE_BYTES"} | {
-        "TYPE_STRING"
-    } <= DATA_TYPES.keys()
+    numbered = POOL.FindEnumTypeByName("inference.DataType").values_by_name
+    names = {"STRING" if name == "BYTES" else name for name in DATATYPES}
+    assert {f"TYPE_{name}" for name in names} <= {*numbered}
 
 
 def test_every_error_has_a_code_of_grpc() -> None:
@@ -189,6 +189,10 @@ def test_our_messages_have_the_fields_of_tritons() -> None:
 
     for name, message in INFERENCE.items():
         compare(message.DESCRIPTOR, theirs[name])
+    verbs = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    for verb in POOL.FindServiceByName("inference.GRPCInferenceService").methods:
+        for end in ("input_type", "output_type"):
+            assert getattr(verb, end).full_name == getattr(verbs[verb.name], end).full_name
 
 
 def test_a_joined_models_configuration_is_a_message_too() -> None:
@@ -351,12 +355,12 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 
         readers = [watch(context) for _ in range(MAX_WATCHERS * ALPHA // (ALPHA + 1))]
         for reader in readers:
-            assert (await anext(reader)).status == STATUSES["SERVING"]
+            assert (await anext(reader)).status == HEALTH["HealthCheckResponse"].SERVING
         assert [found async for found in watch(context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
         await readers[0].aclose()
-        assert (await anext(watch(context))).status == STATUSES["SERVING"]
-        assert (await anext(watch(other))).status == STATUSES["SERVING"]
+        assert (await anext(watch(context))).status == HEALTH["HealthCheckResponse"].SERVING
+        assert (await anext(watch(other))).status == HEALTH["HealthCheckResponse"].SERVING
 
     assert MAX_WATCHERS < MAX_CALLS / 2
     asyncio.run(watch_all())

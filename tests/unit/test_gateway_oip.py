@@ -14,24 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.gateway.oip import (
-    DATATYPE_OF,
-    DATATYPES,
-    LONG_NUMBERS,
-    MAX_NUMBERS,
-    InferRequest,
-    Output,
-    RequestedOutput,
-    config,
-    decode_request,
-    encode_answer,
-    is_long,
-    metadata,
-    raw_request,
-)
+from pipeswitch.gateway import oip
 from pipeswitch.gateway.refusals import TooLarge
 
-PLAIN = [name for name in DATATYPES if name not in ("BF16", "BYTES")]
+PLAIN = [name for name in oip.DATATYPES if name not in ("BF16", "BYTES")]
 ROW = {
     "name": "m",
     "state": "ready",
@@ -74,7 +60,7 @@ def tensors(draw: st.DrawFn) -> tuple[str, np.ndarray]:
     datatype = draw(st.sampled_from(PLAIN))
     shape = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
     finite = {"allow_nan": False} if "FP" in datatype else {}
-    dtype = np.dtype(DATATYPES[datatype])
+    dtype = np.dtype(oip.DATATYPES[datatype])
     elements = arrays.from_dtype(dtype, **finite, **({"allow_infinity": False} if finite else {}))
     return datatype, draw(arrays.arrays(dtype, shape, elements=elements))
 
@@ -84,20 +70,24 @@ def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
     given_: list[tuple[str, np.ndarray]],
 ) -> None:
     named = [(f"t{number}", kind, array) for number, (kind, array) in enumerate(given_)]
-    asked = decode_request(*with_binary(named))
+    asked = oip.decode_request(*with_binary(named))
     rows = [
         {"name": n, "shape": a.shape, "datatype": k, "data": a.reshape(-1).tolist()}
         for n, k, a in named
     ]
-    as_text = decode_request(json.dumps({"inputs": rows}).encode(), None)
+    as_text = oip.decode_request(json.dumps({"inputs": rows}).encode(), None)
     for one in (asked, as_text):
         for (name, kind, array), tensor, frame in zip(named, one.inputs, one.frames, strict=True):
-            assert (tensor.name, tensor.dtype, tensor.shape) == (name, DATATYPES[kind], array.shape)
+            assert (tensor.name, tensor.dtype, tensor.shape) == (
+                name,
+                oip.DATATYPES[kind],
+                array.shape,
+            )
             assert bytes(frame) == array.tobytes()
-    outputs = [Output(name=n, dtype=DATATYPES[k], shape=a.shape, data=a.tobytes())
+    outputs = [oip.Output(name=n, dtype=oip.DATATYPES[k], shape=a.shape, data=a.tobytes())
                for n, k, a in named]  # fmt: skip
-    plain = InferRequest(id="7", inputs=(), frames=[])
-    (text,), json_bytes = encode_answer("m", plain, outputs, {"total_ms": 1.5})
+    plain = oip.InferRequest(id="7", inputs=(), frames=[])
+    (text,), json_bytes = oip.encode_answer("m", plain, outputs, {"total_ms": 1.5})
     assert json_bytes is None
     answer = json.loads(text)
     assert (answer["id"], answer["parameters"]) == ("7", {"total_ms": 1.5})
@@ -108,11 +98,11 @@ def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
 
 def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> None:
     values = [1.0, -2.5, 1.00390625, 1.01171875, 3.5e38, math.pi]
-    asked = decode_request(body(datatype="BF16", shape=[6], data=values), None)
+    asked = oip.decode_request(body(datatype="BF16", shape=[6], data=values), None)
     bits = np.frombuffer(asked.frames[0], np.uint16)
     assert [hex(b) for b in bits] == ["0x3f80", "0xc020", "0x3f80", "0x3f82", "0x7f80", "0x4049"]
-    output = Output(name="y", dtype="bfloat16", shape=(6,), data=bits.tobytes())
-    (text,), _ = encode_answer("m", asked, [output], {})
+    output = oip.Output(name="y", dtype="bfloat16", shape=(6,), data=bits.tobytes())
+    (text,), _ = oip.encode_answer("m", asked, [output], {})
     assert json.loads(text)["outputs"][0]["data"][:3] == [1.0, -2.5, 1.0]
 
 
@@ -121,17 +111,17 @@ def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
     """As Python's own parser writes it, as others must, and as numbers too large for all."""
     ask = json.dumps(json.loads(body(datatype=datatype))).encode()
     for text in (b"[NaN, -Infinity, Infinity, 1]", b"[null, -1e999, 1e999, 1]"):
-        asked = decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
+        asked = oip.decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
         data = bytes(asked.frames[0])
-        output = Output(name="y", dtype=DATATYPES[datatype], shape=(2, 2), data=data)
-        (answer,), _ = encode_answer("m", asked, [output], {})
+        output = oip.Output(name="y", dtype=oip.DATATYPES[datatype], shape=(2, 2), data=data)
+        (answer,), _ = oip.encode_answer("m", asked, [output], {})
         assert json.loads(answer)["outputs"][0]["data"] == [None, None, None, 1.0]
         (binary,) = asked.frames
         wide = np.frombuffer(binary, np.uint16).astype(np.uint32) << np.uint32(16)
         read = (
             wide.view(np.float32)
             if datatype == "BF16"
-            else np.frombuffer(binary, np.dtype(DATATYPES[datatype]))
+            else np.frombuffer(binary, np.dtype(oip.DATATYPES[datatype]))
         )
         assert np.array_equal(read, [np.nan, -np.inf, np.inf, 1], equal_nan=True)
 
@@ -139,14 +129,14 @@ def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
 def test_what_may_be_left_out_may_be_null() -> None:
     ask = json.loads(body()) | {"id": None, "parameters": None, "outputs": None}
     ask["inputs"][0]["parameters"] = None
-    asked = decode_request(json.dumps(ask).encode(), None)
+    asked = oip.decode_request(json.dumps(ask).encode(), None)
     assert (asked.id, asked.outputs, bytes(asked.frames[0])) == (
         "", None, np.array([1, 2, 3, 4], np.float32).tobytes(),
     )  # fmt: skip
     ask["outputs"] = [{"name": "y", "parameters": None}]
-    asked = decode_request(json.dumps(ask).encode(), None)
-    output = Output(name="y", dtype="int32", shape=(1,), data=bytes(4))
-    (answer,), _ = encode_answer("m", asked, [output], {})
+    asked = oip.decode_request(json.dumps(ask).encode(), None)
+    output = oip.Output(name="y", dtype="int32", shape=(1,), data=bytes(4))
+    (answer,), _ = oip.encode_answer("m", asked, [output], {})
     assert json.loads(answer)["outputs"][0]["data"] == [0]
 
 
@@ -155,10 +145,10 @@ def test_each_output_says_for_itself_whether_it_is_binary() -> None:
         "parameters": {"binary_data_output": True},
         "outputs": [{"name": "b", "parameters": {"binary_data": False}}, {"name": "a"}],
     }
-    asked = decode_request(json.dumps(ask).encode(), None)
+    asked = oip.decode_request(json.dumps(ask).encode(), None)
     data = np.array([1, 2], np.int32).tobytes()
-    outputs = [Output(name=n, dtype="int32", shape=(2,), data=data) for n in ("a", "b", "c")]
-    parts, json_bytes = encode_answer("m", asked, outputs, {})
+    outputs = [oip.Output(name=n, dtype="int32", shape=(2,), data=data) for n in ("a", "b", "c")]
+    parts, json_bytes = oip.encode_answer("m", asked, outputs, {})
     assert json_bytes == len(parts[0])
     first, second = json.loads(parts[0])["outputs"]
     assert (first["name"], first["data"]) == ("b", [1, 2])
@@ -170,9 +160,9 @@ def test_priority_and_timeout_become_the_servers() -> None:
     ask = json.loads(body())
     for priority, name in ((0, ""), (1, "high"), (2, "normal"), (3, "low"), (99, "low")):
         given_ = {"priority": priority, "timeout": 2500}
-        asked = decode_request(json.dumps(ask | {"parameters": given_}).encode(), None)
+        asked = oip.decode_request(json.dumps(ask | {"parameters": given_}).encode(), None)
         assert (asked.priority, asked.deadline_ms) == (name, 2.5)
-    assert decode_request(body(), None).deadline_ms is None
+    assert oip.decode_request(body(), None).deadline_ms is None
 
 
 @pytest.mark.parametrize(
@@ -216,13 +206,13 @@ def test_what_is_wrong_is_said_in_words(
     request_body: bytes, json_bytes: int | None, words: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        decode_request(request_body, json_bytes)
+        oip.decode_request(request_body, json_bytes)
     assert words in str(caught.value)
 
 
 def test_very_much_json_is_refused_with_the_way_that_is_made_for_it() -> None:
     with pytest.raises(TooLarge, match="binary_tensor_data"):
-        decode_request(body(data=[1] * 4_000_000), None)
+        oip.decode_request(body(data=[1] * 4_000_000), None)
 
 
 @pytest.mark.parametrize(
@@ -237,59 +227,63 @@ def test_very_much_json_is_refused_with_the_way_that_is_made_for_it() -> None:
 def test_parameters_that_cannot_be_are_refused(parameters: dict[str, Any]) -> None:
     ask = json.loads(body()) | {"parameters": parameters}
     with pytest.raises(InvalidInput):
-        decode_request(json.dumps(ask).encode(), None)
+        oip.decode_request(json.dumps(ask).encode(), None)
 
 
 @given(st.binary(max_size=200), st.none() | st.integers(-5, 250))
 def test_garbage_raises_nothing_but_invalid_input(data: bytes, json_bytes: int | None) -> None:
     with pytest.raises(InvalidInput):
-        decode_request(data, json_bytes)
+        oip.decode_request(data, json_bytes)
 
 
 def test_an_unknown_output_is_named_with_the_known_ones() -> None:
-    asked = InferRequest(id="", inputs=(), frames=[], outputs=(RequestedOutput(name="lables"),))
-    output = Output(name="labels", dtype="int64", shape=(1,), data=bytes(8))
+    asked = oip.InferRequest(
+        id="", inputs=(), frames=[], outputs=(oip.RequestedOutput(name="lables"),)
+    )
+    output = oip.Output(name="labels", dtype="int64", shape=(1,), data=bytes(8))
     with pytest.raises(InvalidInput, match='no output "lables"; did you mean "labels"'):
-        encode_answer("m", asked, [output], {})
+        oip.encode_answer("m", asked, [output], {})
 
 
 def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
-    asked = raw_request(bytes(48), ROW)
+    asked = oip.raw_request(bytes(48), ROW)
     assert (asked.inputs[0].shape, asked.is_binary) == ((3, 4), True)
     with pytest.raises(InvalidInput, match="16 bytes for each of its batch; the body has 50"):
-        raw_request(bytes(50), ROW)
+        oip.raw_request(bytes(50), ROW)
     with pytest.raises(InvalidInput, match="one input"):
-        raw_request(b"", ROW | {"inputs": {}})
+        oip.raw_request(b"", ROW | {"inputs": {}})
     with pytest.raises(InvalidInput, match="16 bytes; the body has 32"):
-        raw_request(bytes(32), ROW | {"inputs": {"x": [[1, 4], "float32"]}})
+        oip.raw_request(bytes(32), ROW | {"inputs": {"x": [[1, 4], "float32"]}})
     text = ROW | {"inputs": {"ids": [["batch", "length"], "int64"]}}
     with pytest.raises(InvalidInput, match="a body does not tell its batch and length"):
-        raw_request(bytes(32), text)
+        oip.raw_request(bytes(32), text)
     shape = (
-        raw_request(bytes(32), ROW | {"inputs": {"x": [[1, "length"], "float32"]}}).inputs[0].shape
+        oip.raw_request(bytes(32), ROW | {"inputs": {"x": [[1, "length"], "float32"]}})
+        .inputs[0]
+        .shape
     )
     assert shape == (1, 8)
-    assert metadata(text)["inputs"][0]["shape"] == [-1, -1]
+    assert oip.metadata(text)["inputs"][0]["shape"] == [-1, -1]
     answer = {"y": [["batch", "(1+length)//2"], "float32"]}
-    found = config(text | {"outputs": answer})
+    found = oip.config(text | {"outputs": answer})
     assert (found["max_batch_size"], found["input"][0]["dims"]) == (64, [-1])
     assert found["output"][0]["dims"] == [-1]
 
 
 def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() -> None:
-    assert config(ROW)["max_batch_size"] == 64
-    assert config(ROW)["output"] == [{"name": "y", "data_type": "TYPE_BF16", "dims": [3]}]
-    assert metadata(ROW)["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    assert oip.config(ROW)["max_batch_size"] == 64
+    assert oip.config(ROW)["output"] == [{"name": "y", "data_type": "TYPE_BF16", "dims": [3]}]
+    assert oip.metadata(ROW)["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     for shape in ([4], [4, None], []):
-        other = config(ROW | {"outputs": {"y": [shape, "float32"]}})
+        other = oip.config(ROW | {"outputs": {"y": [shape, "float32"]}})
         assert other["max_batch_size"] == 0
         assert other["input"][0]["dims"] == [-1, 4]
 
 
 def test_a_model_whose_requests_are_joined_says_so_as_triton_does() -> None:
-    assert "dynamic_batching" not in config(ROW)
+    assert "dynamic_batching" not in oip.config(ROW)
     joined = ROW | {"batching": {"limit": 8, "delay_ms": 2.5, "is_exact": True}}
-    assert config(joined)["dynamic_batching"] == {
+    assert oip.config(joined)["dynamic_batching"] == {
         "preferred_batch_size": [8], "max_queue_delay_microseconds": 2500,
     }  # fmt: skip
 
@@ -298,7 +292,7 @@ def test_every_dtype_of_the_wire_has_a_datatype() -> None:
     from pipeswitch.programs.layout import ITEM_BYTES
     from pipeswitch.texts import BYTES
 
-    assert DATATYPE_OF.keys() == {*ITEM_BYTES, BYTES}
+    assert oip.DATATYPE_OF.keys() == {*ITEM_BYTES, BYTES}
 
 
 def of_data(data: bytes, datatype: str = "FP32", count: int = 4) -> bytes:
@@ -331,7 +325,7 @@ def test_of_each_kind_the_dearest_request_takes_so_much_memory_a_byte(kind: str)
     request = DEAREST[kind]
     tracemalloc.start()
     try:
-        decode_request(request, None)
+        oip.decode_request(request, None)
     except (InvalidInput, TooLarge):
         pass
     finally:
@@ -343,17 +337,19 @@ def test_of_each_kind_the_dearest_request_takes_so_much_memory_a_byte(kind: str)
 @pytest.mark.parametrize("kind", ["outputs", "one output", "lists", "objects", "names", "inputs"])
 def test_more_parts_than_a_request_has_are_refused(kind: str) -> None:
     with pytest.raises((InvalidInput, TooLarge)):
-        decode_request(DEAREST[kind], None)
+        oip.decode_request(DEAREST[kind], None)
 
 
 def test_an_answer_tells_so_many_numbers_as_text() -> None:
-    asked = decode_request(body(), None)
-    large = Output(name="y", dtype="uint8", shape=(MAX_NUMBERS + 1,), data=bytes(MAX_NUMBERS + 1))
+    asked = oip.decode_request(body(), None)
+    large = oip.Output(
+        name="y", dtype="uint8", shape=(oip.MAX_NUMBERS + 1,), data=bytes(oip.MAX_NUMBERS + 1)
+    )
     with pytest.raises(TooLarge) as refused:
-        encode_answer("m", asked, [large], {})
+        oip.encode_answer("m", asked, [large], {})
     assert "binary_data_output" in refused.value.hint
-    binary = decode_request(whole(parameters={"binary_data_output": True}), None)
-    assert len(encode_answer("m", binary, [large], {})[0]) == 2
-    assert [is_long(one, [large]) for one in (asked, binary)] == [True, False]
-    short = Output(name="y", dtype="uint8", shape=(1,), data=bytes(LONG_NUMBERS))
-    assert not is_long(asked, [short])
+    binary = oip.decode_request(whole(parameters={"binary_data_output": True}), None)
+    assert len(oip.encode_answer("m", binary, [large], {})[0]) == 2
+    assert [oip.is_long(one, [large]) for one in (asked, binary)] == [True, False]
+    short = oip.Output(name="y", dtype="uint8", shape=(1,), data=bytes(oip.LONG_NUMBERS))
+    assert not oip.is_long(asked, [short])

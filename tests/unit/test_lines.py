@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.policies import (
-    MAKERS,
-    Eviction,
-    Order,
-    Policy,
-    View,
-    Waiting,
-    make_policy,
-)
+from pipeswitch.scheduler import policies
 from pipeswitch.scheduler.records import Request
 from pipeswitch.scheduler.requests.accounts import Accounts
 from pipeswitch.scheduler.requests.lines import Judge
@@ -32,7 +24,7 @@ MAX_WAIT_MS = 100.0
 class Device:
     """What a queue is asked with, at random."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: policies.Policy) -> None:
         self.order = policy.order
         self.judge = Judge(policy, MAX_WAIT_MS)
         self.queue = Queue(self.judge, Accounts({}, MAX_WAIT_MS))
@@ -41,27 +33,27 @@ class Device:
         self.now_ms = 0.0
         self.count = 0
 
-    def view(self, request: Request) -> Waiting:
-        return Waiting(
+    def view(self, request: Request) -> policies.Waiting:
+        return policies.Waiting(
             request.token, request.model, request.priority, request.deadline_at_ms,
             request.arrived_at_ms, request.batch, request.size_bytes,
             request.model in self.on_device, request.model == self.current,
         )  # fmt: skip
 
-    def at(self) -> View:
-        return View(self.now_ms)
+    def at(self) -> policies.View:
+        return policies.View(self.now_ms)
 
     def by_looking_at_all(self) -> list[Request]:
         """In the order in which each would be tried, as if memory never sufficed."""
         return sorted(self.queue, key=lambda r: self.order.rank(self.view(r), self.at()))
 
-    def heads(self) -> list[tuple[Waiting, Request]]:
+    def heads(self) -> list[tuple[policies.Waiting, Request]]:
         return list(self.queue.heads(self.on_device.__contains__, self.current, self.at()))
 
 
-def tried(pairs: list[tuple[Waiting, Request]], device: Device) -> list[int]:
+def tried(pairs: list[tuple[policies.Waiting, Request]], device: Device) -> list[int]:
     """What a dispatch tries in turn when each that it tries has no memory."""
-    blocked: list[Waiting] = []
+    blocked: list[policies.Waiting] = []
     found = []
     for view, request in pairs:
         if any(view.model == other.model for other in blocked):
@@ -87,11 +79,11 @@ STEPS = st.lists(
 
 
 @settings(max_examples=300)
-@given(steps=STEPS, name=st.sampled_from(list(MAKERS)), callers=st.integers(1, 3))
+@given(steps=STEPS, name=st.sampled_from(list(policies.MAKERS)), callers=st.integers(1, 3))
 def test_the_same_requests_are_tried_as_by_a_look_at_all(
     steps: list[Any], name: str, callers: int
 ) -> None:
-    device = Device(make_policy(name, max_wait_ms=MAX_WAIT_MS))
+    device = Device(policies.make_policy(name, max_wait_ms=MAX_WAIT_MS))
     for step in steps:
         match step:
             case ("add", model, priority, deadline_ms, aged_ms):
@@ -119,15 +111,15 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(
         device.queue.check_heads(device.on_device.__contains__, device.current, device.at())
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", policies.MAKERS)
 def test_a_decision_ranks_only_the_lines_that_changed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranked: list[str] = []
-    device = Device(make_policy(name, max_wait_ms=MAX_WAIT_MS))
+    device = Device(policies.make_policy(name, max_wait_ms=MAX_WAIT_MS))
     rank = device.judge.rank
 
-    def counted(head: Waiting, view: View) -> tuple[float, ...]:
+    def counted(head: policies.Waiting, view: policies.View) -> tuple[float, ...]:
         ranked.append(head.model)
         return rank(head, view)
 
@@ -149,15 +141,15 @@ def test_a_decision_ranks_only_the_lines_that_changed(
 
 
 def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
-    class Backwards(Order):
+    class Backwards(policies.Order):
         window = 2
 
-        def arrange(self, heads: Any, counts: Any, view: View) -> list[int]:
+        def arrange(self, heads: Any, counts: Any, view: policies.View) -> list[int]:
             seen.append(([head.model for head in heads], list(counts)))
             return list(range(len(heads)))[::-1]
 
     seen: list[Any] = []
-    device = Device(Policy("backwards", Backwards(), Eviction()))
+    device = Device(policies.Policy("backwards", Backwards(), policies.Eviction()))
     arrivals = iter(range(100))
 
     def ask(model: str) -> None:

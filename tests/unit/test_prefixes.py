@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.errors import QueueFull, TaskFailed
+from pipeswitch.frontend.admission import Admitted
+from pipeswitch.frontend.held import Asked, Held
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Asked, Held, Sequences
+from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.ipc.messages import Choosing, SlabTensor
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.generation import PADS
 from pipeswitch.programs.layout import ValueSpec
@@ -64,10 +66,11 @@ class Rig:
         self.spared = 0
 
     def ask(self, key: tuple[str, str], client: Any, piece: list[int], *, starts: bool, ends: bool,
-            is_late: bool) -> None:  # fmt: skip
+            is_late: bool, steps: int) -> None:  # fmt: skip
         caller, name = key
         before = [] if starts else self.told[key]
-        asked = Asked(id=name, starts=starts, ends=ends)
+        choosing = Choosing(steps=steps) if steps else None
+        asked = Asked(id=name, starts=starts, ends=ends, choosing=choosing)
         held = self.sequences.of(asked, client, caller, MODEL)
         numbers = {"ids": [piece], "count": [len(piece)], "used": [len(before)]}
         frames = [np.array(one, np.int64).tobytes() for one in numbers.values()]
@@ -78,8 +81,9 @@ class Rig:
         ]
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=tuple(inputs))
         try:
-            header, given = self.sequences.given(held, header, frames)
-            room = self.pool.reserve(caller, 64, ROW * len(piece))
+            header, given = self.sequences.given(held, asked, header, frames)
+            admitted = Admitted(inputs=(), input_bytes=0, reply_bytes=ROW * len(piece))
+            room = self.pool.reserve(caller, 64, held.apart(admitted).reply_bytes)
         except QueueFull:
             self.sequences.refused(held)
             return
@@ -103,19 +107,28 @@ class Rig:
         own = rows_of(tokens, caller)
         assert bytes(cache) == own + bytes(len(cache) - len(own))  # nobody's behind them
 
-    def answer(self, key: tuple[str, str], *, is_ok: bool, is_sent: bool) -> None:
+    def answer(
+        self, key: tuple[str, str], *, is_ok: bool, is_sent: bool, chosen: list[int]
+    ) -> None:
         while any(held is self.under_way[key][0] for held, *_ in self.lane):
             self.carry(self.lane.popleft())
         held, room, tokens, used = self.under_way.pop(key)
+        at, outputs = room.reply_offset_bytes, ()
+        if held.choosing is not None:  # the worker has gone on with all but the last
+            chosen = chosen[: held.choosing.steps]
+            tokens = tokens + chosen[:-1]
+            self.pool.memory[at : at + 8 * len(chosen)] = np.array(chosen, np.int64).tobytes()
+            outputs = (SlabTensor(name="tokens", dtype="int64", shape=(1, len(chosen)),
+                                  offset_bytes=at, size_bytes=8 * len(chosen)),)  # fmt: skip
+            at += 512
         data = rows_of(tokens, key[0])[ROW * used :]
-        at = room.reply_offset_bytes
         self.pool.memory[at : at + len(data)] = data
         rows = SlabTensor(name="cache_new", dtype="uint8", shape=(1, len(tokens) - used, ROW),
                           offset_bytes=at, size_bytes=len(data))  # fmt: skip
         error = None if is_ok else ValueError()
-        answer = Answer(token=Token(1), outputs=(rows,) if is_ok else (), error=error)  # type: ignore[arg-type]
+        answer = Answer(token=Token(1), outputs=(*outputs, rows) if is_ok else (), error=error)  # type: ignore[arg-type]
         self.pool.release_inputs(room)
-        held.answered(answer)
+        assert held.answered(answer).error is error
         self.sequences.ended(held, room, is_ok=is_ok, is_sent=is_sent)
         if is_ok and is_sent:
             self.told[key] = tokens
@@ -143,11 +156,14 @@ def test_random_lives_have_their_own_rows_and_give_every_byte_back(
             piece = (follows or [chance.randrange(9) for _ in range(chance.choice([1, 1, 17]))])[
                 :40
             ]
-            if len(told) + len(piece) <= MOST:
+            if len(told) + len(piece) + 31 <= MOST:
                 rig.ask(key, clients[key[0] == "a"], piece, starts=starts,
-                        ends=chance.random() < 0.1, is_late=chance.random() < 0.5)  # fmt: skip
+                        ends=chance.random() < 0.1, is_late=chance.random() < 0.5,
+                        steps=chance.choice((0, 0, 1, 2, 32)))  # fmt: skip
         elif move < 0.75 and key in rig.under_way:
-            rig.answer(key, is_ok=chance.random() < 0.9, is_sent=chance.random() < 0.95)
+            chosen = [chance.randrange(9) for _ in range(chance.choice([1, 2, 32]))]
+            rig.answer(key, is_ok=chance.random() < 0.9, is_sent=chance.random() < 0.95,
+                       chosen=chosen)  # fmt: skip
         elif move < 0.77 and rig.lane:
             rig.carry(rig.lane.popleft())
         elif move < 0.78:
@@ -159,10 +175,30 @@ def test_random_lives_have_their_own_rows_and_give_every_byte_back(
             rig.sequences.expire()
         rig.pool.check()
     for key in list(rig.under_way):
-        rig.answer(key, is_ok=True, is_sent=True)
+        rig.answer(key, is_ok=True, is_sent=True, chosen=[1])
     assert rig.spared > 100
     rig.now_ms += IDLE_MS
     assert rig.sequences.rows(None) == []
     assert not rig.sequences.spare
+    assert rig.pool.is_empty
+    rig.pool.close()
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 4), (3, 5), (2, 4), (1, 5)])
+def test_tokens_that_a_worker_claims_wrongly_change_nothing(count: int, rows: int) -> None:
+    """Of a prompt of four tokens and two steps."""
+    rig, client = Rig(1 << 20), SimpleNamespace(name=0)
+    rig.ask(("a", "1"), client, [1, 2, 3, 4], starts=True, ends=False, is_late=False, steps=2)
+    held, room, _, _ = rig.under_way.pop(("a", "1"))
+    at = room.reply_offset_bytes
+    tokens = SlabTensor(name="tokens", dtype="int64", shape=(1, count), offset_bytes=at,
+                        size_bytes=8 * count)  # fmt: skip
+    cache = SlabTensor(name="cache_new", dtype="uint8", shape=(1, rows, ROW),
+                       offset_bytes=at + 512, size_bytes=ROW * rows)  # fmt: skip
+    for outputs in ((tokens, cache), (cache,), (cache, tokens)):
+        answer = held.answered(Answer(token=Token(1), outputs=outputs))
+        assert isinstance(answer.error, TaskFailed)
+    rig.pool.release_inputs(room)
+    rig.sequences.ended(held, room, is_ok=False, is_sent=True)
     assert rig.pool.is_empty
     rig.pool.close()

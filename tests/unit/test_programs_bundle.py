@@ -26,17 +26,16 @@ Header = dict[str, Any]
 def a_header() -> Header:
     """A program that computes relu(x @ w.T + b), not yet encoded."""
     program = {
-        "version": 1,
-        "inputs": [{"name": "x", "dtype": "float32", "shape": [None, 4]}],
+        "version": 2,
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
         "weights": ["w", "b"],
         "nodes": [
             ["aten.linear.default", [{"v": 0}, {"v": 1}, {"v": 2}], {}],
             ["aten.relu.default", [{"v": 3}], {}],
         ],
         "results": [4],
-        "outputs": [{"name": "y", "dtype": "float32", "shape": [None, 3]}],
-        "batch_min": 1,
-        "batch_max": 8,
+        "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch", 3]}],
+        "dims": [["batch", 1, 8]],
     }
     return {
         "__metadata__": {METADATA_KEY: program},
@@ -138,7 +137,7 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     "lists too deep for a parser": put("__metadata__", METADATA_KEY, "[" * 100_000),
     "a keyword that is code": node("aten.relu.default", {"v": 3}, **{"x=print()": 1}),
     "a node that is a text": put("program", "nodes", 1, "aten.relu.default"),
-    "another version": put("program", "version", 2),
+    "another version": put("program", "version", 1),
     "no version": lambda header: program(header).pop("version"),
     "an unknown field": put("program", "pickle", "gASV"),
     "a result that does not exist": put("program", "results", [99]),
@@ -151,8 +150,8 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     "an input of a negative size": put("program", "inputs", 0, "shape", [-1, 4]),
     "an input larger than any memory": put("program", "inputs", 0, "shape", [1 << 39, 1 << 39]),
     "an input named by control characters": put("program", "inputs", 0, "name", "x\n\x1b[2J"),
-    "a batch range upside down": put("program", "batch_min", 9),
-    "a batch of a million": put("program", "batch_max", 1 << 25),
+    "a batch range upside down": put("program", "dims", 0, 1, 9),
+    "a batch of a million": put("program", "dims", 0, 2, 1 << 25),
     "weights in another order": put("program", "weights", ["b", "w"]),
     "a weight the file does not have": put("program", "weights", ["w", "b", "c"]),
     "a weight twice": put("program", "weights", ["w", "w"]),

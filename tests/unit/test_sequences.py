@@ -11,10 +11,11 @@ import pytest
 
 from pipeswitch.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend.held import Asked, Held, asked_of
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Asked, Held, Sequences, asked_of
+from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.ipc.messages import Choosing, SlabTensor
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler.events import Answer, Token
@@ -64,7 +65,7 @@ class Rig:
         x = WireTensor(name="", dtype="uint8", shape=(1, length), frame=0)
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
         try:
-            header, frames = self.sequences.given(held, header, [bytes(length)])
+            header, frames = self.sequences.given(held, asked, header, [bytes(length)])
         except InvalidInput:
             self.sequences.refused(held)
             return False
@@ -186,7 +187,22 @@ def test_one_request_at_a_time_and_no_flag_without_a_name() -> None:
     assert not rig.sequences.held
     assert rig.pool.is_empty
     assert asked_of(Body("infer", {})) is None
-    for wrong in ({"start": True}, {"sequence": "x" * 65}, {"sequence": "a\nb"}):
+    wrong = [{"start": True}, {"sequence": "x" * 65}, {"sequence": "a\nb"}]
+    for choose in (
+        {"steps": 0},
+        {"steps": 33},
+        {"steps": "1"},
+        {"temperature": -1.0},
+        {"top": 1},
+        3,
+    ):
+        wrong.append({"sequence": "one", "choose": choose})
+    for body in wrong:
         with pytest.raises(InvalidInput):
-            asked_of(Body("infer", wrong))
+            asked_of(Body("infer", body))
+    choosing = Choosing(steps=2)
+    with pytest.raises(InvalidInput, match="no tokens to choose"):
+        rig.sequences.of(
+            Asked(id="one", starts=True, ends=False, choosing=choosing), client, "a", MODEL
+        )
     rig.pool.close()

@@ -9,13 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidInput,
-    PermissionDenied,
-    ServerUnavailable,
-)
+from pipeswitch import errors
 from pipeswitch.frontend.permissions import check_function
 from pipeswitch.ipc.messages import RunStage, SlabTensor, StageDone, StageFailed, StageReady
 from pipeswitch.programs.dims import Dim
@@ -171,7 +165,7 @@ def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(po
     pool.advance()
     assert pool.cancel(2)
     assert not pool.out(ev.Answer)
-    pool.refuse_all(ServerUnavailable("the server has stopped"))
+    pool.refuse_all(errors.ServerUnavailable("the server has stopped"))
     assert not pool.out(ev.Answer)
     assert pool.prepared(ev.Prepared(token=2, slot=0)) is None
     assert (pool.error(), late.state.state) == ("Cancelled", TaskState.CANCELLED)
@@ -227,10 +221,10 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
 @pytest.mark.parametrize(
     ("function", "raw", "error", "words"),
     [
-        ("rows", {"x": [[1], "uint8"]}, InvalidInput, "no package.module:function"),
-        ("pkg:fn", {}, InvalidInput, "need each other"),
-        ("pkg:fn", {"x": [[1], "bfloat16"]}, InvalidInput, "bfloat16"),
-        ("other:fn", {"x": [[1], "uint8"]}, PermissionDenied, "does not accept code"),
+        ("rows", {"x": [[1], "uint8"]}, errors.InvalidInput, "no package.module:function"),
+        ("pkg:fn", {}, errors.InvalidInput, "need each other"),
+        ("pkg:fn", {"x": [[1], "bfloat16"]}, errors.InvalidInput, "bfloat16"),
+        ("other:fn", {"x": [[1], "uint8"]}, errors.PermissionDenied, "does not accept code"),
     ],
 )
 def test_what_a_registration_may_not_name(
@@ -253,7 +247,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Answer))
-    assert isinstance(answer.error, DeadlineExceeded)
+    assert isinstance(answer.error, errors.DeadlineExceeded)
 
 
 def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
@@ -272,7 +266,7 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
         inputs=(), reply_offset_bytes=0, reply_bytes=0, is_after=True))  # fmt: skip
     assert not rig.commands(ev.Leave)
     rig.handle(ev.CancelAsked(token=token))
-    assert isinstance(rig.error(token), Cancelled)
+    assert isinstance(rig.error(token), errors.Cancelled)
     assert rig.commands(ev.Leave)
 
 
@@ -286,7 +280,7 @@ def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
     assert rig.answers.pop(first).error is None
     assert not rig.commands(ev.Leave)
     late, last = rig.infer("a"), rig.infer("a", is_later=True)
-    assert isinstance(rig.error(late), ServerUnavailable)
+    assert isinstance(rig.error(late), errors.ServerUnavailable)
     rig.handle(ev.CancelAsked(token=first))  # the frontend has given that one up
     assert not rig.commands(ev.Leave)
     rig.done()

@@ -13,16 +13,7 @@ import pytest
 
 from pipeswitch.devices.orders import check_order
 from pipeswitch.errors import OutOfDeviceMemory, RemoteProtocolError
-from pipeswitch.ipc.messages import (
-    BuildDone,
-    CancelTransmit,
-    InferenceFailed,
-    JobName,
-    ModelName,
-    RunInference,
-    SteppedAside,
-    TransmitModel,
-)
+from pipeswitch.ipc import messages as msg
 from pipeswitch.planning.costs import LayerCosts, LinkCost
 from pipeswitch.planning.profile import Found
 from pipeswitch.planning.streaming import Landings, land, least_window, pass_ms
@@ -42,7 +33,7 @@ from tests.unit.test_scheduler_rules import Rig
 
 MIB = 1 << 20
 UNIT = 2
-LARGE, SMALL, JOB = ModelName("large"), ModelName("small"), JobName("j")
+LARGE, SMALL, JOB = msg.ModelName("large"), msg.ModelName("small"), msg.JobName("j")
 
 
 # -- where groups land ------------------------------------------------------------------------
@@ -190,7 +181,7 @@ class Streaming(World):
             if isinstance(command, ev.Answer) and not command.more:
                 self.answers[command.token] = (self.now_ms, command)
 
-    def ask(self, model: ModelName = LARGE) -> tuple[float, Any]:
+    def ask(self, model: msg.ModelName = LARGE) -> tuple[float, Any]:
         """How long it took, and its bill."""
         began_ms, token = self.now_ms, self.clients.infer(model)
         self.run(self.now_ms + 1e4)
@@ -238,7 +229,7 @@ def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> 
     """Three times the arena, in groups of 6 MiB; not of one release before."""
     token, epoch = rig.begin("large", **fields)
     manifest = manifest_of("digest large", mib * MIB, groups)
-    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
     rig.handle(ev.FromBuilder(message=done, manifest=manifest))
     if rig.answers.get(token) is None:
         rig.stored("large", epoch)
@@ -267,16 +258,16 @@ def test_before_its_first_pass_only_the_copy_is_predicted_and_is_called_so(
 def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig: Rig) -> None:
     registered(rig)
     rig.infer("large")
-    (first,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
+    (first,), (run,) = rig.sent(msg.TransmitModel), rig.sent(msg.RunInference)
     assert all(group.size_bytes for group in first.groups)
     assert [group.arena_offset_bytes - first.arena_offset_bytes for group in first.groups] == [
         *run.landings
     ]
     rig.infer("large")
-    assert not rig.sent(RunInference), "the ring is the other's"
+    assert not rig.sent(msg.RunInference), "the ring is the other's"
     rig.arrived("large")
     rig.done()
-    (second,) = rig.sent(TransmitModel)
+    (second,) = rig.sent(msg.TransmitModel)
     kept = [index for index, group in enumerate(second.groups) if not group.size_bytes]
     assert {*kept} == rig.state.replicas["large"].landings.kept
     rig.arrived("large")
@@ -291,12 +282,12 @@ def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_s
     rig.infer("large")
     other = rig.infer("large")
     task = rig.state.current
-    rig.worker(task.slot, InferenceFailed(
+    rig.worker(task.slot, msg.InferenceFailed(
         epoch=task.epoch, error="TaskFailed", message="no"))  # fmt: skip
-    assert [one.epoch for one in rig.sent(CancelTransmit)] == [task.residency_epoch]
-    assert not rig.sent(TransmitModel), "the range is the copy's until that has ended"
+    assert [one.epoch for one in rig.sent(msg.CancelTransmit)] == [task.residency_epoch]
+    assert not rig.sent(msg.TransmitModel), "the range is the copy's until that has ended"
     rig.arrived("large", is_complete=False)
-    assert len(rig.sent(TransmitModel)) == 1
+    assert len(rig.sent(msg.TransmitModel)) == 1
     rig.arrived("large")
     rig.done()
     assert rig.error(other) is None
@@ -306,9 +297,9 @@ def test_its_worker_dies_and_it_is_served_again(rig: Rig) -> None:
     registered(rig)
     token = rig.infer("large")
     rig.worker_exits(rig.state.current.slot)
-    assert rig.sent(CancelTransmit)
+    assert rig.sent(msg.CancelTransmit)
     rig.arrived("large", is_complete=False)
-    assert rig.sent(TransmitModel)
+    assert rig.sent(msg.TransmitModel)
     rig.arrived("large")
     rig.done()
     assert rig.error(token) is None
@@ -319,9 +310,9 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
     rig.infer("large")
     rig.infer("large")
     rig.done()
-    assert not rig.sent(TransmitModel), "the daemon may still write"
+    assert not rig.sent(msg.TransmitModel), "the daemon may still write"
     rig.arrived("large")
-    assert rig.sent(TransmitModel)[0].groups[0].size_bytes == 0
+    assert rig.sent(msg.TransmitModel)[0].groups[0].size_bytes == 0
     rig.arrived("large")
     rig.done()
 
@@ -330,7 +321,7 @@ def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig
     token, epoch = rig.begin("large")
     manifest = manifest_of("digest large", 186 * MIB, 31)
     found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
-    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
     rig.handle(ev.FromBuilder(message=done, manifest=manifest, profiles=(found,)))
     rig.stored("large", epoch)
     assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
@@ -340,7 +331,7 @@ def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig
 def test_it_is_neither_hinted_nor_sent_ahead(rig: Rig) -> None:
     registered(rig)
     rig.handle(ev.PrefetchHint(model="large"))
-    assert not rig.sent(TransmitModel)
+    assert not rig.sent(msg.TransmitModel)
 
 
 def test_it_cannot_be_pinned(rig: Rig) -> None:
@@ -365,7 +356,7 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     rig.done()
     job = rig.start_training(mib=20)
     rig.infer("large")
-    (sent,) = rig.sent(TransmitModel)
+    (sent,) = rig.sent(msg.TransmitModel)
     assert sent.region_bytes == 42 * MIB
     rig.park(job, rig.state.upcoming.turn)
     rig.arrived("large")
@@ -386,7 +377,7 @@ def beside(rig: Rig) -> Any:
 
 
 def steps_aside(rig: Rig, passing: Any) -> None:
-    rig.worker(passing.slot, SteppedAside(epoch=passing.epoch))
+    rig.worker(passing.slot, msg.SteppedAside(epoch=passing.epoch))
 
 
 def turns(rig: Rig) -> list[int]:
@@ -454,11 +445,11 @@ def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
     small = rig.infer("small")
     steps_aside(rig, passing)
     rig.worker_exits(passing.slot)
-    assert rig.sent(CancelTransmit)
+    assert rig.sent(msg.CancelTransmit)
     rig.done()
     assert rig.error(small) is None
     rig.arrived("large", is_complete=False)
-    assert rig.sent(TransmitModel)
+    assert rig.sent(msg.TransmitModel)
     assert rig.state.replicas["large"].model.deaths == 0, "it did not compute"
 
 
@@ -477,7 +468,7 @@ def test_a_daemon_refuses_a_group_that_would_wait_for_ever(
 ) -> None:
     registered(rig)
     rig.infer("large")
-    (sent,) = rig.sent(TransmitModel)
+    (sent,) = rig.sent(msg.TransmitModel)
     order = msgspec.structs.replace(sent, groups=sent.groups[:2], waits=waits)
     with pytest.raises(RemoteProtocolError, match="wait"):
         check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.dims import shape_at, values_of
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
+from pipeswitch.programs.generation import CACHE, USED
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
@@ -35,6 +37,7 @@ from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
+from .steps import Requests, Steps, StepTimes
 from .trials import MadeUpInputs, run_trial
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
@@ -55,6 +58,7 @@ class Programs:
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         # An index out of range is an exception on cpu; on cuda it costs the whole process.
+        self.step_times = StepTimes()
         self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
 
@@ -231,7 +235,11 @@ def infer(
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
         if pool.joined_for and pool.joined_for != message.model:
             pool.let_go()
-        inputs, rows = _inputs(message, pool)
+        requests: Requests = (message, *message.joined)
+        steps = most = None
+        if message.choosing is not None or message.joined:
+            most = programs.step_times.most(message, requests, manifest)
+        inputs, rows = _inputs(message, requests, pool, manifest, most)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
@@ -244,9 +252,13 @@ def infer(
                     if message.trial_batch:
                         run_trial(bound, message, programs.made_up, groups, view, slot)
                     else:
-                        outputs = bound.run(inputs, groups)
+                        if most is not None:
+                            waits = partial(_waits, view, slot, message)
+                            steps = Steps(bound, requests, most, view.device, waits)
+                        run = bound.run if steps is None else steps.run
+                        outputs = run(inputs, groups)
                         reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, message, rows, pool)
+                        slabs = _write(bound, outputs, requests, rows, pool, steps)
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
@@ -254,6 +266,8 @@ def infer(
                     raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
+        if steps is not None:
+            programs.step_times.took(message, (ended_at_ms - turn_at_ms) / steps.count)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
         if view.is_lost(error):
             fault = view.fault()
@@ -275,6 +289,7 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
+            steps=1 if steps is None else steps.count,
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )
@@ -282,6 +297,11 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _waits(view: PoolView, slot: int, message: RunInference) -> bool:
+    """Whether another request does."""
+    return view.board.stop(slot) == message.epoch
 
 
 def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
@@ -304,36 +324,42 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
         view.take_back()
 
 
-def _requests(message: RunInference) -> tuple[RunInference | JoinedRequest, ...]:
-    return (message, *message.joined)
-
-
-def _inputs(message: RunInference, pool: RequestPool) -> tuple[list[torch.Tensor], list[int]]:
-    """What the program gets, and how many rows of it are each request's."""
-    if not message.joined:
+def _inputs(
+    message: RunInference,
+    requests: Requests,
+    pool: RequestPool,
+    manifest: Manifest,
+    most: int | None,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """What the program gets, and how many rows of it are each request's. ``most`` steps that
+    follow one another need a cache of ours."""
+    if not message.joined and not most:
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
-    requests = _requests(message)
-    columns = zip(*(request.inputs for request in requests), strict=True)
+    names = [spec.name for spec in manifest.inputs]
+    columns = dict(zip(names, zip(*(one.inputs for one in requests), strict=True), strict=True))
+    least = {CACHE: most + max([pool.number(slab) for slab in columns[USED]])} if most else {}
     rows = [request.inputs[0].shape[0] for request in requests]
-    return pool.joined(columns, message.model), rows
+    return pool.joined(columns, message.model, least), rows
 
 
 def _write(
     bound: BoundProgram,
     outputs: list[torch.Tensor],
-    message: RunInference,
+    requests: Requests,
     rows: list[int],
     pool: RequestPool,
+    steps: Steps | None,
 ) -> list[tuple[SlabTensor, ...]]:
     """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
-    was padded each gets its own extents."""
-    manifest, values = bound.manifest, bound.manifest.outputs
-    if not rows:
-        return [pool.write(values, outputs, message.reply_offset_bytes, message.reply_bytes)]
-    parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
+    was padded each gets its own extents; of ``steps`` their tokens."""
+    manifest = bound.manifest
+    parts: Iterable[Sequence[torch.Tensor]] = [outputs]
+    if rows:
+        parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
     slabs = []
-    for request, part in zip(_requests(message), parts, strict=True):
-        own = _its_own(part, request, manifest) if manifest.pads else part
+    for row, (request, part) in enumerate(zip(requests, parts, strict=True)):
+        own = _its_own(part, request, manifest) if rows and manifest.pads else part
+        values, own = (manifest.outputs, own) if steps is None else steps.told(row, own)
         slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
     return slabs
 

@@ -6,19 +6,9 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
-from ...ipc.messages import (
-    Epoch,
-    HostGranted,
-    HostRequest,
-    JobName,
-    LeaseGranted,
-    LeaseRefused,
-    LeaseRequest,
-    Scrub,
-)
+from ...ipc import messages as msg
 from ..core import PLACES
 from ..device_state import DeviceState
-from ..events import ToWorker
 from ..policies.job_orders import JOB_ORDERS
 from ..records import Job, Worker
 from ..states import MoveEvent, MoveState, TaskEvent, TaskState
@@ -36,7 +26,7 @@ class Slices:
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
+        self._unscrubbed: dict[msg.Epoch, float] = {}  # of a scrub that failed: when to try again
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """A place for a job's state, throwing out idle models.
@@ -91,9 +81,9 @@ class Slices:
         assert taken is not None
         self._scrub(epoch, taken)
 
-    def _scrub(self, epoch: Epoch, region: Region) -> None:
+    def _scrub(self, epoch: msg.Epoch, region: Region) -> None:
         self._device.tell_daemon(
-            Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
+            msg.Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
     def scrub_again(self) -> int:
@@ -109,11 +99,11 @@ class Slices:
                 self._scrub(epoch, region)
         return PLACES if self._unscrubbed else 0
 
-    def scrubbed(self, epoch: Epoch) -> None:
+    def scrubbed(self, epoch: msg.Epoch) -> None:
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._arena.regions.release(Owner("scrub", str(epoch)))
 
-    def refused(self, epoch: Epoch) -> None:
+    def refused(self, epoch: msg.Epoch) -> None:
         """The daemon could not zero a range: it is asked again."""
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
@@ -122,7 +112,7 @@ class Slices:
         """A slice is held by a process that lives."""
         for region in self._arena.regions:
             if region.owner.kind == "slice":
-                name = JobName(region.owner.name)
+                name = msg.JobName(region.owner.name)
                 assert any(w.job == name for w in self._device.workers.values()), region
 
 
@@ -142,7 +132,7 @@ class Leases:
         self._commits = commits
         self._store = store
 
-    def requested(self, worker: Worker, message: LeaseRequest) -> None:
+    def requested(self, worker: Worker, message: msg.LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
@@ -162,7 +152,7 @@ class Leases:
         if not job.lease_bytes:  # a later phase of the script asks again
             job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
 
-    def host_requested(self, worker: Worker, message: HostRequest) -> None:
+    def host_requested(self, worker: Worker, message: msg.HostRequest) -> None:
         """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
@@ -173,11 +163,9 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.emit(
-            ToWorker(slot=job.slot, message=HostGranted(epoch=job.epoch), channel="signal")
-        )
+        self._device.signal(job.slot, msg.HostGranted(epoch=job.epoch))
 
-    def reaped(self, name: JobName) -> None:
+    def reaped(self, name: msg.JobName) -> None:
         """The job's process is gone: it holds nothing any more, and writes nowhere."""
         self._store.charge(name, 0)
         self._slices.release(Owner("slice", name))
@@ -219,18 +207,10 @@ class Leases:
                 job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
-            self._device.emit(
-                ToWorker(
-                    slot=job.slot,
-                    message=LeaseGranted(
-                        epoch=job.epoch,
-                        offset_bytes=region.offset_bytes,
-                        size_bytes=region.size_bytes,
-                    ),
-                    channel="signal",
-                    commits_of=job.name,
-                )
+            granted = msg.LeaseGranted(
+                epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
+            self._device.signal(job.slot, granted, commits_of=job.name)
 
     def who_leaves_for(self, job: Job) -> Job | None:
         """A suspended job that holds memory, less important or with its turn behind it.
@@ -256,12 +236,7 @@ class Leases:
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None
         wire = to_wire(error)
-        self._device.emit(
-            ToWorker(
-                slot=job.slot,
-                message=LeaseRefused(
-                    epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
-                ),
-                channel="signal",
-            )
+        refused = msg.LeaseRefused(
+            epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
         )
+        self._device.signal(job.slot, refused)

@@ -31,16 +31,15 @@ class BuildQueue:
         """No build runs."""
         return not self._running
 
-    def refusal(self, client: str) -> QueueFull | None:
-        """Why a registration of this client may not wait too."""
+    def check_room(self, client: str) -> None:
+        """Raises QueueFull: no registration of this client may wait too."""
         size, held = self._core.settings.max_waiting_builds, len(self._waiting)
         own = sum(one.client == client for one in self._waiting)
         if client and not left(size, held, own):
-            return QueueFull(
+            raise QueueFull(
                 f"{own} registrations of this client wait, of {held} in all",
                 hint="wait for them, then register again",
             )
-        return None
 
     def put(self, one: Registration) -> None:
         self._waiting.append(one)

@@ -13,7 +13,6 @@ from ...errors import (
     HostStoreFull,
     InvalidInput,
     PermissionDenied,
-    PipeSwitchError,
     ServerUnavailable,
 )
 from ...ipc.messages import ModelName
@@ -37,11 +36,7 @@ class Chains:
     def asked(self, event: ChainAsked) -> None:
         """Another one; the same by the same client again is a no-op."""
         core, name = self._core, event.model
-        try:
-            chain = event.restored or self._checked(event)
-        except PipeSwitchError as error:
-            core.refuse(event.token, error)
-            return
+        chain = event.restored or self._checked(event)
         if name not in self._machine.chains:
             self._machine.chains[name] = chain, event.tenant
             if event.restored is None:
@@ -95,21 +90,17 @@ class Chains:
             if one is not None and one.manifest is not None and one.state.state in PRESENT
         }
 
-    def taken(self, name: ModelName) -> AlreadyExists | None:
-        """Why a model cannot have this name."""
-        if name not in self._machine.chains:
-            return None
-        return AlreadyExists(
-            f'"{name}" is a chain', hint=f"pipeswitch unregister {name}, or choose another name"
-        )
+    def check_free(self, name: ModelName) -> None:
+        """Raises AlreadyExists: a chain has this name."""
+        if name in self._machine.chains:
+            hint = f"pipeswitch unregister {name}, or choose another name"
+            raise AlreadyExists(f'"{name}" is a chain', hint=hint)
 
     def unregister(self, event: UnregisterAsked) -> None:
         """Requests that are under way go on."""
         _, tenant = self._machine.chains[event.model]
         if event.tenant not in (None, tenant):
-            error = PermissionDenied(f'"{event.model}" is another client\'s')
-            self._core.refuse(event.token, error)
-            return
+            raise PermissionDenied(f'"{event.model}" is another client\'s')
         del self._machine.chains[event.model]
         self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
         self._core.emit(Retract(model=event.model))

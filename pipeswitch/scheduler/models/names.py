@@ -86,25 +86,21 @@ class Names:
         """Another version that is still there becomes the current one, or gets a share."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
-            core.refuse(event.token, not_found(event.model))
-            return
+            raise not_found(event.model)
         if event.tenant not in (None, current.tenant):
-            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
-            return
+            raise PermissionDenied(f'"{event.model}" is another client\'s')
         older = [m for m in self._versions.all_of(event.model) if m.version < current.version]
         target = self._versions.of(event.model, event.version) if event.version else None
         if not event.version and older:
             target = older[-1]
         if target is None or target.state.state is not ModelState.READY:
             which = str(event.version) if event.version else f"before {current.version}"
-            core.refuse(event.token, self._versions.missing(event.model, which))
-            return
+            raise self._versions.missing(event.model, which)
         if event.share >= 0 and not self._versions.split(target, event.share):
-            text = (
-                f"version {current.version} is the current one and has what others leave of 100 %"
+            raise InvalidInput(
+                f"version {current.version} is the current one and has what others leave of 100 %",
+                hint="pipeswitch models --versions",
             )
-            core.refuse(event.token, InvalidInput(text, hint="pipeswitch models --versions"))
-            return
         if event.share < 0 and target is not current:
             self.hand_over(target, "rolled back")
         core.answer(event.token, model=event.model, version=target.version, before=current.version)
@@ -145,11 +141,9 @@ class Names:
             device.fleet.forget(model.name)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
-        for token in registration.end_waiters:
-            core.answer(token, model=model.name)
+        core.answer_all(registration.end_waiters, model=model.name)
         if model.base not in self._machine.served:
-            for token in served.end_waiters:
-                core.answer(token, model=model.base)
+            core.answer_all(served.end_waiters, model=model.base)
 
     @takes(PinAsked)
     def pin(self, event: PinAsked) -> None:
@@ -157,21 +151,19 @@ class Names:
         core = self._core
         model = self._versions.current(event.model)
         if model is None or model.state.state is ModelState.LEAVING:
-            core.refuse(event.token, not_found(event.model))
-            return
+            raise not_found(event.model)
         is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
             core.edition += 1
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
-            text = f'"{event.model}" is larger than the arena: it streams, and cannot stay there'
-            size = model.built.total_bytes
-            core.refuse(event.token, OutOfDeviceMemory(
-                text, hint="start with a larger --arena", requested_bytes=size,
+            raise OutOfDeviceMemory(
+                f'"{event.model}" is larger than the arena: it streams, and cannot stay there',
+                hint="start with a larger --arena",
+                requested_bytes=model.built.total_bytes,
                 largest_free_bytes=self._machine.devices[0].arena.leasable_bytes,
-            ))  # fmt: skip
-            return
+            )
         if event.pin:
             model.failed_joins = 0
         self._pin(model, is_pinned=is_pinned)

@@ -26,21 +26,12 @@ from ...errors import (
     ServerUnavailable,
     to_wire,
 )
-from ...ipc.messages import (
-    CommitPersisted,
-    Epoch,
-    JobName,
-    ModelName,
-    PersistCommit,
-    PublishAnswered,
-    PublishCopied,
-    PublishStep,
-)
+from ...ipc import messages as msg
 from ...programs.layout import BUNDLE_FILE
 from ...programs.matching import match
 from ..core import ALL, Core, takes
 from ..device_state import DeviceState
-from ..events import DropPublished, PublishAsked, Token, ToWorker
+from ..events import DropPublished, PublishAsked, Token
 from ..machine import Machine
 from ..records import NO_EPOCH, Job, Model, Registration, Worker
 from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
@@ -52,15 +43,15 @@ from .versions import Versions
 class Publication:
     """One publication, from its acceptance until its version is there or refused."""
 
-    name: ModelName
-    job: JobName
+    name: msg.ModelName
+    job: msg.JobName
     step: int  # -1: of whatever commit is the newest
     part: str  # of the job; empty: the only one that fits
     token: Token | None
-    since: Epoch  # its acceptance: a job or model that is younger only has the name
+    since: msg.Epoch  # its acceptance: a job or model that is younger only has the name
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
-    epoch: Epoch = NO_EPOCH  # of the order to copy
+    epoch: msg.Epoch = NO_EPOCH  # of the order to copy
     device: int = 0  # whose daemon copies
     directory: str = ""  # its copy of the commit; none: where the job keeps it
     is_cancelled: bool = False  # it ends when the daemon has left its folder
@@ -78,24 +69,20 @@ class Publishing:
         self._machine = machine
         self._registry = registry
         self._versions = versions
-        self._lines: dict[ModelName, list[Publication]] = {}
+        self._lines: dict[msg.ModelName, list[Publication]] = {}
 
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
         """By a client; answered when the version serves."""
-        try:
-            self._check(event)
-        except PipeSwitchError as error:
-            self._core.refuse(event.token, error)
-        else:
-            self._accept(event.model, event.job, event.step, event.part, event.token)
+        self._check(event)
+        self._accept(event.model, event.job, event.step, event.part, event.token)
 
-    def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
+    def script_asked(self, device: DeviceState, worker: Worker, message: msg.PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
-        answer = PublishAnswered(epoch=message.epoch)
+        answer = msg.PublishAnswered(epoch=message.epoch)
         try:
             if self._core.is_draining:
                 raise ServerUnavailable("the server is draining")
@@ -107,13 +94,13 @@ class Publishing:
             match(wanted, given, message.part)
         except PipeSwitchError as error:
             wire = to_wire(error)
-            answer = PublishAnswered(
+            answer = msg.PublishAnswered(
                 epoch=message.epoch, error=wire["type"], message=wire["message"],
                 hint=wire["hint"], data=wire["data"],
             )  # fmt: skip
         else:
             self._accept(message.model, job.name, message.step, message.part, None)
-        device.emit(ToWorker(slot=worker.slot, message=answer, channel="signal"))
+        device.signal(worker.slot, answer)
 
     def _check(self, event: PublishAsked) -> None:
         if self._core.is_draining:
@@ -127,7 +114,7 @@ class Publishing:
         if event.step not in (-1, job.committed_step):
             raise _other_step(job, event.step, job.committed_step)
 
-    def model_for(self, name: ModelName, tenant: str | None) -> Model:
+    def model_for(self, name: msg.ModelName, tenant: str | None) -> Model:
         """The model that a publication is to follow, when that is ready.
 
         Raises:
@@ -146,7 +133,7 @@ class Publishing:
         return model
 
     def _accept(
-        self, name: ModelName, job: JobName, step: int, part: str, token: Token | None
+        self, name: msg.ModelName, job: msg.JobName, step: int, part: str, token: Token | None
     ) -> None:
         line = self._lines.setdefault(name, [])
         waiting = [one for one in line if one.stage in ("waits", "copied")]
@@ -172,7 +159,7 @@ class Publishing:
                 del self._lines[name]
         return ALL if self._lines else 0
 
-    def _is_awaited(self, name: ModelName) -> bool:
+    def _is_awaited(self, name: msg.ModelName) -> bool:
         model = self._versions.current(name)
         return model is not None and model.state.state in MODEL_AWAITED
 
@@ -190,10 +177,10 @@ class Publishing:
             one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
             device.tell_daemon(
-                PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
+                msg.PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
             )
 
-    def persisted(self, message: CommitPersisted) -> bool:
+    def persisted(self, message: msg.CommitPersisted) -> bool:
         """The copy is there; False: it is of no publication."""
         one = self._copying(message.epoch)
         if one is None:
@@ -210,13 +197,13 @@ class Publishing:
             self._tell_script(one)
         return True
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, epoch: msg.Epoch, reason: str) -> None:
         """The daemon will not copy it."""
         one = self._copying(epoch)
         if one is not None:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
 
-    def _copying(self, epoch: Epoch) -> Publication | None:
+    def _copying(self, epoch: msg.Epoch) -> Publication | None:
         every = [one for line in self._lines.values() for one in line]
         return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
@@ -225,8 +212,7 @@ class Publishing:
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
-            copied = PublishCopied(epoch=job.epoch)
-            device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
+            device.signal(job.slot, msg.PublishCopied(epoch=job.epoch))
 
     def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""
@@ -321,7 +307,7 @@ def _not_ready(model: Model) -> InvalidInput:
     return InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
 
 
-def _no_job(name: JobName) -> ModelNotFound:
+def _no_job(name: msg.JobName) -> ModelNotFound:
     return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
 
 

@@ -17,31 +17,13 @@ from ...errors import (
     from_wire,
     to_wire,
 )
-from ...ipc.messages import (
-    BuildDone,
-    BuildFailed,
-    BuildProgress,
-    Epoch,
-    ModelName,
-    ModelStored,
-    StoreFailed,
-    StoreModel,
-)
+from ...ipc import messages as msg
 from ...planning.profile import Found
 from ...programs.layout import Manifest
 from ...programs.signature import is_same_signature
+from .. import events as ev
 from .. import limits
 from ..core import PLACES, QUEUE, TURN, Core, takes
-from ..events import (
-    Answer,
-    BuilderExited,
-    CancelAsked,
-    Journal,
-    RegisterAsked,
-    Retract,
-    Token,
-    UnregisterAsked,
-)
 from ..machine import Machine
 from ..records import Model, Registration, Replica
 from ..requests.admission import Admission, changed_on_the_way
@@ -76,18 +58,14 @@ class Registry:
 
     # -- register -----------------------------------------------------------------------------
 
-    @takes(RegisterAsked)
-    def register(self, event: RegisterAsked) -> None:
+    @takes(ev.RegisterAsked)
+    def register(self, event: ev.RegisterAsked) -> None:
         """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
         error; 3. a build starts; progress and one final answer follow."""
         core = self._core
         if core.is_draining:
-            core.refuse(event.token, ServerUnavailable("the server is draining"))
-            return
-        taken = self.chains.taken(event.model)
-        if taken is not None:
-            core.refuse(event.token, taken)
-            return
+            raise ServerUnavailable("the server is draining")
+        self.chains.check_free(event.model)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event, old):
@@ -102,45 +80,37 @@ class Registry:
         if old is not None:
             is_anothers = old.tenant != event.tenant
             why = "another client's" if is_anothers else "registered from something else"
-            error = AlreadyExists(
+            raise AlreadyExists(
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
-            core.refuse(event.token, error)
-            return
         unknown = limits.refusal(event.devices, self._machine.names)
         if unknown is not None and not event.is_known:
-            core.refuse(event.token, unknown)
-            return
+            raise unknown
         most = core.settings.max_models_per_client
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
         if event.tenant and not event.is_known and count >= most:
-            full = HostStoreFull(
+            raise HostStoreFull(
                 f"this client has {count} models, [server] max_models_per_client is {most} "
                 "(clients without a key are one)",
                 hint="pipeswitch unregister NAME",
             )
-            core.refuse(event.token, full)
-            return
-        refusal = self._builds.refusal(event.client)
-        if refusal is not None:
-            core.refuse(event.token, refusal)
-            return
+        self._builds.check_room(event.client)
         self._begin(event, (event.token,))
 
-    def _is_same(self, event: RegisterAsked, old: Model) -> bool:
+    def _is_same(self, event: ev.RegisterAsked, old: Model) -> bool:
         """Another tenant's is not: its requests would be served among that one's, unasked."""
         served = self._versions.served(event.model)
         is_of_one = old.tenant == event.tenant
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
-    def begin_version(self, before: Model, spec: bytes, token: Token | None) -> Model:
+    def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
         """The next version of a name, built from ``spec``; it takes over when it is there."""
         served = self._versions.served(before.base)
         assert served is not None
-        event = RegisterAsked(
-            token=Token(0) if token is None else token,
+        event = ev.RegisterAsked(
+            token=ev.Token(0) if token is None else token,
             model=version_name(before.base, served.last + 1),
             spec=spec,
             spec_digest=served.spec_digest,
@@ -155,7 +125,7 @@ class Registry:
         return self._machine.models[event.model]
 
     def _begin(
-        self, event: RegisterAsked, waiters: tuple[Token, ...], *, takes_over: bool = False
+        self, event: ev.RegisterAsked, waiters: tuple[ev.Token, ...], *, takes_over: bool = False
     ) -> None:
         """Its name is taken, and a build waits."""
         core, machine = self._core, self._machine
@@ -209,28 +179,25 @@ class Registry:
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for one in self.registrations.values():
-            for token in (*one.waiters, *one.end_waiters):
-                self._core.refuse(token, error)
-            one.waiters.clear()
-            one.end_waiters.clear()
+            self._core.refuse_all(error, one.waiters, one.end_waiters)
         for served in self._machine.served.values():
-            for token in served.end_waiters:
-                self._core.refuse(token, error)
-            served.end_waiters.clear()
+            self._core.refuse_all(error, served.end_waiters)
 
-    def progress(self, message: BuildProgress) -> None:
+    def progress(self, message: msg.BuildProgress) -> None:
         if self._of(message.model, message.epoch) is None:
             return
         for token in self.registrations[message.model].waiters:
             self._core.emit(
-                Answer(
+                ev.Answer(
                     token=token,
                     more=True,
                     body={"stage": message.stage, "fraction": message.fraction},
                 )
             )
 
-    def built(self, message: BuildDone, manifest: Manifest, profiles: tuple[Found, ...]) -> None:
+    def built(
+        self, message: msg.BuildDone, manifest: Manifest, profiles: tuple[Found, ...]
+    ) -> None:
         """The directory is complete: take room, let the daemon load it, plan its groups.
 
         From here on requests are admitted, and wait: after a restart they come before the bytes do.
@@ -287,7 +254,7 @@ class Registry:
         if device is None:
             return
         device.tell_daemon(
-            StoreModel(
+            msg.StoreModel(
                 model=model.name,
                 epoch=registration.build_epoch,
                 directory=self._core.settings.program_dir(model.manifest.digest),
@@ -310,7 +277,7 @@ class Registry:
             if is_storing and self.registrations[model.name].storing == device:
                 self._store_again(model)
 
-    def stored(self, message: ModelStored) -> None:
+    def stored(self, message: msg.ModelStored) -> None:
         """Complete: requests may be dispatched."""
         core = self._core
         model = self._of(message.model, message.epoch)
@@ -329,32 +296,32 @@ class Registry:
             self._answer_registered(model, token)
         waiters.clear()
 
-    def store_failed(self, message: StoreFailed) -> None:
+    def store_failed(self, message: msg.StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.STORING:
             self._refuse(model, RegistrationRefused("weights", message.reason))
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, epoch: msg.Epoch, reason: str) -> None:
         """The daemon could not carry out an order for a reason of its own: no answer follows."""
         for one in list(self.registrations.values()):
             model = self._machine.models[one.model]
             if one.build_epoch == epoch and model.state.state is ModelState.STORING:
                 self._refuse(model, RegistrationRefused("weights", reason))
 
-    def build_failed(self, message: BuildFailed) -> None:
+    def build_failed(self, message: msg.BuildFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
             error = from_wire(message.error, message.message, message.hint, message.data)
             self._refuse(model, error)
 
-    def builder_exited(self, event: BuilderExited) -> None:
+    def builder_exited(self, event: ev.BuilderExited) -> None:
         """A builder that died without a word: its model's code brought it down."""
         model = self._of(event.model, event.epoch)
         self._builds.exited(event.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
 
-    def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
+    def _of(self, name: msg.ModelName, epoch: msg.Epoch) -> Model | None:
         registration = self.registrations.get(name)
         is_it = registration is not None and registration.build_epoch == epoch
         return self._machine.models[name] if is_it else None
@@ -363,16 +330,15 @@ class Registry:
         """Nothing stays behind of a model that was refused; the name is free again."""
         core = self._core
         if model.manifest is not None:  # it may have been announced
-            core.emit(Retract(model=model.name))
+            core.emit(ev.Retract(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.forget(model)
         registration.error = error
-        for token in registration.waiters:
-            core.refuse(token, error)
+        core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=to_wire(error))
 
-    def _answer_registered(self, model: Model, token: Token) -> None:
+    def _answer_registered(self, model: Model, token: ev.Token) -> None:
         manifest = self._machine.devices[0].state.replicas[model.name].manifest
         assert manifest is not None
         streams = self._machine.stream_of(model)
@@ -390,7 +356,7 @@ class Registry:
             batching=msgspec.to_builtins(manifest.batching),
         )
 
-    def cancel(self, event: CancelAsked) -> None:
+    def cancel(self, event: ev.CancelAsked) -> None:
         """The client that registers has gone or given up.
 
         While its bytes are being stored it is too late: the model is registered in a moment, and
@@ -413,8 +379,8 @@ class Registry:
 
     # -- unregister, load, unload -------------------------------------------------------------
 
-    @takes(UnregisterAsked)
-    def unregister(self, event: UnregisterAsked) -> None:
+    @takes(ev.UnregisterAsked)
+    def unregister(self, event: ev.UnregisterAsked) -> None:
         """No new request is admitted; the answer comes when the queued ones are through.
 
         Of a name all versions go, of a version's own name that one alone. A registration whose
@@ -427,22 +393,18 @@ class Registry:
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
         if not models:
-            core.refuse(event.token, not_found(event.model))
-            return
+            raise not_found(event.model)
         if event.tenant not in (None, models[-1].tenant):
-            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
-            return
+            raise PermissionDenied(f'"{event.model}" is another client\'s')
         if any(model.state.state is ModelState.STORING for model in models):
-            error = AlreadyExists(
+            raise AlreadyExists(
                 f'"{event.model}" is still being registered', hint="wait until it is ready"
             )
-            core.refuse(event.token, error)
-            return
         staying = [model for model in models if model.state.state is not ModelState.BUILDING]
         for model in models:
             if model not in staying:
                 self.give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
-                core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+                core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
             self.names.leave(model, "asked by the user")

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from ...ipc.messages import Epoch, Ping, Slot
 from ..device_state import DeviceState
-from ..events import ToWorker
 from ..records import Worker
 from ..states import WORKER_SERVES
 
@@ -54,7 +53,7 @@ class Health:
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
-                device.emit(ToWorker(slot=worker.slot, message=question, channel="signal"))
+                device.signal(worker.slot, question)
 
     @property
     def is_complete(self) -> bool:

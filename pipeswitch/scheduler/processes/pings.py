@@ -46,10 +46,7 @@ class Pings:
         if not is_complete and core.now_ms < silent_at_ms:
             core.look_again(silent_at_ms, PINGS)
             return
-        tokens, self._answering = self._answering, []
-        body = self._report()
-        for token in tokens:
-            core.answer(token, **body)
+        core.answer_all(self._answering, **self._report())
 
     def _report(self) -> dict[str, Any]:
         """Less the client's own part of the way. Ready is a server of which a device is."""
@@ -69,7 +66,4 @@ class Pings:
 
     def refuse_all(self, error: ServerUnavailable) -> None:
         """The server leaves."""
-        for token in (*self._answering, *self._waiting):
-            self._core.refuse(token, error)
-        self._answering.clear()
-        self._waiting.clear()
+        self._core.refuse_all(error, self._answering, self._waiting)

@@ -12,17 +12,8 @@ from dataclasses import dataclass, field
 
 from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
+from .. import events as ev
 from ..core import QUEUE, STAGES, Core
-from ..events import (
-    FromStage,
-    KillStage,
-    Prepared,
-    SpawnStage,
-    StageExited,
-    TakeResult,
-    Token,
-    ToStage,
-)
 from ..records import NO_EPOCH, Request
 from ..states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
 
@@ -36,7 +27,7 @@ class Process:
     generation: Epoch = NO_EPOCH  # of the process; what was registered later it has not imported
     pid: int = 0
     epoch: Epoch = NO_EPOCH  # of the call
-    token: Token | None = None  # whose inputs it makes, or whose result is being copied
+    token: ev.Token | None = None  # whose inputs it makes, or whose result is being copied
     function: str = ""  # that it calls
     began_at_ms: float = 0.0  # the call
     respawn_at_ms: float = 0.0
@@ -69,7 +60,7 @@ class Stages:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.waits: dict[Token, Raw] = {}
+        self.waits: dict[ev.Token, Raw] = {}
         self.processes = [Process(Slot(slot)) for slot in range(core.settings.stages)]
 
     def __len__(self) -> int:
@@ -84,7 +75,7 @@ class Stages:
         raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
-    def tokens(self) -> list[Token]:
+    def tokens(self) -> list[ev.Token]:
         return list(self.waits)
 
     # -- requests -----------------------------------------------------------------------------
@@ -96,13 +87,13 @@ class Stages:
             self._core.look_again(request.deadline_at_ms, STAGES)
         self.advance()
 
-    def prepared(self, event: Prepared) -> Request | None:
+    def prepared(self, event: ev.Prepared) -> Request | None:
         """The copy has ended: the request, if its inputs lie in the pool. It is here no more."""
         request = self._prepared(event)
         self.advance()
         return request
 
-    def _prepared(self, event: Prepared) -> Request | None:
+    def _prepared(self, event: ev.Prepared) -> Request | None:
         process = self.processes[event.slot]
         process.is_copied, process.token = False, None
         if process.state.state is WorkerState.CLEANING:
@@ -125,7 +116,7 @@ class Stages:
         request.reply_bytes = event.reply_bytes
         return request
 
-    def cancel(self, token: Token) -> bool:
+    def cancel(self, token: ev.Token) -> bool:
         """Take one back; its function goes on for nothing. False: it is not here."""
         raw = self.waits.get(token)
         if raw is None:
@@ -143,7 +134,7 @@ class Stages:
             if not self._is_copied(token):
                 self._refuse(raw, TaskEvent.ERROR, error)
 
-    def _is_copied(self, token: Token) -> bool:
+    def _is_copied(self, token: ev.Token) -> bool:
         return any(process.is_copied and process.token == token for process in self.processes)
 
     def _refuse(self, raw: Raw, event: TaskEvent, error: PipeSwitchError) -> None:
@@ -156,7 +147,7 @@ class Stages:
 
     # -- processes ----------------------------------------------------------------------------
 
-    def said(self, event: FromStage) -> None:
+    def said(self, event: ev.FromStage) -> None:
         process = self.processes[event.slot]
         if event.generation != process.generation:
             self._core.counts["stale_messages"] += 1
@@ -171,9 +162,9 @@ class Stages:
                     process.is_copied = True
                     request = raw.request
                     self._core.emit(
-                        TakeResult(token=request.token, slot=process.slot, model=request.model,
-                                   function=raw.function, outputs=outputs,
-                                   is_after=request.is_after)
+                        ev.TakeResult(token=request.token, slot=process.slot, model=request.model,
+                                      function=raw.function, outputs=outputs,
+                                      is_after=request.is_after)
                     )  # fmt: skip
                     return
                 self._cleaned(process)
@@ -197,7 +188,7 @@ class Stages:
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED)
 
-    def exited(self, event: StageExited) -> None:
+    def exited(self, event: ev.StageExited) -> None:
         """Its process is reaped: its request is tried again, or reads what killed it."""
         core, process = self._core, self.processes[event.slot]
         if event.generation != process.generation:
@@ -237,7 +228,7 @@ class Stages:
             if is_free and waiting and process.respawn_at_ms <= self._core.now_ms:
                 process.generation = self._core.next_epoch()
                 process.state.apply(WorkerEvent.RESPAWNED)
-                self._core.emit(SpawnStage(slot=process.slot, generation=process.generation))
+                self._core.emit(ev.SpawnStage(slot=process.slot, generation=process.generation))
         return STAGES
 
     def _call(self, process: Process, raw: Raw) -> None:
@@ -246,7 +237,7 @@ class Stages:
         process.epoch, process.token = core.next_epoch(), raw.request.token
         process.function, process.began_at_ms = raw.function, core.now_ms
         call = RunStage(epoch=process.epoch, function=raw.function, inputs=raw.request.inputs)
-        core.emit(ToStage(slot=process.slot, message=call, tenant=raw.tenant))
+        core.emit(ev.ToStage(slot=process.slot, message=call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
             core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
@@ -267,7 +258,7 @@ class Stages:
 
     def _kill(self, process: Process, why: str) -> None:
         process.state.apply(WorkerEvent.KILLED, why)
-        self._core.emit(KillStage(slot=process.slot))
+        self._core.emit(ev.KillStage(slot=process.slot))
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -192,13 +192,7 @@ class Profiling:
 
     def asked(self, event: ProfileAsked) -> None:
         """Measure it next; progress and one final answer follow."""
-        core, device = self._core, self._device
-        replica = device.replicas.get(event.model)
-        refusal = self._refusal(replica, event)
-        if refusal is not None:
-            core.refuse(event.token, refusal)
-            return
-        assert replica is not None
+        replica = self._measurable(event)
         batches = event.batches or (usual_batch(replica),)
         for name, others, tokens in self._waiting:
             if (name, others) == (event.model, batches):
@@ -206,23 +200,28 @@ class Profiling:
                 return
         self._waiting.append((event.model, batches, [event.token]))
 
-    def _refusal(self, replica: Replica | None, event: ProfileAsked) -> PipeSwitchError | None:
+    def _measurable(self, event: ProfileAsked) -> Replica:
+        """
+        Raises:
+            ServerUnavailable, ModelNotFound, InvalidInput, RegistrationRefused, OutOfDeviceMemory.
+        """
+        replica = self._device.replicas.get(event.model)
         if self._core.is_draining:
-            return ServerUnavailable("the server is draining")
+            raise ServerUnavailable("the server is draining")
         if replica is None or replica.model.state.state is ModelState.LEAVING:
-            return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+            raise ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if replica.model.manifest is None or replica.model.state.state is not ModelState.READY:
-            return InvalidInput(
+            raise InvalidInput(
                 f'"{replica.name}" is {replica.model.state.state.value}, it must be ready'
             )
         if not layer_bytes(replica.model.manifest):
-            return RegistrationRefused(
+            raise RegistrationRefused(
                 replica.name,
                 "it was built by a release that did not keep its layers",
                 hint=f"unregister and register {replica.name}",
             )
         if replica.landings is not None:
-            return OutOfDeviceMemory(
+            raise OutOfDeviceMemory(
                 f'"{replica.name}" is larger than the arena: it is never all there to be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
@@ -230,10 +229,10 @@ class Profiling:
             )
         low, high = replica.model.manifest.batch
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
-            return InvalidInput(
+            raise InvalidInput(
                 f"{replica.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
             )
-        return None
+        return replica
 
     def cancel(self, token: Token) -> None:
         """The client that asked has gone."""
@@ -252,9 +251,7 @@ class Profiling:
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server leaves: every client that waits is answered."""
-        for _, _, tokens in self._waiting:
-            for token in tokens:
-                self._core.refuse(token, error)
+        self._core.refuse_all(error, *(tokens for _, _, tokens in self._waiting))
         self._waiting.clear()
         if self._session is not None:
             self._fail(self._session, error)
@@ -293,8 +290,7 @@ class Profiling:
             name, batches, tokens = self._waiting.pop(0)
             replica = device.replicas.get(name)
             if replica is None or replica.model.state.state is not ModelState.READY:
-                for token in tokens:
-                    core.refuse(token, _gone(name))
+                core.refuse_all(_gone(name), tokens)
                 continue
             self._begin(replica, batches, tokens)
 
@@ -408,13 +404,11 @@ class Profiling:
         self._device.measured.append((replica.name, profile))
         core.touched |= MEASURED
         self._device.publish("model.profiled", model=replica.name, digest=profile.digest)
-        for token in session.tokens:
-            core.answer(token, profile=msgspec.to_builtins(profile))
+        core.answer_all(session.tokens, profile=msgspec.to_builtins(profile))
 
     def _fail(self, session: Session, error: PipeSwitchError) -> None:
         self._end(session)
-        for token in session.tokens:
-            self._core.refuse(token, error)
+        self._core.refuse_all(error, session.tokens)
 
     def _end(self, session: Session) -> None:
         """The model gets the groups again that it had before."""

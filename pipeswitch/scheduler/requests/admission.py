@@ -69,6 +69,7 @@ class Admission:
             is_raw=model.stage is not None and bool(model.stage.function),
             follows=event.follows,
             sequence=event.sequence,
+            choosing=event.choosing,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)

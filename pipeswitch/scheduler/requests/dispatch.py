@@ -190,6 +190,7 @@ class Dispatch:
            those of its model's run that end now waits as in 4: its turn is the next one.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
+        9. Steps that go on by themselves end when a request waits, dispatched or not.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -198,7 +199,11 @@ class Dispatch:
             self._refuse_the_impossible()
         while device.queue.requests and device.upcoming is None:
             if not self._dispatch_best():
-                return
+                break
+        current = device.current
+        if current is not None and current.goes_on and (device.queue.requests or device.upcoming):
+            current.goes_on = False  # after the step that it is at
+            device.emit(Interrupt(slot=current.slot, epoch=current.epoch))
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
@@ -463,6 +468,7 @@ class Dispatch:
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
+            goes_on=request.choosing is not None and request.choosing.steps > 1,
             charge=charge,
         )
         device.upcoming = activation
@@ -489,6 +495,7 @@ class Dispatch:
                     joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=is_code,
+                    choosing=request.choosing,
                 ),
             )
         )
@@ -516,4 +523,5 @@ def _joined(request: Request) -> JoinedRequest:
         inputs=request.inputs,
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
+        choosing=request.choosing,
     )

@@ -6,19 +6,10 @@ import math
 from typing import Final
 
 from ...errors import HostStoreFull, ServerUnavailable
-from ...ipc.messages import (
-    CloseCommits,
-    CommitCopy,
-    CommitPersisted,
-    CommitStep,
-    Epoch,
-    OpenCommits,
-    PersistCommit,
-    StepCommitted,
-)
+from ...ipc import messages as msg
 from ..core import JOBS
 from ..device_state import DeviceState
-from ..events import CreateCommits, DropCommits, LoadedCommit, ToWorker
+from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..memory.ledgers import Arena, Store
 from ..records import NO_EPOCH, Job, Worker
 from ..states import TASK_FINAL, MoveState
@@ -82,7 +73,7 @@ class Commits:
     def leaves(self, job: Job) -> None:
         """Another device's daemon copies what it commits from now on."""
         if job.commit_slot_bytes:
-            self._device.tell_daemon(CloseCommits(job=job.name))
+            self._device.tell_daemon(msg.CloseCommits(job=job.name))
 
     def enters(self, job: Job) -> None:
         """It was another device's."""
@@ -91,10 +82,10 @@ class Commits:
 
     def _tell_daemon(self, job: Job) -> None:
         self._device.tell_daemon(
-            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
+            msg.OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
         )
 
-    def commit(self, worker: Worker, message: CommitStep) -> None:
+    def commit(self, worker: Worker, message: msg.CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
 
         Each number once: when a commit is acknowledged its owner writes the slice again, so a
@@ -110,7 +101,7 @@ class Commits:
         job.commit_number = message.number
         job.copying_epoch, job.copying_number = job.epoch, message.number
         self._device.tell_daemon(
-            CommitCopy(
+            msg.CommitCopy(
                 job=job.name,
                 epoch=job.epoch,
                 number=message.number,
@@ -121,7 +112,7 @@ class Commits:
             )
         )
 
-    def committed(self, message: StepCommitted) -> None:
+    def committed(self, message: msg.StepCommitted) -> None:
         """Flipped: tell the worker; what was committed goes to disk as soon as that may be."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
@@ -139,7 +130,7 @@ class Commits:
             copy_ms = message.copy_ms
             device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
-            self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
+            self._device.signal(job.slot, message)
 
     def persist_due(self) -> None:
         """Write each commit to disk, as far as its writes keep to their share of the time; the one
@@ -157,14 +148,16 @@ class Commits:
             job.persist_epoch = job.epoch
             job.persist_began_at_ms, job.persist_due_at_ms = core.now_ms, math.inf
             directory = f"{core.settings.commits_dir}/{job.name}"
-            device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
+            device.tell_daemon(
+                msg.PersistCommit(job=job.name, epoch=job.epoch, directory=directory)
+            )
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
         """Its newest commit is in the host store, and not on disk."""
         return job.commit_slot_bytes > 0 and job.committed_step > job.persisted_step
 
-    def persisted(self, message: CommitPersisted) -> None:
+    def persisted(self, message: msg.CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
         job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
@@ -187,9 +180,7 @@ class Commits:
 
     def _not_saved(self, job: Job, reason: str) -> None:
         job.why = f"commit not on disk: {reason}"
-        for token in job.exporters:
-            self._core.refuse(token, ServerUnavailable(f"job {job.name}: {job.why}"))
-        job.exporters.clear()
+        self._core.refuse_all(ServerUnavailable(f"job {job.name}: {job.why}"), job.exporters)
 
     def save_last(self, job: Job) -> None:
         """Of a job that is over the newest commit goes to disk, and then leaves the host store.
@@ -199,7 +190,7 @@ class Commits:
         if job.state.state in TASK_FINAL and not job.is_persisting and not self.is_unsaved(job):
             self.forget(job)
 
-    def refused(self, epoch: Epoch, reason: str) -> None:
+    def refused(self, epoch: msg.Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
         for job in self._device.jobs.values():
             if job.persist_epoch == epoch and job.is_persisting:
@@ -209,7 +200,7 @@ class Commits:
                 job.copying_epoch, job.copying_number = NO_COPY
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
-    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
+    def _restart(self, job: Job, epoch: msg.Epoch, reason: str) -> None:
         """From the last commit: its script waits for an acknowledgement that will not come."""
         if job.slot is not None and job.epoch == epoch:
             self._device.kill(self._device.workers[job.slot], reason)

@@ -33,15 +33,16 @@ class JobRequests:
         """Accept what waited for another one's end; answer what has come."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
-            self.train(event)
+            try:
+                self.train(event)
+            except PipeSwitchError as error:
+                self._core.refuse(event.token, error)
         if next(iter(self._jobs), None) is None:
             return 0
         for job in self._jobs:
             self._jobs.home(job).commits.save_last(job)
             if job.exporters and not Commits.is_unsaved(job):
-                for token in job.exporters:
-                    self._core.answer(token, job=self._jobs.row(job))
-                job.exporters.clear()
+                self._core.answer_all(job.exporters, job=self._jobs.row(job))
             if job.movers:
                 self._answer_movers(job)
         self._jobs.tidy()
@@ -59,19 +60,14 @@ class JobRequests:
         """Accept a job; it is answered as soon as it is on the books."""
         core = self._core
         if core.is_draining:
-            core.refuse(event.token, ServerUnavailable("the server is draining"))
-            return
-        if error := self._refusal(event.devices):
-            core.refuse(event.token, error)
-            return
+            raise ServerUnavailable("the server is draining")
+        self._check_devices(event.devices)
         old = self._jobs.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
-            error = AlreadyExists(
+            raise AlreadyExists(
                 f'a job "{event.job}" is {old.state.state.value}',
                 hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
             )
-            core.refuse(event.token, error)
-            return
         if old is not None and old.is_persisting:  # into the folder that this one will have
             self._after_others.append(event)
             return
@@ -86,10 +82,10 @@ class JobRequests:
         job.defaults = event.defaults
         if event.loaded and not self._jobs.home(job).commits.take_over(job, event.loaded):
             self._jobs.remove(job)
-            core.refuse(event.token, HostStoreFull(
+            raise HostStoreFull(
                 f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
-                requested_bytes=2 * event.loaded.slot_bytes))  # fmt: skip
-            return
+                requested_bytes=2 * event.loaded.slot_bytes,
+            )  # fmt: skip
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
                                  "tenant": job.tenant, "share": job.share,
@@ -101,12 +97,14 @@ class JobRequests:
             self._jobs.changed(job)
         core.answer(event.token, job=self._jobs.row(job))
 
-    def _refusal(self, devices: Sequence[str]) -> PipeSwitchError | None:
-        """Of the devices that a job asks for."""
+    def _check_devices(self, devices: Sequence[str]) -> None:
+        """Raises InvalidInput: a job cannot have these."""
         kinds = limits.kinds_of(limits.limit(devices, self._jobs.names))
         if len(kinds) < 2:
-            return limits.refusal(devices, self._jobs.names)
-        return InvalidInput(
+            if refusal := limits.refusal(devices, self._jobs.names):
+                raise refusal
+            return
+        raise InvalidInput(
             f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
             "differ in the last bits",
             hint=" or ".join(f"--devices {kind}" for kind in kinds),
@@ -117,10 +115,7 @@ class JobRequests:
         """show, pause, resume, cancel, wait, export, rm, move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
-            core.refuse(
-                event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
-            )
-            return
+            raise ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
         if event.action == "show":
             core.answer(event.token, job=self._jobs.row(job))
         elif event.action == "wait":
@@ -138,9 +133,7 @@ class JobRequests:
             self._hold_asked(job, event.token, event.action)
 
     def _resume_asked(self, job: Job, token: Token) -> None:
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(token, _is_over(job))
-            return
+        _check_live(job)
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
             self._jobs.count_anew(self._jobs.home(job))
@@ -154,12 +147,10 @@ class JobRequests:
         """Its newest commit shall be on disk, where clients read it."""
         if job.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
-            error = InvalidInput(
+            raise InvalidInput(
                 f'job "{job.name}" {why}: it has no state',
                 hint=f"pipeswitch jobs show {job.name}",
             )
-            self._core.refuse(token, error)
-            return
         job.exporters.append(token)
         job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
@@ -167,20 +158,14 @@ class JobRequests:
         """It trains on that device only from now on (``Moves``, or ``rehome`` if it waits)."""
         states = [home.state for home in self._jobs.homes if not home.state.is_given_up]
         names = [state.settings.device for state in states]
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(event.token, _is_over(job))
-            return
+        _check_live(job)
         if event.to not in names:
-            error = InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
-            self._core.refuse(event.token, error)
-            return
+            raise InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
         if job.devices and event.to not in job.devices:
-            error = InvalidInput(
+            raise InvalidInput(
                 f'job "{job.name}" is limited to {", ".join(job.devices)}',
                 hint="train --devices names those that it may be moved to, of one kind",
             )
-            self._core.refuse(event.token, error)
-            return
         job.sent_to = event.to
         job.movers.append(event.token)
 
@@ -193,23 +178,17 @@ class JobRequests:
                 f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
                 hint="its memory daemon died too often; restart the server",
             )
-            for token in job.movers:
-                self._core.refuse(token, error)
+            self._core.refuse_all(error, job.movers)
             job.sent_to = ""
         elif there is state or job.state.state in TASK_FINAL:
-            for token in job.movers:
-                self._core.answer(token, job=self._jobs.row(job))
-        else:
-            return
-        job.movers.clear()
+            self._core.answer_all(job.movers, job=self._jobs.row(job))
 
     def _remove_asked(self, job: Job, token: Token) -> None:
         if job.state.state not in TASK_FINAL or job.is_persisting:
             is_over = job.state.state in TASK_FINAL
             what = "is being written to disk" if is_over else f"is {job.state.state.value}"
             hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
-            self._core.refuse(token, InvalidInput(f'job "{job.name}" {what}', hint=hint))
-            return
+            raise InvalidInput(f'job "{job.name}" {what}', hint=hint)
         row = self._jobs.row(job)
         self._jobs.remove(job)
         self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
@@ -218,9 +197,7 @@ class JobRequests:
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
         """Pause or cancel: answered when the job holds no worker any more."""
         event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(token, _is_over(job))
-            return
+        _check_live(job)
         job.answer_on_change.append(token)
         if job.state.allows(event):
             job.state.apply(event, "asked by the user")
@@ -231,7 +208,9 @@ class JobRequests:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
 
 
-def _is_over(job: Job) -> InvalidInput:
-    return InvalidInput(
-        f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
-    )
+def _check_live(job: Job) -> None:
+    """Raises InvalidInput: it is over."""
+    if job.state.state in TASK_FINAL:
+        raise InvalidInput(
+            f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
+        )

@@ -307,9 +307,7 @@ class Jobs:
         self.publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
         if job.state.state is TaskState.PAUSED:  # also for the next server
             core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
-        for token in job.answer_on_change:
-            core.answer(token, job=self.row(job))
-        job.answer_on_change.clear()
+        core.answer_all(job.answer_on_change, job=self.row(job))
         job.wanted = "run" if job.wanted != "drain" else job.wanted
         if job.state.state in TASK_FINAL:
             job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
@@ -321,30 +319,25 @@ class Jobs:
     def answer_final(self, job: Job) -> None:
         if job.state.state not in TASK_FINAL:
             return
-        for token in job.waiters:
-            if job.state.state is TaskState.FAILED:
-                kind, _, text = job.error.partition(": ")
-                error = TaskFailed(
-                    f'job "{job.name}" failed: {job.error}',
-                    hint=f"pipeswitch jobs logs {job.name}",
-                    type=kind,
-                    text=text,
-                    job=self.row(job),
-                )
-                self._core.refuse(token, error)
-            else:
-                self._core.answer(token, job=self.row(job))
-        job.waiters.clear()
+        if job.state.state is TaskState.FAILED:
+            kind, _, text = job.error.partition(": ")
+            error = TaskFailed(
+                f'job "{job.name}" failed: {job.error}',
+                hint=f"pipeswitch jobs logs {job.name}",
+                type=kind,
+                text=text,
+                job=self.row(job),
+            )
+            self._core.refuse_all(error, job.waiters)
+        else:
+            self._core.answer_all(job.waiters, job=self.row(job))
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for job in self:
-            for token in (*job.waiters, *job.answer_on_change, *job.exporters, *job.movers):
-                self._core.refuse(token, error)
-            job.waiters.clear()
-            job.answer_on_change.clear()
-            job.exporters.clear()
-            job.movers.clear()
+            self._core.refuse_all(
+                error, job.waiters, job.answer_on_change, job.exporters, job.movers
+            )
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""

@@ -17,7 +17,7 @@ from ...errors import OutOfDeviceMemory
 from ...ipc.messages import JobName, Moved, MoveTask, Slot, Turn
 from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS, Core
 from ..device import Device
-from ..events import HandOver, ToWorker
+from ..events import HandOver
 from ..limits import kinds_of
 from ..memory.regions import Owner
 from ..records import Job, Worker
@@ -145,18 +145,13 @@ class Moves:
             return
         job.move.apply(MoveEvent.BEGUN, f"{region.size_bytes} bytes")  # 5.
         job.move_asked_at_ms = self._core.now_ms
-        device.state.emit(
-            ToWorker(
-                slot=job.slot,
-                message=MoveTask(
-                    epoch=job.epoch,
-                    device=job.target,
-                    offset_bytes=region.offset_bytes,
-                    size_bytes=region.size_bytes,
-                ),
-                channel="signal",
-            )
+        order = MoveTask(
+            epoch=job.epoch,
+            device=job.target,
+            offset_bytes=region.offset_bytes,
+            size_bytes=region.size_bytes,
         )
+        device.state.signal(job.slot, order)
         self._watch(device, job)
 
     def _stays(self, job: Job, cause: str) -> None:

@@ -201,11 +201,7 @@ class Training:
         job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
         self._holds_device(job)
-        self._device.emit(
-            ToWorker(
-                slot=job.slot, message=GrantTurn(epoch=job.epoch, turn=job.turn), channel="signal"
-            )
-        )
+        device.signal(job.slot, GrantTurn(epoch=job.epoch, turn=job.turn))
         device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
@@ -330,19 +326,14 @@ class Training:
         device.workers[job.slot].may_raise = next_turn
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
-        self._device.emit(
-            ToWorker(
-                slot=job.slot,
-                message=StopTask(
-                    epoch=job.epoch,
-                    turn=job.turn,
-                    next_turn=next_turn,
-                    next_slot=next_slot,
-                    at_boundary=at_boundary,
-                ),
-                channel="signal",
-            )
+        order = StopTask(
+            epoch=job.epoch,
+            turn=job.turn,
+            next_turn=next_turn,
+            next_slot=next_slot,
+            at_boundary=at_boundary,
         )
+        device.signal(job.slot, order)
 
     def parked(self, worker: Worker, message: Parked) -> bool:
         """It computes no more; the caller passes the turn on. False for a late message.
@@ -420,9 +411,7 @@ class Training:
         core.counts["job_evictions"] += 1
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
-        self._device.emit(
-            ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal")
-        )
+        self._device.signal(job.slot, EvictTask(epoch=job.epoch))
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
