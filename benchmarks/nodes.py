@@ -73,11 +73,12 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     ):
         register_towers(client)
         models, link = measured(client)
+    token = secrets.token_hex(32)  # one for all: Ray reads it once in a process
     rate = LOAD * 1e3 * MODELS / sum(model.compute_ms for model in models)
     for policy in POLICIES:
         bench.say(f"{policy}: starting {NODES} nodes")
         flags = (*SERVE, "--arena", arena, "--host-store", store, "--policy", policy)
-        with _cluster(flags), Client("cluster") as client:
+        with _cluster(flags, token), Client("cluster") as client:
             register_towers(client)
             for model in models:  # its program is in its node's workers
                 client.infer(model.name, {"x": x})
@@ -94,14 +95,13 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
 
 
 @contextlib.contextmanager
-def _cluster(flags: Sequence[str]) -> Iterator[None]:
+def _cluster(flags: Sequence[str], token: str) -> Iterator[None]:
     """A Ray of its own, whatever else runs on this machine; nothing of it stays."""
     before = dict(os.environ)  # Ray adds to it
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
-    (folder / "token").write_text(secrets.token_hex(32))
     root = str(Path(__file__).parents[1])  # the nodes make the towers by name
     os.environ |= {
-        "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN": token,
         "PYTHONPATH": os.pathsep.join(filter(None, (root, before.get("PYTHONPATH")))),
     }  # fmt: skip
     command = [*COMMAND, "cluster", "up", "--local", str(NODES), "--state-dir",

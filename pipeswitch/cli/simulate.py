@@ -180,12 +180,12 @@ def _compare(
         plot = checked_plot(Path(plot))
     if timeline is not None:
         check_folder("--timeline", Path(timeline))
-    chosen = _words(policies)
+    chosen, max_wait_ms = _words(policies), _read("--max-wait", max_wait, parse_ms)
     for policy in chosen:
         if policy != SERIAL:
             _read("--policy", policy, policy_name)
+            find_policy(policy, max_wait_ms=max_wait_ms)
     slo_ms, trains = _read("--slo", slo, parse_ms), _jobs(jobs)
-    max_wait_ms = _read("--max-wait", max_wait, parse_ms)
     orders = _orders(training)[: None if trains else 1]
     if trains and SERIAL in chosen:
         raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
@@ -218,8 +218,7 @@ def _compare(
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
                         policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
-                        own=None if policy == SERIAL
-                        else find_policy(policy, max_wait_ms=max_wait_ms),
+                        own=partial(find_policy, policy, max_wait_ms=max_wait_ms),
                         has_deadlines=deadlines or admission,
                         admission="deadline" if admission else "off", max_wait_ms=max_wait_ms,
                         prompt_share=prompt_share if has_tokens else 0.0))
@@ -257,9 +256,10 @@ def _compare(
         _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens,
                has_nodes=cluster is not None)
     )  # fmt: skip
-    if cluster and cluster.need:
-        for row in rows:
-            views.echo(_needed(row, cluster))
+    for row in rows:
+        if cluster and row["in_slo"] < cluster.need:
+            views.echo(f"{row['policy']}, memory {row['memory']}: not even {cluster.nodes} nodes "
+                       f"suffice; --nodes {2 * cluster.nodes} --tiles {cluster.tiles}")  # fmt: skip
     if trains:
         views.console().print()
         views.console().print(_jobs_table(rows, has_requests=bool(asked)))
@@ -284,8 +284,7 @@ def _replayed(
             take_span = drawn.add if drawn is not None else None
             placed: dict[str, Any] = {}
             if cluster is not None:
-                policy = partial(find_policy, setting.policy, max_wait_ms=setting.max_wait_ms)
-                found = place(cluster, setting, models, asked, policy=policy, watch=watch)
+                found = place(cluster, setting, models, asked, watch)
                 outcome = found.outcome
                 placed = {name: getattr(found, name) for name in OF_NODES}
             elif setting.policy == SERIAL:
@@ -592,6 +591,7 @@ def _headline(facts: dict[str, Any]) -> Text:
     where = f"on {facts['device']}{estimate}"
     if "nodes" in facts:
         where = f"on {facts['nodes']} nodes of {facts['devices']} x {facts['device']}{estimate}"
+        where += f", or the fewest for {facts['need']:.2%} in time" if facts["need"] else ""
     jobs = f"; jobs: {facts['jobs']}" if facts["jobs"] else ""
     if not facts["requests"]:
         return Text(f"no requests{jobs}; {where}\n")
@@ -633,14 +633,6 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
         {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
     ]  # fmt: skip
     return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
-
-
-def _needed(row: dict[str, Any], cluster: Cluster) -> str:
-    count = row["nodes"]
-    enough = f"{count} nodes, {count * cluster.devices} devices"
-    if row["in_slo"] < cluster.need:
-        enough = f"more than {count} nodes: --nodes {2 * count} --tiles {cluster.tiles}"
-    return f"{row['policy']}, memory {row['memory']}: {cluster.need:.2%} in time need {enough}"
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:

@@ -18,72 +18,50 @@ from random import Random
 from typing import Any, Final
 
 from ..ipc.messages import ModelName
-from ..scheduler.policies import Policy
 from ..simulator.arrivals import Arrival
 from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
 from .placement import COPIES, MISSED_S, ROUND_S, Decision, Node, Nodes
 
 ROUND_MS: Final = ROUND_S * 1e3
-MISSED_MS: Final = MISSED_S * 1e3
 SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CONNECT_TIMEOUT_S)
 HOUR_MS: Final = 3.6e6
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many machines, and who asks them.
+    """So many machines, and who asks them."""
 
-    Attributes:
-        nodes: or fewer, if those suffice for what is needed.
-        devices: of each.
-        tiles: clients, each with models of its own.
-        failures: of the nodes, the share that dies within an hour.
-        need: the share of all requests that are to be in time; 0: whatever there is.
-    """
-
-    nodes: int
-    devices: int = 1
-    tiles: int = 1
-    failures: float = 0.0
-    need: float = 0.0
+    nodes: int  # or fewer, if those suffice for what is needed
+    devices: int = 1  # of each
+    tiles: int = 1  # clients, each with models of its own
+    failures: float = 0.0  # the share of the nodes that dies within an hour
+    need: float = 0.0  # the share of all requests that is to be in time
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Placed:
-    """What became of the requests, and what it took.
-
-    Attributes:
-        nodes: that there were at first.
-        moved_bytes: of models, from node to node.
-        failures: nodes that died, and did not come back.
-        resent: requests that a dead node had not answered.
-        placed_per_s: decisions of placement, in a second of the real clock.
-    """
+    """What became of the requests, and what it took."""
 
     outcome: Outcome
-    nodes: int
-    moved_bytes: int
-    failures: int
-    resent: int
-    placed_per_s: int
+    nodes: int  # that there were at first
+    moved_bytes: int  # of models, from node to node
+    failures: int  # nodes that died, and did not come back
+    resent: int  # requests that a dead node had not answered
+    placed_per_s: int  # decisions of placement, in a second of the real clock
 
 
 def place(
-    cluster: Cluster, setting: Setting, models: Sequence[PaperModel], asked: Sequence[Arrival], *,
-    policy: Callable[[], Policy] | None = None, watch: Callable[[int], None] | None = None,
+    cluster: Cluster, setting: Setting, models: Sequence[PaperModel], asked: Sequence[Arrival],
+    watch: Callable[[int], None] | None = None,
 ) -> Placed:  # fmt: skip
     """All requests, on all nodes or on the fewest that answer as many in time as are needed.
 
-    Args:
-        models: of one tile.
-        policy: makes one for each node, in place of the setting's.
-        watch: is told how many requests have been sent.
-    """
+    ``models``: of one tile; ``watch``: is told how many requests have been sent."""
 
     def on(nodes: int) -> Placed:
         known = Models(models, cluster.tiles)
-        return _Run(replace(cluster, nodes=nodes), setting, known, policy, watch).run(asked)
+        return _Run(replace(cluster, nodes=nodes), setting, known).run(asked, watch)
 
     found, least = on(cluster.nodes), 1
     while cluster.need and found.outcome.share_in_slo >= cluster.need and least < found.nodes:
@@ -111,18 +89,14 @@ class _Placing(Nodes):
 class _Run:
     """All nodes, and what goes on between them."""
 
-    def __init__(
-        self, cluster: Cluster, setting: Setting, models: Models,
-        policy: Callable[[], Policy] | None, watch: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, cluster: Cluster, setting: Setting, models: Models) -> None:
         # What was not prepared takes no time here, and to simulate that takes as long as the rest.
         self._setting = replace(setting, devices=cluster.devices, prepares=False)
-        self._models, self._policy, self._watch = models, policy, watch
-        self._placing, self._cluster, self._now_ms = _Placing(), cluster, 0.0
-        self._summaries: dict[str, Node] = {}  # as placement was told; of the living
+        self._cluster, self._models = cluster, models
+        self._placing, self._now_ms = _Placing(), 0.0
+        self._told: dict[str, Node] = {}  # what placement knows of the living
         self._servers: dict[str, Replay] = {}  # of all that were ever asked
         self._busy: set[str] = set()  # who has requests to answer
-        self._dead: set[str] = set()
         self._holds: defaultdict[str, list[int]] = defaultdict(list)  # models, by node
         self._serving: dict[str, str] = {}
         # By tile: each model's holders as the client knows them, the one it goes to first.
@@ -131,44 +105,43 @@ class _Run:
         self._coming: list[tuple[float, int, Asked]] = []
         self._short: list[tuple[float, int]] = []  # models to copy again, and when
         self._lost = self._moved_bytes = self._resent = 0
-        free_bytes, rate = setting.memory_bytes * cluster.devices, -math.log1p(-cluster.failures)
         for number in range(cluster.nodes):
-            self._tell(Node(f"node-{number}", free_bytes, 0.0, 0))
+            self._tell(Node(f"node-{number}", setting.memory_bytes * cluster.devices, 0.0, 0))
         chance = Random(f"failures {cluster.seed}")
-        self._deaths = sorted(
-            (chance.expovariate(rate) * HOUR_MS, name) for name in self._summaries if rate
-        )
+        rate = -math.log1p(-cluster.failures) / HOUR_MS
+        self._deaths = sorted((chance.expovariate(rate), name) for name in self._told if rate)
 
-    def run(self, arrivals: Sequence[Arrival]) -> Placed:
+    def run(self, arrivals: Sequence[Arrival], watch: Callable[[int], None] | None) -> Placed:
         """All of them, round after round."""
         self._coming = [(one.at_ms, n, Asked(n, one, one.at_ms)) for n, one in enumerate(arrivals)]
         while self._coming or self._busy:
-            if not self._busy:  # nothing happens until then
-                next_ms = min(queue[0][0] for queue in (self._coming, self._deaths, self._short)
-                              if queue)  # fmt: skip
-                self._now_ms = max(self._now_ms, next_ms // ROUND_MS * ROUND_MS)
-            self._lose()
-            while self._short and self._short[0][0] <= self._now_ms:
-                self._copy(self._short.pop(0)[1])
-            until_ms = self._now_ms + ROUND_MS
-            while self._coming and self._coming[0][0] < until_ms:
-                self._send(*heapq.heappop(self._coming))
-            for name in sorted(self._busy):
-                self._servers[name].run(until_ms)
-                self._look(name)
-            self._now_ms = until_ms
-            if self._watch is not None:
-                self._watch(len(arrivals) - len(self._coming))
-        servers = list(self._servers.values())
-        found = outcome(servers, len(arrivals))
-        lost = {"ModelNotFound": self._lost} if self._lost else {}
-        return Placed(
-            outcome=replace(found, refused={**found.refused, **lost},
-                            devices=self._cluster.nodes * self._cluster.devices),
-            nodes=self._cluster.nodes, moved_bytes=self._moved_bytes, failures=len(self._dead),
-            resent=self._resent,
-            placed_per_s=round(self._placing.decisions / self._placing.decided_s),
-        )  # fmt: skip
+            self._round()
+            if watch is not None:
+                watch(len(arrivals) - len(self._coming))
+        count = self._cluster.nodes
+        found = outcome(list(self._servers.values()), len(arrivals), count * self._cluster.devices)
+        if self._lost:
+            found = replace(found, refused={**found.refused, "ModelNotFound": self._lost})
+        return Placed(found, count, self._moved_bytes, count - len(self._told), self._resent,
+                      round(self._placing.decisions / self._placing.decided_s))  # fmt: skip
+
+    def _round(self) -> None:
+        """From one look of placement to the next; while nothing happens there is none."""
+        if not self._busy:
+            queues = (self._coming, self._deaths, self._short)
+            next_ms = min(queue[0][0] for queue in queues if queue)
+            self._now_ms = max(self._now_ms, next_ms // ROUND_MS * ROUND_MS)
+        while self._deaths and self._deaths[0][0] <= self._now_ms and len(self._told) > 1:
+            self._lose(self._deaths.pop(0)[1])
+        while self._short and self._short[0][0] <= self._now_ms:
+            self._copy(self._short.pop(0)[1])
+        until_ms = self._now_ms + ROUND_MS
+        while self._coming and self._coming[0][0] < until_ms:
+            self._send(*heapq.heappop(self._coming))
+        for name in sorted(self._busy):
+            self._servers[name].run(until_ms)
+            self._look(name)
+        self._now_ms = until_ms
 
     # ---- clients -------------------------------------------------------------------------------
 
@@ -181,23 +154,23 @@ class _Run:
         table = self._tables[tile]
         while table[model]:
             node = table[model][0]
-            if node not in self._dead:
-                self._ask(node, at_ms, asked)
-                return
+            if node in self._told:
+                return self._ask(node, at_ms, asked)
             knows_ms = self._knows_ms.setdefault((tile, node), at_ms + SILENT_MS)
             if at_ms < knows_ms:
-                self._resent += 1
-                heapq.heappush(self._coming, (knows_ms, number, asked))
-                return
+                return self._again(knows_ms, asked)
             del table[model][0]
             if not table[model]:
                 self._fetch(tile)
         self._lost += 1
 
+    def _again(self, at_ms: float, asked: Asked) -> None:
+        self._resent += 1
+        heapq.heappush(self._coming, (at_ms, asked.number, asked))
+
     def _ask(self, node: str, at_ms: float, asked: Asked) -> None:
         if node not in self._servers:
-            own = None if self._policy is None else self._policy()
-            self._servers[node] = Replay(replace(self._setting, own=own), self._models)
+            self._servers[node] = Replay(self._setting, self._models)
         server, model = self._servers[node], self._models[asked.arrival.model]
         if ModelName(model.name) not in server.scene.programs:  # it was there on paper
             server.serve([model], self._now_ms)
@@ -220,9 +193,8 @@ class _Run:
         """The client's table is placement's now."""
         for number in self._tables[tile]:
             model = self._models[number]
-            held = self._placing.holders[model.name]
+            held, at = self._placing.holders[model.name], self._serving[model.name]
             if held:
-                at = self._serving[model.name]
                 node = self._placing.serving(model.name, model.size_bytes, at)
                 self._serve(node, number)
                 self._tables[tile][number] = [node, *sorted(held - {node})]
@@ -238,47 +210,41 @@ class _Run:
         model = self._models[number]
         before, self._serving[model.name] = self._serving.get(model.name, ""), node
         for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
-            if before != node and name in self._summaries:
-                one = self._summaries[name]
+            if before != node and name in self._told:
+                one = self._told[name]
                 self._tell(one._replace(served_bytes=one.served_bytes + size_bytes))
 
     def _copy(self, number: int) -> None:
         """Another one, if there are too few."""
         model = self._models[number]
         held = self._placing.holders[model.name]
-        if 0 < len(held) < min(COPIES, len(self._summaries)):
-            target = self._placing.choose(model.name, model.size_bytes, without=held).node
-            self._hold(target, number)
+        if 0 < len(held) < min(COPIES, len(self._told)):
+            found = self._placing.choose(model.name, model.size_bytes, without=held)
+            self._hold(found.node, number)
             self._moved_bytes += model.size_bytes
 
     def _tell(self, summary: Node) -> None:
-        self._summaries[summary.name] = summary
+        self._told[summary.name] = summary
         self._placing.put(summary)
 
     def _look(self, name: str) -> None:
         """As a node says how it is."""
         server, waiting = self._servers[name], len(self._servers[name].asked)
-        each_ms = server.busy_ms / len(server.latency_ms) if server.latency_ms else 0.0
+        each_ms = server.busy_ms / max(1, len(server.latency_ms))
         devices = server.scheduler.machine.devices
         free_bytes = sum(device.arena.regions.free_bytes for device in devices)
-        self._tell(self._summaries[name]._replace(
-            free_bytes=free_bytes, queue_ms=waiting * each_ms, waiting=waiting
-        ))  # fmt: skip
+        self._tell(self._told[name]._replace(free_bytes=free_bytes, queue_ms=waiting * each_ms,
+                                             waiting=waiting))  # fmt: skip
         if not waiting:
             self._busy.discard(name)
 
-    def _lose(self) -> None:
-        """Nodes whose time has come; one is left."""
-        while self._deaths and self._deaths[0][0] <= self._now_ms and len(self._summaries) > 1:
-            name = self._deaths.pop(0)[1]
-            self._placing.remove(name)
-            del self._summaries[name]
-            self._dead.add(name)
-            self._busy.discard(name)
-            due_ms = self._now_ms + MISSED_MS
-            self._short += [(due_ms, number) for number in self._holds.pop(name, ())]
-            for asked in self._servers[name].asked.values() if name in self._servers else ():
-                tile = asked.arrival.model // self._models.per_tile
-                knows_ms = self._knows_ms.setdefault((tile, name), self._now_ms + SILENT_MS)
-                heapq.heappush(self._coming, (knows_ms, asked.number, asked))
-                self._resent += 1
+    def _lose(self, name: str) -> None:
+        """A node, with what it has not answered."""
+        self._placing.remove(name)
+        del self._told[name]
+        self._busy.discard(name)
+        due_ms = self._now_ms + MISSED_S * 1e3
+        self._short += [(due_ms, number) for number in self._holds.pop(name, ())]
+        for asked in self._servers[name].asked.values() if name in self._servers else ():
+            client = asked.arrival.model // self._models.per_tile, name
+            self._again(self._knows_ms.setdefault(client, self._now_ms + SILENT_MS), asked)

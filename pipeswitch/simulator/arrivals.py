@@ -130,14 +130,12 @@ def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
     found = []
     for tile in range(tiles):
         begin_ms = chance.uniform(0.0, length_ms) if tile else 0.0
-        first = bisect_left(times, begin_ms)
-        for number in range(first, first + len(times)):
+        for number in range(first := bisect_left(times, begin_ms), first + len(times)):
             lap, place = divmod(number, len(times))
-            at_ms = times[place] + lap * length_ms - begin_ms
+            at_ms, one = times[place] + lap * length_ms - begin_ms, trace.arrivals[place]
             if at_ms >= span_ms:
                 break
-            model = trace.arrivals[place].model + tile * trace.model_count
-            found.append(trace.arrivals[place]._replace(at_ms=at_ms, model=model))
+            found.append(one._replace(at_ms=at_ms, model=one.model + tile * trace.model_count))
     return Trace(trace.name, tuple(sorted(found)), tiles * trace.model_count)
 
 

@@ -148,8 +148,7 @@ class Setting:
 
     Attributes:
         memory_bytes: of each device, for models and jobs.
-        own: the policy itself where ``policy`` is no name of ours; of one replay, since it may
-            remember.
+        own: makes the policy where ``policy`` is no name of ours; each server has its own.
         slo_ms: how long a request may take beyond its own computing.
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
@@ -161,7 +160,7 @@ class Setting:
     memory_bytes: int
     costs: Costs
     policy: str = "priority"
-    own: Policy | None = None
+    own: Callable[[], Policy] | None = None
     max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
@@ -333,7 +332,8 @@ class Replay(World):
             prepares=setting.prepares,
         )  # fmt: skip
         super().__init__(
-            Scheduler(settings, setting.own or setting.policy, setting.max_wait_ms,
+            Scheduler(settings, setting.own() if setting.own else setting.policy,
+                      setting.max_wait_ms,
                       [replace(settings, device=f"cpu:{i}") for i in range(setting.devices)]),
             costs=setting.costs,
             is_checked=False,
@@ -344,12 +344,11 @@ class Replay(World):
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run(until_ms)
+        predictions = self.scheduler.machine.devices[0].state.predictions
         for model in models if self._setting.is_known else ():
             load_ms = model.load_ms(self._setting.costs.to_device)
-            for device in self.scheduler.machine.devices:
-                predictions = device.state.predictions
-                predictions.computed(model.name, 1, model.compute_ms, self.now_ms)
-                predictions.sent(model.name, load_ms, self.now_ms)
+            predictions.computed(model.name, 1, model.compute_ms, self.now_ms)
+            predictions.sent(model.name, load_ms, self.now_ms)
 
     def replay(self, arrivals: Sequence[Arrival]) -> Outcome:
         begin_ms = self.begin_ms = self.now_ms
@@ -434,7 +433,7 @@ class Replay(World):
             self._watch(done)
 
 
-def outcome(servers: Sequence[Replay], requests: int) -> Outcome:
+def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outcome:
     """Of requests that each went to one of them."""
     first, counts = servers[0], [server.scheduler.core.counts for server in servers]
     latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
@@ -449,7 +448,7 @@ def outcome(servers: Sequence[Replay], requests: int) -> Outcome:
         busy_ms=sum(server.busy_ms for server in servers) + sum(job.trained_ms for job in jobs),
         makespan_ms=max(0.0, max(server.last_ms for server in servers) - first.begin_ms),
         order=tuple(number for _, number in sorted(first.order)), jobs=jobs,
-        warnings=tuple(text for server in servers for text in server.warnings),
+        warnings=tuple(text for server in servers for text in server.warnings), devices=devices,
     )  # fmt: skip
 
 

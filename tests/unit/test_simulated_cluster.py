@@ -117,7 +117,7 @@ def test_the_command_tells_what_placement_did() -> None:
     assert row["placed_per_s"] > 0
     status, text, _ = told(*args, "--models", "random:20", "--tiles", "2", "--need", "50%")
     assert status == 0
-    assert "50.00% in time need 1 nodes, 2 devices" in text
+    assert "the fewest for 50.00% in time" in text
 
 
 @pytest.mark.parametrize(
