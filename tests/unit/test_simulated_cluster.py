@@ -75,8 +75,7 @@ def test_each_tile_asks_for_models_of_its_own_from_its_own_instant_on() -> None:
     assert whole.model_count == 12
     for tile in range(4):
         mine = [one for one in whole.arrivals if one.model // 3 == tile]
-        assert len(mine) == 30
-        assert {one.model % 3 for one in mine} == {0, 1, 2}
+        assert [(one.model - mine[0].model) % 3 for one in mine] == [0, 1, 2] * 10
         gaps = [after.at_ms - one.at_ms for one, after in pairwise(mine)]
         assert gaps == pytest.approx([10.0] * 29, abs=0.4)
     assert whole.arrivals[0] == trace.arrivals[0]
@@ -90,14 +89,13 @@ def test_only_processes_of_a_touched_device_are_asked_what_they_do_next() -> Non
         def __contains__(self, _: object) -> bool:
             return True
 
-    worlds = []
-    for _ in range(2):
+    found = []
+    for touched in (set[int](), Everything()):
         world = Replay(replace(SETTING, devices=4), Models(MODELS))
-        worlds.append(world)
-        if len(worlds) == 2:
-            world._touched = Everything()
+        world._touched = touched
         world.serve(MODELS)
-    one, other = (world.replay(asked(150, 300.0).arrivals) for world in worlds)
+        found.append(world.replay(asked(150, 300.0).arrivals))
+    one, other = found
     assert one == other
     assert one.switches > len(MODELS)
 
@@ -125,9 +123,7 @@ def test_the_command_tells_what_placement_did() -> None:
     [
         (("azure", "--devices", "8"), "--nodes 1 beside them"),
         (("azure", "--nodes", "3", "--failures", "100%"), "not all nodes"),
-        (("azure", "--nodes", "3", "--failures", "1"), "from 0% to 100%"),
         (("azure", "--nodes", "3", "--policy", "serial"), "--nodes takes no --job"),
-        (("none", "--nodes", "3"), "--nodes 3"),
     ],
 )
 def test_what_a_cluster_cannot_be_is_said(args: tuple[str, ...], text: str) -> None:
