@@ -203,7 +203,8 @@ def _compare(
         trace = arrivals.tiled(trace, cluster.tiles, requests or REQUESTS, seed)
     asked = trace.arrivals[:requests]
     if not asked and not trains:
-        raise InvalidInput("there is nothing to simulate", hint=f"--job {JOB}")
+        raise InvalidInput("there is nothing to simulate",
+                           hint="more --requests" if cluster else f"--job {JOB}")  # fmt: skip
     used = []
     if asked:
         known = (
@@ -253,9 +254,8 @@ def _compare(
         return
     views.console().print(_headline(facts))
     views.console().print(
-        _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens,
-               has_nodes=cluster is not None)
-    )  # fmt: skip
+        _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens)
+    )
     for row in rows:
         if cluster and row["in_slo"] < cluster.need:
             views.echo(f"{row['policy']}, memory {row['memory']}: not even {cluster.nodes} nodes "
@@ -606,9 +606,8 @@ def _headline(facts: dict[str, Any]) -> Text:
 
 
 def _table(
-    rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool,
-    has_nodes: bool,
-) -> Table:  # fmt: skip
+    rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool
+) -> Table:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"]),
@@ -618,14 +617,11 @@ def _table(
     of_jobs = ("training", "jct_ms") if has_jobs else ()
     of_requests = OF_REQUESTS if has_requests else ()
     of_tokens = ("between_p50_ms", "between_p99_ms") if has_tokens else ()
-    of_nodes = OF_NODES if has_nodes else ()
+    of_nodes = [name for name in OF_NODES if name in rows[0]]
     columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle", *of_nodes)
     first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
-    return views.table(
-        shown,
-        columns,
-        {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first},
-    )
+    names = {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first}
+    return views.table(shown, columns, names)
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
