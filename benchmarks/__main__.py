@@ -40,6 +40,7 @@ BENCHMARKS: Final = {
     "replay": "replay",
     "decisions": "decisions",
     "placing": "placing",
+    "nodes": "nodes",
     "batching": "batching",
     "generation": "generation",
     "peers": "peers",

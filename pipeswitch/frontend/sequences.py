@@ -255,16 +255,17 @@ class Sequences:
         """Its request is over, and the room of the reply is this one's to give back."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
+        chosen = self._chosen(held) if is_ok else []
         if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
-            name = held.announced.model
-            self._tokens[name] = self._tokens.get(name, 0) + 1
+            model = held.announced.model
+            self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
         is_here = self.held.get(held.key) is held
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
             if held.history is not None:
-                fed = held.asked + self._chosen(held)[:-1]
+                fed = held.asked + chosen[:-1]
                 self._prefixes.extend(held.history, fed)
                 is_same = held.ahead[: len(fed)] == fed
                 held.ahead = held.ahead[len(fed) :] if is_same else []

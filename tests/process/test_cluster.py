@@ -332,7 +332,7 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
 
 @pytest.mark.slow
 def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> None:
-    """From their ids, on the other holder: the same ones. A sequence of one's own says that it ended."""
+    """From their ids, on the other holder: the same ones. One of its caller's own has ended."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(
