@@ -36,16 +36,13 @@ from ..roles import Role
 from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
 from . import lives, placement
 from .jobs import NodeJobs
+from .placement import COPIES, MISSED_S, ROUND_S
 from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
 
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
-COPIES: Final = 2  # of each model, on as many nodes
-ROUND_S: Final = 1.0  # between two looks at all nodes
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
-MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
-LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
@@ -526,7 +523,9 @@ class Placement:
             if all(self._facts[one]["models"][model][0] == digest for one in others):
                 others.add(name)  # else it is about to be told that its name is taken
         self._nodes.put(placement.Node(
-            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"], LINK_BYTES_PER_MS
+            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
+            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
+                             if self._serving.get(model) == name),
         ))  # fmt: skip
 
     def _forget(self, name: str) -> None:
@@ -539,8 +538,8 @@ class Placement:
         for model, held in self._nodes.holders.items():
             if held:
                 size_bytes = self._facts[next(iter(held))]["models"][model][1]
-                found = self._nodes.choose(model, size_bytes, at=self._serving.get(model, "")).node
-                serving[model] = found if found in held else min(held)
+                at = self._serving.get(model, "")
+                serving[model] = self._nodes.serving(model, size_bytes, at)
         self._serving = serving
         shown = (serving, {name: one["address"] for name, one in self._facts.items()})
         if shown != self._shown:

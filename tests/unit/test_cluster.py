@@ -67,6 +67,8 @@ def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> Non
         expected = plain(known, held[model], size_bytes, without)
         assert (found.finish_ms, found.node) == (expected.finish_ms, str(expected.device))
         assert found.reason == expected.reason
+    kept = [len(order) for orders in nodes._orders.values() for order in orders.values()]
+    assert max(kept) <= 2 * count + 2  # of 300 and more that were put
     for name in sorted(known):
         nodes.remove(name)
     with pytest.raises(errors.ServerUnavailable, match="no node left"):
