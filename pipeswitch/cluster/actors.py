@@ -568,9 +568,7 @@ class Placement:
             self._requested = wanted
         come = sorted(free.keys() - names)
         if len(names) < wanted and come:
-            startnode_of(
-                ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True
-            )
+            start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
         if is_over:  # beside the rounds: nodes want to be heard
             leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
             threading.Thread(target=leave, daemon=True).start()
@@ -662,7 +660,7 @@ def request_machines(count: int) -> None:
     request_resources(bundles=[{RESOURCE: 1}] * count)
 
 
-def startnode_of(
+def start_node(
     ray: Any, name: str, where: str, host: str, folder: str, flags: tuple[str, ...],
     *, holds: bool = False,
 ) -> Any:  # fmt: skip
@@ -696,7 +694,7 @@ def start_nodes(
     here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
     made = _detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
     handles = [  # they ask it whether their jobs are still theirs
-        startnode_of(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
+        start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
         for name, where in names.items()
     ]
     told(ray, [handle.summary.remote() for handle in handles])

@@ -58,7 +58,8 @@ class NodeJobs:
             _write(self._jobs / job / "job.json", text.encode())
 
     def _forget(self, job: str) -> None:
-        shutil.rmtree(self._jobs / job, ignore_errors=True)
+        with self._changing:
+            shutil.rmtree(self._jobs / job, ignore_errors=True)
 
     def _copies(self) -> tuple[dict[str, Copy], list[dict[str, Any]]]:
         """What it keeps of each job, and the server's rows, which are asked for last: what is kept
@@ -210,7 +211,10 @@ class NodeJobs:
                 return False
             kept["is_paused"] = copy.is_paused
             kept["sent"] = sorted(copy.sent | {self._name, to})
-            self._keep(job, sent=kept["sent"])  # before it is there
+            with self._changing:
+                if not self._kept(job):
+                    return False  # it was let go of meanwhile
+                self._keep(job, sent=kept["sent"])  # before it is there
             own = self._jobs / job / Path(kept["body"]["entry"]).name
             script = own.read_bytes() if own.exists() else b""
             commit = _newest(self._state / "commits" / job)
