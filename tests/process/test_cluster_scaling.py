@@ -38,7 +38,10 @@ PROVIDER = {"type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_u
 LAUNCHER = yaml.safe_load((Path(__file__).parents[2] / "packaging/cluster.yaml").read_text())
 SERVER = LAUNCHER["available_node_types"]["server"]
 SMALL = {"CPU": 1, "object_store_memory": 100_000_000}
-FAKE = LAUNCHER | {
+DEFAULTS = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "head_setup_commands",
+            "worker_setup_commands")  # fmt: skip
+FAKE = LAUNCHER | dict.fromkeys(DEFAULTS, []) | {
+    "upscaling_speed": 1.0, "file_mounts_sync_continuously": False,
     "head_node_type": "ray.head.default", "idle_timeout_minutes": 0.05, "file_mounts": {},
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
@@ -73,11 +76,10 @@ def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
         finally:
             started += psutil.Process(head.pid).children(recursive=True)
-            head.terminate()
-            head.communicate(timeout=60)
-            for one in started:  # its machines: their monitor is gone
+            for one in (psutil.Process(head.pid), *started):  # they would keep each other
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
+            head.communicate()
 
 
 def nodes() -> list[dict[str, Any]]:
