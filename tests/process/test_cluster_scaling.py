@@ -40,7 +40,7 @@ SERVER = LAUNCHER["available_node_types"]["server"]
 SMALL = {"CPU": 1, "object_store_memory": 100_000_000}
 DEFAULTS = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "head_setup_commands",
             "worker_setup_commands")  # fmt: skip
-FAKE = LAUNCHER | dict.fromkeys(DEFAULTS, []) | {
+FAKE = LAUNCHER | {key: [] for key in DEFAULTS} | {
     "upscaling_speed": 1.0, "file_mounts_sync_continuously": False,
     "head_node_type": "ray.head.default", "idle_timeout_minutes": 0.05, "file_mounts": {},
     "available_node_types": {
