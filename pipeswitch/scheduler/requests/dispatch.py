@@ -496,6 +496,8 @@ class Dispatch:
                     trial_batch=request.trial_batch,
                     is_code=is_code,
                     choosing=request.choosing,
+                    sequence=request.sequence,
+                    after=request.after,
                 ),
             )
         )
@@ -524,4 +526,6 @@ def _joined(request: Request) -> JoinedRequest:
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
         choosing=request.choosing,
+        sequence=request.sequence,
+        after=request.after,
     )
