@@ -111,9 +111,9 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="pipeswitch-bench-")))
         bench.say(f"registering {MODELS} models")
         with _serving(POLICIES[0], bench, folder, "prepared") as client:
-            _register(client)
+            register_towers(client)
             bench.say("measuring the models")
-            models, link = _measured(client)
+            models, link = measured(client)
         clients: dict[str, Client] = {}
         for policy in POLICIES:
             bench.say(f"{policy}: starting a server")
@@ -133,11 +133,11 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
         def trial(asked: Sequence[Arrival], policy: str) -> Numbers:
             ready_ms = _ready_ms(clients[policy], inputs)
             is_strict = policy == ADMISSION
-            live = _live(clients[policy], models, asked, inputs, is_strict)
+            live = sent_live(clients[policy], models, asked, inputs, is_strict)
             setting = Setting(memory_bytes=_arena_bytes(), costs=Costs(to_device=link),
                               policy=_order(policy), slo_ms=SLO_MS, has_deadlines=is_strict,
                               admission="deadline" if is_strict else "off")  # fmt: skip
-            numbers = _compared(live, replay(setting, models, live.sent), models)
+            numbers = compared(live, replay(setting, models, live.sent), models)
             return {**numbers, "ready_ms": ready_ms,
                     "p99_over_ready": numbers["p99_ms"] / ready_ms}  # fmt: skip
 
@@ -223,7 +223,7 @@ def _serving(policy: str, bench: Run, folder: Path, name: str) -> Iterator[Clien
         yield client
 
 
-def _register(client: Client) -> None:
+def register_towers(client: Client) -> None:
     for number in range(MODELS):
         client.register(
             _name(number), f"benchmarks.factories:tower_{_tower(number)}",
@@ -240,7 +240,7 @@ def _name(number: int) -> str:
     return f"m{number:02d}"
 
 
-def _measured(client: Client) -> tuple[list[PaperModel], Link]:
+def measured(client: Client) -> tuple[list[PaperModel], Link]:
     """The models as they are profiled, and the link."""
     found = [
         msgspec.convert(client.profile(_name(number), [BATCH]), Profile) for number in range(MODELS)
@@ -254,12 +254,12 @@ def _ready_ms(client: Client, inputs: Any) -> float:
     return quantile([timing.total_ms for timing in took_ms if timing.resident], 0.5)
 
 
-def _live(
+def sent_live(
     client: Client,
     models: Sequence[PaperModel],
     asked: Sequence[Arrival],
     inputs: Any,
-    is_strict: bool,
+    is_strict: bool = False,
 ) -> Live:
     """Send each request at its time, whatever has been answered; then wait for all."""
     ended_ms: dict[int, float] = {}
@@ -292,9 +292,11 @@ def _live(
     )  # fmt: skip
 
 
-def _compared(live: Live, paper: Outcome, models: Sequence[PaperModel]) -> Numbers:
+def compared(
+    live: Live, paper: Outcome, models: Sequence[PaperModel], slo_ms: float = SLO_MS
+) -> Numbers:
     """Both sides of one trial."""
-    in_time = sum(took_ms <= SLO_MS + models[live.sent[number].model].compute_ms
+    in_time = sum(took_ms <= slo_ms + models[live.sent[number].model].compute_ms
                   for number, took_ms in live.latency_ms.items())  # fmt: skip
     took = list(live.latency_ms.values())
     return {

@@ -98,7 +98,9 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
         told = [
             row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
         ]
-        return views.table(told, views.JOB_COLUMNS)
+        name, *others = views.JOB_COLUMNS
+        is_cluster = any("node" in row for row in rows)
+        return views.table(told, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
 

@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..cluster.simulated import Cluster, place
 from ..config import JOB_ORDERS, policy_name
 from ..errors import InvalidInput
 from ..planning import profile as profiles
@@ -61,10 +63,12 @@ SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is giv
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = ("training", "job", "at_ms", "jct_ms", "share", "trained_s", "preempted_s",
                   "evictions")  # fmt: skip
+OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
+REQUESTS: Final = 200_000  # of a cluster, in all: some minutes
 
 
-Run = tuple[str, Setting, Outcome]  # memory as it was written
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as it was written; what placement did
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,6 +123,15 @@ class Hardware:
               help="The link works ahead while the device computes.")  # fmt: skip
 @click.option("--deadlines/--no-deadlines", default=False,
               help="Requests carry it as their deadline.")  # fmt: skip
+@click.option("--nodes", type=click.IntRange(1, 10_000), metavar="N",
+              help="Of a cluster: so many machines, and its own placement.")  # fmt: skip
+@click.option("--devices", type=click.IntRange(1, 64), help="Of each machine (1).")
+@click.option("--tiles", type=click.IntRange(1, 100_000),
+              help="So many clients at once, each with models of its own and the trace from an "
+                   "instant of its own on (as many as devices).")  # fmt: skip
+@click.option("--failures", metavar="SHARE", help="Of the nodes, what dies within an hour.")
+@click.option("--need", metavar="SHARE",
+              help="The fewest nodes, up to N, that answer this share in time.")  # fmt: skip
 @click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
 @click.option("--requests", type=click.IntRange(min=1), help="Only this many requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -160,18 +173,19 @@ def _compare(
     memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: str | None,
     admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
     timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
-    batch_row: str | None, has_tokens: bool, prompt_token: str,
+    batch_row: str | None, has_tokens: bool, prompt_token: str, nodes: int | None,
+    devices: int | None, tiles: int | None, failures: str | None, need: str | None,
 ) -> None:  # fmt: skip
     if plot is not None:
         plot = checked_plot(Path(plot))
     if timeline is not None:
         check_folder("--timeline", Path(timeline))
-    chosen = _words(policies)
+    chosen, max_wait_ms = _words(policies), _read("--max-wait", max_wait, parse_ms)
     for policy in chosen:
         if policy != SERIAL:
             _read("--policy", policy, policy_name)
+            find_policy(policy, max_wait_ms=max_wait_ms)
     slo_ms, trains = _read("--slo", slo, parse_ms), _jobs(jobs)
-    max_wait_ms = _read("--max-wait", max_wait, parse_ms)
     orders = _orders(training)[: None if trains else 1]
     if trains and SERIAL in chosen:
         raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
@@ -179,17 +193,25 @@ def _compare(
     if has_tokens and (name != "azure-llm" or SERIAL in chosen):
         raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
     prompt_share = _read("--prompt-token", prompt_token, _share)
+    cluster = _cluster(nodes, devices, tiles, failures, need, seed)
+    if cluster and (trains or timeline or SERIAL in chosen or name == "none"):
+        raise InvalidInput(f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
+                           hint="pipeswitch simulate azure --nodes 3")  # fmt: skip
     trace, names = _trace(name, faster, seed, requests, has_tokens=has_tokens)
-    hardware, asked = _hardware(device), trace.arrivals[:requests]
+    hardware, model_count = _hardware(device), trace.model_count
+    if cluster:
+        trace = arrivals.tiled(trace, cluster.tiles, requests or REQUESTS, seed)
+    asked = trace.arrivals[:requests]
     if not asked and not trains:
-        raise InvalidInput("there is nothing to simulate", hint=f"--job {JOB}")
+        raise InvalidInput("there is nothing to simulate",
+                           hint="more --requests" if cluster else f"--job {JOB}")  # fmt: skip
     used = []
     if asked:
         known = (
             _served() if from_server
-            else _models(models, trace.model_count, hardware.compute_factor, seed)
+            else _models(models, model_count, hardware.compute_factor, seed)
         )  # fmt: skip
-        used = _assigned(known, names, trace.model_count)
+        used = _assigned(known, names, model_count)
     used = _joined(used, batch, batch_delay, batch_row)
     sizes = {model.name: model.size_bytes for model in used}
     costs = Costs(to_device=hardware.link, to_host=hardware.link)
@@ -197,33 +219,35 @@ def _compare(
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
                         policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
-                        own=None if policy == SERIAL
-                        else find_policy(policy, max_wait_ms=max_wait_ms),
+                        own=partial(find_policy, policy, max_wait_ms=max_wait_ms),
                         has_deadlines=deadlines or admission,
                         admission="deadline" if admission else "off", max_wait_ms=max_wait_ms,
                         prompt_share=prompt_share if has_tokens else 0.0))
         for label, size_bytes in (
             _memory(text, needed)
-            for text in (_shares((100,) if trains else SHARES, needed) if memory is None
+            for text in (_shares((100,) if trains else SHARES[bool(cluster):], needed)
+                         if memory is None
                          else _words(memory))
         )
         for policy in (chosen if asked else chosen[:1])
         for order in orders
     ]  # fmt: skip
     drawn = Timeline() if timeline else None
-    runs = _replayed(settings, used, asked, trains, drawn, is_watched=not as_json)
+    runs = _replayed(settings, used, asked, trains, drawn, cluster, is_watched=not as_json)
     if drawn is not None and timeline is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
     facts = {
         "trace": trace.name, "speed_up": faster, "requests": len(asked), "models": len(sizes),
         "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
-        "is_estimate": hardware.is_estimate, "seed": seed, "compute_load": _load(used, asked),
+        "is_estimate": hardware.is_estimate, "seed": seed,
+        "compute_load": _load(used, asked) / (cluster.nodes * cluster.devices if cluster else 1),
+        **(dataclasses.asdict(cluster) if cluster else {}),
         "jobs": len(trains), "tokens": sum(one.tokens for one in asked) if has_tokens else 0,
     }  # fmt: skip
     if plot is not None:
         _draw(Path(plot), runs, facts)
     rows = [_row(*run) for run in runs]
-    for text in dict.fromkeys(text for _, _, outcome in runs for text in outcome.warnings):
+    for text in dict.fromkeys(text for run in runs for text in run[2].warnings):
         views.echo(f"Warning: {text}", err=True)
     if as_json:
         views.print_json({**facts, "runs": rows})
@@ -232,6 +256,10 @@ def _compare(
     views.console().print(
         _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens)
     )
+    for row in rows:
+        if cluster and row["in_slo"] < cluster.need:
+            views.echo(f"{row['policy']}, memory {row['memory']}: not even {cluster.nodes} nodes "
+                       f"suffice; --nodes {2 * cluster.nodes} --tiles {cluster.tiles}")  # fmt: skip
     if trains:
         views.console().print()
         views.console().print(_jobs_table(rows, has_requests=bool(asked)))
@@ -241,10 +269,10 @@ def _compare(
 
 def _replayed(
     settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
-    asked: Sequence[arrivals.Arrival], trains: Sequence[PaperJob], drawn: Timeline | None, *,
-    is_watched: bool,
+    asked: Sequence[arrivals.Arrival], trains: Sequence[PaperJob], drawn: Timeline | None,
+    cluster: Cluster | None, *, is_watched: bool,
 ) -> list[Run]:  # fmt: skip
-    """The same arrivals on each server; the label of its memory goes along."""
+    """The same arrivals on each server or cluster; the label of its memory goes along."""
     runs: list[Run] = []
     with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
         for number, (label, setting) in enumerate(settings):
@@ -254,12 +282,34 @@ def _replayed(
                     bar(what, (n + count / len(asked)) / len(settings))
 
             take_span = drawn.add if drawn is not None else None
-            if setting.policy == SERIAL:
+            placed: dict[str, Any] = {}
+            if cluster is not None:
+                found = place(cluster, setting, models, asked, watch)
+                outcome = found.outcome
+                placed = {name: getattr(found, name) for name in OF_NODES}
+            elif setting.policy == SERIAL:
                 outcome = serial(setting, models, asked)
             else:
                 outcome = replay(setting, models, asked, trains, watch=watch, take_span=take_span)
-            runs.append((label, setting, outcome))
+            runs.append((label, setting, outcome, placed))
     return runs
+
+
+def _cluster(
+    nodes: int | None, devices: int | None, tiles: int | None, failures: str | None,
+    need: str | None, seed: int,
+) -> Cluster | None:  # fmt: skip
+    """Checked; None: no cluster was asked for."""
+    if nodes is None and (devices or tiles or failures or need):
+        raise InvalidInput("--devices, --tiles, --failures and --need are a cluster's",
+                           hint="--nodes 1 beside them")  # fmt: skip
+    dying = _read("--failures", failures or "0%", _share)
+    if dying == 1.0:
+        raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
+    return None if nodes is None else Cluster(
+        nodes, devices or 1, tiles or nodes * (devices or 1), dying,
+        _read("--need", need or "0%", _share), seed,
+    )  # fmt: skip
 
 
 def _words(text: str) -> list[str]:
@@ -509,11 +559,11 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
     """Computing time of all requests, prompts aside, over the trace's length."""
     length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
-    took_ms = sum(models[a.model].compute_ms * a.tokens for a in asked)
+    took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in asked)
     return took_ms / length_ms if length_ms else math.inf
 
 
-def _row(memory: str, setting: Setting, outcome: Outcome) -> dict[str, Any]:
+def _row(memory: str, setting: Setting, outcome: Outcome, placed: dict[str, Any]) -> dict[str, Any]:
     jobs = [
         {"job": job.name, "at_ms": job.at_ms, "jct_ms": job.jct_ms, "share": job.share,
          "trained_s": job.trained_ms / 1000.0, "preempted_s": job.preempted_ms / 1000.0,
@@ -532,19 +582,24 @@ def _row(memory: str, setting: Setting, outcome: Outcome) -> dict[str, Any]:
         "refused": sum(outcome.refused.values()), "switches": outcome.switches,
         "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
         "makespan_ms": outcome.makespan_ms, **of_tokens, **(of_jobs if jobs else {}),
+        **placed,
     }  # fmt: skip
 
 
 def _headline(facts: dict[str, Any]) -> Text:
     estimate = " (an estimate)" if facts["is_estimate"] else ""
     where = f"on {facts['device']}{estimate}"
+    if "nodes" in facts:
+        where = f"on {facts['nodes']} nodes of {facts['devices']} x {facts['device']}{estimate}"
+        where += f", or the fewest for {facts['need']:.2%} in time" if facts["need"] else ""
     jobs = f"; jobs: {facts['jobs']}" if facts["jobs"] else ""
     if not facts["requests"]:
         return Text(f"no requests{jobs}; {where}\n")
     tokens = f", {facts['tokens']} tokens" if facts["tokens"] else ""
+    clients = f", of each of {facts['tiles']} clients" if "tiles" in facts else ""
     return Text(
         f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests{tokens} of "
-        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}{jobs}; {where}; "
+        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}{clients}{jobs}; {where}; "
         f"computing takes {facts['compute_load']:.0%} of the time; in time: "
         f"within {facts['slo_ms']:g} ms beyond a request's own computing\n"
     )
@@ -555,15 +610,18 @@ def _table(
 ) -> Table:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
-         "copied": format_bytes(row["copied_bytes"])}
+         "copied": format_bytes(row["copied_bytes"]),
+         "moved_bytes": format_bytes(row.get("moved_bytes", 0))}
         for row in rows
     ]  # fmt: skip
     of_jobs = ("training", "jct_ms") if has_jobs else ()
     of_requests = OF_REQUESTS if has_requests else ()
     of_tokens = ("between_p50_ms", "between_p99_ms") if has_tokens else ()
-    columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle")
+    of_nodes = [name for name in OF_NODES if name in rows[0]]
+    columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle", *of_nodes)
     first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
-    return views.table(shown, columns, {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", **first})
+    names = {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first}
+    return views.table(shown, columns, names)
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
@@ -580,12 +638,12 @@ def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
 
-    labels = list(dict.fromkeys(label for label, _, _ in runs))
+    labels = list(dict.fromkeys(label for label, *_ in runs))
     figure, axes = pyplot.subplots(
         1, len(labels), figsize=(5.2 * len(labels), 3.8), squeeze=False, sharey=True
     )
     for axis, label in zip(axes[0], labels, strict=True):
-        for where, setting, outcome in runs:
+        for where, setting, outcome, _ in runs:
             if where == label and outcome.latency_ms:
                 ordered = sorted(outcome.latency_ms)
                 shares = [(i + 1) / outcome.requests for i in range(len(ordered))]

@@ -18,6 +18,10 @@ from ..scheduler.policies.placement import PLACEMENTS, Place, best
 RANK: Final = PLACEMENTS["least-finish"]
 KEEP_MS: Final = 20.0  # a model stays unless elsewhere it computes so much earlier,
 KEEP_SHARE: Final = 0.25  # and by this share of its wait: predictions are no better than that
+COPIES: Final = 2  # of each model, on as many nodes
+ROUND_S: Final = 1.0  # between two looks at all nodes
+MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
+LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
 
 
 class Node(NamedTuple):
@@ -27,11 +31,13 @@ class Node(NamedTuple):
     free_bytes: int  # of its arena, rounded down to a power of two
     queue_ms: float  # predicted, until what it has accepted is done
     waiting: int
-    link_bytes_per_ms: float
+    link_bytes_per_ms: float = LINK_BYTES_PER_MS
+    served_bytes: int = 0  # of the models whose requests go there
 
 
-Entry = tuple[float, bool, int, int, int]
-"""When it is free, busy, how many wait, less its free bytes, its number: less is better."""
+Entry = tuple[float, bool, int, int, int, int]
+"""When it is free, busy, how many wait, less its free bytes, the bytes that it serves, its
+number: less is better."""
 
 
 class Decision(NamedTuple):
@@ -64,11 +70,20 @@ class Nodes:
             self._numbers[node.name] = len(self._names)
             self._names.append(node.name)
         number = self._numbers[node.name]
-        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, number)
+        entry = (node.queue_ms, node.waiting > 0, node.waiting, -node.free_bytes, node.served_bytes,
+                 number)  # fmt: skip
+        before = self._nodes.get(node.name)
         self._nodes[node.name] = node
+        if before is not None and (entry, node.link_bytes_per_ms) == (
+            self._entries[node.name], before.link_bytes_per_ms
+        ):  # fmt: skip
+            return
         self._entries[node.name] = entry
         order = self._orders.setdefault(node.link_bytes_per_ms, {}).setdefault(bits, [])
         heapq.heappush(order, entry)
+        if len(order) > 2 * len(self._entries) + 2:  # most are no longer their nodes' own
+            order[:] = [one for one in order if self._entries.get(self._names[one[-1]]) is one]
+            heapq.heapify(order)
 
     def remove(self, name: str) -> None:
         """It is dead, or is to be left."""
@@ -105,6 +120,11 @@ class Nodes:
                 return Decision(at, "kept", stay.finish_ms)
         return Decision(node, found.reason, found.finish_ms)
 
+    def serving(self, model: str, size_bytes: int, at: str = "") -> str:
+        """Of a model's holders, of which there is one, the node that its requests go to."""
+        found, held = self.choose(model, size_bytes, at=at).node, self.holders[model]
+        return found if found in held else min(held)
+
     def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
         """Of each link, the earliest node that has room for the model, and the earliest one that
         has not. Such a place of a holder is never before its own as a holder."""
@@ -118,7 +138,7 @@ class Nodes:
                     (with_room if -entry[3] >= size_bytes else short).append(entry)
             found += [min(entries) for entries in (with_room, short) if entries]
         return [
-            self._place(self._nodes[self._names[entry[4]]], size_bytes, is_resident=False)
+            self._place(self._nodes[self._names[entry[-1]]], size_bytes, is_resident=False)
             for entry in found
         ]
 
@@ -129,7 +149,7 @@ class Nodes:
         """The first of an order that is its node's own and not excluded."""
         excluded, found = [], None
         while order:
-            name = self._names[order[0][4]]
+            name = self._names[order[0][-1]]
             if self._entries.get(name) is order[0]:
                 if name not in without:
                     found = order[0]

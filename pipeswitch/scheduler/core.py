@@ -88,6 +88,7 @@ class SchedulerSettings:
     weights: Mapping[str, float] = field(default_factory=dict)  # of callers; others have 1
     training: str = "rotate"  # of job_orders: which job has the device next
     activation_memory_bytes: int = 0  # of each device, for its jobs together; 0: each has its own
+    prepares: bool = True  # standbys load programs before they are asked for
     look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on

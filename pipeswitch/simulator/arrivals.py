@@ -7,6 +7,7 @@ attribution.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from random import Random
@@ -118,6 +119,24 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
         at_ms += chance.expovariate(rate_per_s) * 1e3
         found.append(Arrival(at_ms, model))
     return Trace(f"poisson:{rate_per_s:g}", tuple(found), model_count)
+
+
+def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
+    """So many clients at once, each of whom asks for models of its own, as the trace does from some
+    instant on and then from its beginning: about so many requests in all, at most all of them."""
+    chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
+    length_ms = times[-1] + times[-1] / len(times)
+    span_ms = length_ms * min(1.0, requests / (tiles * len(times)))
+    found = []
+    for tile in range(tiles):
+        begin_ms = chance.uniform(0.0, length_ms) if tile else 0.0
+        for number in range(first := bisect_left(times, begin_ms), first + len(times)):
+            lap, place = divmod(number, len(times))
+            at_ms, one = times[place] + lap * length_ms - begin_ms, trace.arrivals[place]
+            if at_ms >= span_ms:
+                break
+            found.append(one._replace(at_ms=at_ms, model=one.model + tile * trace.model_count))
+    return Trace(trace.name, tuple(sorted(found)), tiles * trace.model_count)
 
 
 def _rows(text: str) -> list[list[str]]:

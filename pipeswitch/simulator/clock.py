@@ -20,7 +20,10 @@ class Move(NamedTuple):
     act: Act
 
 
-Plans = dict[str, tuple[str, int]]  # lane -> what it does, and the number of its entry
+class Plans(dict[str, tuple[str, int]]):
+    """Of a process of that device: lane -> what it does, and the number of its entry."""
+
+    device = 0
 
 
 class Clock:
@@ -53,13 +56,14 @@ class Clock:
             heapq.heappop(entries)
         return entries[0][0] if entries else None
 
-    def take(self) -> Act:
-        """The next entry's act; it is that instant now. ``next_ms`` must have been asked."""
+    def take(self) -> tuple[Act, Plans | None]:
+        """The next entry's act, and whose; it is that instant now. ``next_ms`` must have been
+        asked."""
         due_ms, _, plans, lane, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:
             del plans[lane]
-        return act
+        return act, plans
 
     def _push(self, due_ms: float, plans: Plans | None, lane: str, act: Act) -> int:
         self._count += 1

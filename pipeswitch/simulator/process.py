@@ -84,7 +84,8 @@ class Process:
         self.may_lose = False  # killed: what it had said may arrive after its exit, or never
         self.inbox: dict[str, deque[Message]] = {}
         self.out: dict[str, deque[Message]] = {}
-        self.plans: Plans = {}  # by the clock
+        self.plans = Plans()  # by the clock
+        self.plans.device = scene.index
         self._tell, self._reap = tell, reap
 
     @property

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..ipc.messages import JobName, ModelName
 from ..planning.fit import MIB, percentile
@@ -19,6 +19,7 @@ from ..planning.windows import Job, Memory, run
 from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
+from ..scheduler.device_state import WORD_BYTES
 from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.training.commits import HEADER_BYTES
@@ -27,7 +28,6 @@ from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
 from .world import World
 
-WORDS_BYTES: Final = REGION_ALIGN_BYTES  # of the arena, for the arrival words
 NEAR_MS: Final = 1e-6  # rounding of a sum of instants
 REPORT_EVERY: Final = 500  # requests between two words to who watches
 ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
@@ -147,20 +147,20 @@ class Setting:
     """One server to replay on.
 
     Attributes:
-        memory_bytes: of the device, for models and jobs.
-        own: the policy itself where ``policy`` is no name of ours; of one replay, since it may
-            remember.
+        memory_bytes: of each device, for models and jobs.
+        own: makes the policy where ``policy`` is no name of ours; each server has its own.
         slo_ms: how long a request may take beyond its own computing.
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
         is_known: what each model takes is known before it was measured.
+        prepares: whether workers load programs beforehand, which on paper takes no time.
         prompt_share: of a step's computing, what each token of a prompt adds to the first one.
     """
 
     memory_bytes: int
     costs: Costs
     policy: str = "priority"
-    own: Policy | None = None
+    own: Callable[[], Policy] | None = None
     max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
@@ -169,6 +169,8 @@ class Setting:
     training: str = "rotate"
     is_known: bool = False
     prompt_share: float = 0.0
+    devices: int = 1
+    prepares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ class Outcome:
         between_ms: from each token of an answer to its next, sorted.
         in_slo: how many of all ended in time, with all their tokens.
         refused: how many of all were not computed, by the error's name.
-        busy_ms: the device computed this long, or trained.
+        busy_ms: the devices computed this long, or trained.
         order: the requests by their number in the trace, as they were computed.
         jobs: in the order in which they were named.
         warnings: what a server's log would have, such as of a policy that failed.
@@ -199,6 +201,7 @@ class Outcome:
     order: tuple[int, ...]
     jobs: tuple[Trained, ...] = ()
     warnings: tuple[str, ...] = ()
+    devices: int = 1
 
     @property
     def jct_ms(self) -> float:
@@ -211,7 +214,8 @@ class Outcome:
 
     @property
     def idle_share(self) -> float:
-        return max(0.0, 1.0 - self.busy_ms / self.makespan_ms) if self.makespan_ms else 1.0
+        there_ms = self.makespan_ms * self.devices
+        return max(0.0, 1.0 - self.busy_ms / there_ms) if there_ms else 1.0
 
 
 def replay(
@@ -236,7 +240,8 @@ def replay(
     size_bytes, largest = max([*sizes, *((job.memory_bytes, job.name) for job in jobs)])
     if size_bytes > setting.memory_bytes:
         raise ValueError(f'"{largest}" has {size_bytes} bytes, the device {setting.memory_bytes}')
-    world = _Replay(setting, models, jobs, watch, take_span)
+    world = Replay(setting, Models(models), jobs, watch, take_span)
+    world.serve(world.models.first.values())
     return world.replay(arrivals)
 
 
@@ -268,85 +273,108 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
     )  # fmt: skip
 
 
-class _Replay(World):
+class Models(dict[int, PaperModel]):
+    """By their number in the trace. Of a tiled one each tile has the same, under names of its own;
+    they are made when they are asked for."""
+
+    def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
+        super().__init__(enumerate(first))
+        self.first, self.tiles = {model.name: model for model in first}, tiles
+        self.per_tile = len(first)
+
+    def __missing__(self, number: int) -> PaperModel:
+        tile, place = divmod(number, self.per_tile)
+        made = self[number] = replace(self[place], name=f"{self[place].name}/{tile}")
+        return made
+
+
+class Asked(NamedTuple):
+    """A request, or a token of one, that has no answer yet."""
+
+    number: int
+    arrival: Arrival
+    at_ms: float
+    step: int = 0  # which token it is
+    is_in_time: bool = True  # none before it was late
+
+
+class Replay(World):
+    """One server, and the requests of a trace that come to it. ``models``: all that may come."""
+
     def __init__(
-        self, setting: Setting, models: Sequence[PaperModel], jobs: Sequence[PaperJob],
-        watch: Callable[[int], None] | None, take_span: Callable[[ev.Spans], None] | None,
+        self, setting: Setting, models: Models, jobs: Sequence[PaperJob] = (),
+        watch: Callable[[int], None] | None = None,
+        take_span: Callable[[ev.Spans], None] | None = None,
     ) -> None:  # fmt: skip
-        self._setting, self._models, self._jobs = setting, models, jobs
+        self._setting, self.models, self.jobs = setting, models, jobs
         self._watch, self._take_span = watch, take_span
-        # Number, arrival, when this token was asked for, which one it is, none was late.
-        self._asked: dict[ev.Token, tuple[int, Arrival, float, int, bool]] = {}
-        self._latency_ms: dict[int, float] = {}
-        self._between_ms: list[float] = []
-        self._order: list[tuple[float, int]] = []
-        self._refused: Counter[str] = Counter()
+        self.asked: dict[ev.Token, Asked] = {}
+        self.latency_ms: dict[int, float] = {}
+        self.between_ms: list[float] = []
+        self.order: list[tuple[float, int]] = []
+        self.refused: Counter[str] = Counter()
         self._training: dict[ev.Token, PaperJob] = {}  # by who waits for its end
-        self._trained: dict[str, Trained] = {}
-        self._warnings: list[str] = []
-        self._in_slo = 0
-        self._begin_ms = self._busy_ms = self._last_ms = 0.0
-        models = list({model.name: model for model in models}.values())
-        words = 1 + sum(len(model.plan) for model in models) + len(models)
+        self.trained: dict[str, Trained] = {}
+        self.warnings: list[str] = []
+        self.in_slo = 0
+        self.begin_ms = self.busy_ms = self.last_ms = 0.0
+        first, tiles = models.first.values(), models.tiles
+        words = 1 + tiles * (sum(len(model.plan) for model in first) + len(first))
         commits = [aligned(HEADER_BYTES + 2 * job.memory_bytes, REGION_ALIGN_BYTES) for job in jobs]
         settings = SchedulerSettings(
-            arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES) + WORDS_BYTES,
-            store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in models) * 2
+            arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES)
+            + aligned(words * WORD_BYTES, REGION_ALIGN_BYTES),
+            store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in first) * 2 * tiles
             + sum(commits),
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
-            max_waiting_builds=4 * len(models) + 4,
+            max_waiting_builds=4 * len(first) + 4, max_models_per_client=ENDLESS,
             admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
+            prepares=setting.prepares,
         )  # fmt: skip
         super().__init__(
-            Scheduler(settings, setting.own or setting.policy, setting.max_wait_ms),
+            Scheduler(settings, setting.own() if setting.own else setting.policy,
+                      setting.max_wait_ms,
+                      [replace(settings, device=f"cpu:{i}") for i in range(setting.devices)]),
             costs=setting.costs,
             is_checked=False,
-        )
+        )  # fmt: skip
+
+    def serve(self, models: Iterable[PaperModel], until_ms: float = math.inf) -> None:
+        """Have them registered by then."""
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
-        self.run()
-        if setting.is_known:
-            predictions = self.scheduler.machine.devices[0].state.predictions
-            for model in models:
-                predictions.computed(model.name, 1, model.compute_ms, self.now_ms)
-                predictions.sent(model.name, model.load_ms(setting.costs.to_device), self.now_ms)
+        self.run(until_ms)
+        predictions = self.scheduler.machine.devices[0].state.predictions
+        for model in models if self._setting.is_known else ():
+            load_ms = model.load_ms(self._setting.costs.to_device)
+            predictions.computed(model.name, 1, model.compute_ms, self.now_ms)
+            predictions.sent(model.name, load_ms, self.now_ms)
 
     def replay(self, arrivals: Sequence[Arrival]) -> Outcome:
-        begin_ms = self._begin_ms = self.now_ms
-        count = self.scheduler.core.counts
-        before = (count["switches"], count["transmitted_bytes"])
+        begin_ms = self.begin_ms = self.now_ms
         for number, arrival in enumerate(arrivals):
-            self.clock.at(begin_ms + arrival.at_ms, partial(self._ask, number, arrival, 0))
-        for job in self._jobs:
+            at_ms = begin_ms + arrival.at_ms
+            self.clock.at(at_ms, partial(self.ask, Asked(number, arrival, at_ms)))
+        for job in self.jobs:
             self.clock.at(begin_ms + job.at_ms, partial(self._train, job))
         self.run()
-        jobs = tuple(self._trained[job.name] for job in self._jobs)
-        return Outcome(
-            requests=len(arrivals),
-            latency_ms=tuple(self._latency_ms[n] for n in sorted(self._latency_ms)),
-            between_ms=tuple(sorted(self._between_ms)),
-            in_slo=self._in_slo, refused=dict(self._refused),
-            switches=count["switches"] - before[0],
-            copied_bytes=count["transmitted_bytes"] - before[1],
-            busy_ms=self._busy_ms + sum(job.trained_ms for job in jobs), jobs=jobs,
-            makespan_ms=max(0.0, self._last_ms - begin_ms),
-            order=tuple(number for _, number in sorted(self._order)),
-            warnings=tuple(self._warnings),
-        )  # fmt: skip
+        return outcome([self], len(arrivals))
 
     def _own_ms(self, arrival: Arrival, step: int) -> float:
         """What one of its tokens computes, alone."""
         prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
-        return self._models[arrival.model].compute_ms * (1.0 + prompt)
+        return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
-    def _ask(self, number: int, arrival: Arrival, step: int, is_in_time: bool = True) -> None:
-        model = self._models[arrival.model]
+    def ask(self, asked: Asked) -> None:
+        """A request comes, now."""
+        arrival, step = asked.arrival, asked.step
+        model = self.models[arrival.model]
         deadline_ms = arrival.deadline_ms
         if deadline_ms is None and self._setting.has_deadlines:
             deadline_ms = self._setting.slo_ms + self._own_ms(arrival, step)
         # Known before the scheduler is: it may answer at once.
         token = self.clients.last_token + 1
-        self._asked[ev.Token(token)] = (number, arrival, self.now_ms, step, is_in_time)
+        self.asked[ev.Token(token)] = asked
         if not step and arrival.prompt:
             self.scene.prompts[f"r{token}"] = arrival.prompt * self._setting.prompt_share
         name = ModelName(model.name)
@@ -362,7 +390,7 @@ class _Replay(World):
                 self._take_span(command)
             return
         if isinstance(command, ev.Warn):
-            self._warnings.append(command.text)
+            self.warnings.append(command.text)
         if isinstance(command, ev.Answer) and not command.more:
             self._answered(command)
         super()._perform(command)
@@ -372,37 +400,56 @@ class _Replay(World):
         if job is not None:
             if answer.error is not None:
                 raise answer.error
-            self._last_ms = self.now_ms
-            jct_ms = self.now_ms - self._begin_ms - job.at_ms
-            self._trained[job.name] = trained(job, jct_ms, answer.body["job"])
-        asked = self._asked.pop(answer.token, None)
+            self.last_ms = self.now_ms
+            jct_ms = self.now_ms - self.begin_ms - job.at_ms
+            self.trained[job.name] = trained(job, jct_ms, answer.body["job"])
+        asked = self.asked.pop(answer.token, None)
         if asked is None:
             return  # no request
         number, arrival, at_ms, step, is_in_time = asked
-        self._last_ms = self.now_ms
+        self.last_ms = self.now_ms
         self.scene.prompts.pop(f"r{answer.token}", None)
         if answer.error is not None:
-            self._refused[type(answer.error).__name__] += 1
+            self.refused[type(answer.error).__name__] += 1
         else:
             assert answer.timing is not None
-            model, took_ms = self._models[arrival.model], self.now_ms - at_ms
+            model, took_ms = self.models[arrival.model], self.now_ms - at_ms
             own_ms, joined = self._own_ms(arrival, step), answer.timing.joined
             shared = 1.0 - (joined - 1) * (1.0 - model.row_share) / joined
-            self._busy_ms += own_ms - model.compute_ms * (1.0 - shared)
+            self.busy_ms += own_ms - model.compute_ms * (1.0 - shared)
             is_in_time &= took_ms <= self._setting.slo_ms + own_ms + NEAR_MS
             if step:
-                self._between_ms.append(took_ms)
+                self.between_ms.append(took_ms)
             else:
-                self._latency_ms[number] = took_ms
-                self._order.append((answer.timing.epoch, number))
+                self.latency_ms[number] = took_ms
+                self.order.append((answer.timing.epoch, number))
             if step + 1 < arrival.tokens:
-                soon = partial(self._ask, number, arrival, step + 1, is_in_time)
-                self.clock.at(self.now_ms, soon)
+                soon = Asked(number, arrival, self.now_ms, step + 1, is_in_time)
+                self.clock.at(self.now_ms, partial(self.ask, soon))
                 return
-            self._in_slo += is_in_time
-        done = len(self._latency_ms) + self._refused.total()
+            self.in_slo += is_in_time
+        done = len(self.latency_ms) + self.refused.total()
         if self._watch is not None and done % REPORT_EVERY == 0:
             self._watch(done)
+
+
+def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outcome:
+    """Of requests that each went to one of them."""
+    first, counts = servers[0], [server.scheduler.core.counts for server in servers]
+    latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
+    jobs = tuple(first.trained[job.name] for job in first.jobs)
+    return Outcome(
+        requests=requests, latency_ms=tuple(latency_ms[n] for n in sorted(latency_ms)),
+        between_ms=tuple(sorted(ms for server in servers for ms in server.between_ms)),
+        in_slo=sum(server.in_slo for server in servers),
+        refused=dict(sum((server.refused for server in servers), Counter[str]())),
+        switches=sum(count["switches"] for count in counts),
+        copied_bytes=sum(count["transmitted_bytes"] for count in counts),
+        busy_ms=sum(server.busy_ms for server in servers) + sum(job.trained_ms for job in jobs),
+        makespan_ms=max(0.0, max(server.last_ms for server in servers) - first.begin_ms),
+        order=tuple(number for _, number in sorted(first.order)), jobs=jobs,
+        warnings=tuple(text for server in servers for text in server.warnings), devices=devices,
+    )  # fmt: skip
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:

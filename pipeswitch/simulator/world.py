@@ -76,6 +76,7 @@ class World:
         self.left: int | None = None  # the status with which the server ended
         self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
         self._is_checked = is_checked
+        self._touched: set[int] = set()  # devices whose processes may have other moves than before
         self.perform(scheduler.start(0.0))
 
     @property
@@ -95,10 +96,13 @@ class World:
 
     def run(self, until_ms: float = math.inf) -> None:
         """Let happen what is due, in order, until nothing is any more or it is ``until_ms``."""
-        clock = self.clock
+        clock, everywhere = self.clock, range(len(self.scenes))
+        self._touched.update(everywhere)
         while self.left is None:
             for process in self.processes():
-                clock.plan(process.plans, process.moves())
+                if process.plans.device in self._touched:
+                    clock.plan(process.plans, process.moves())
+            self._touched.clear()
             due_ms, wake_ms = clock.next_ms(), self.scheduler.next_wakeup_ms()
             is_tick = wake_ms is not None and (due_ms is None or wake_ms < due_ms)
             next_ms = wake_ms if is_tick else due_ms
@@ -108,7 +112,9 @@ class World:
                 clock.now_ms = max(clock.now_ms, next_ms)
                 self.handle(ev.Tick())
             else:
-                self._do(clock.take())
+                act, plans = clock.take()
+                self._touched.update(everywhere if plans is None else (plans.device,))
+                self._do(act)
         if until_ms < math.inf:
             clock.now_ms = max(clock.now_ms, until_ms)
 
@@ -175,6 +181,7 @@ class World:
 
     def _perform(self, command: ev.Command) -> None:
         commits = self.scene.commits
+        self._touched.add(getattr(command, "device", 0))
         match command:
             case ev.Answer():
                 self.clients.answered(command)
@@ -371,6 +378,8 @@ class World:
         assert worker.target is not None
         worker.scene.device.dirty += (worker.lease,)
         index, worker.lease, _ = worker.target
+        worker.plans.device = index
+        self._touched.add(index)
         require(index == command.to_device, "it was told to go to another device")
         worker.target, worker.scene = None, self.scenes[index]
         worker.slot, worker.generation = command.to_slot, command.to_generation

@@ -12,6 +12,8 @@ import functools
 import itertools
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.errors import TaskFailed
@@ -101,7 +105,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def shm_names() -> set[str]:
-    """What lies in /dev/shm, less what may be of others: fuzzers, another Python's processes."""
+    """What lies in /dev/shm, less what others may have there: fuzzers, another program."""
     others = ("pipeswitch-fuzz-", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
@@ -438,3 +442,25 @@ def is_bit_equal(one: Any, other: Any) -> bool:
         return False
     views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*views)
+
+
+@contextlib.contextmanager
+def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
+    """A folder for a Ray, whatever else runs on this machine, and a list for its processes; nothing
+    of it stays."""
+    before = dict(os.environ)  # Ray adds to it
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token), **environment}
+    started: list[psutil.Process] = []
+    try:
+        yield folder, started
+        assert not [one for one in psutil.wait_procs(started, 100)[1] if one.is_running()]
+    finally:
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -66,7 +66,8 @@ MAY_IMPORT: Mapping[str, str] = {
     # Its users.
     "client": "commits errors programs programs/build tracing wire texts",
     "__init__": "client errors job wire",
-    "cluster": "client commits config controller errors roles scheduler/policies wire",
+    "cluster": "client commits config controller errors ipc roles scheduler/policies simulator "
+    "wire",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles sandbox shares tracing units wire texts",
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
+from pipeswitch.cluster.actors import RESOURCE
 from pipeswitch.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.controller.gateway import DEFAULTS
 
@@ -158,3 +162,47 @@ def test_kubernetes_names_agree_and_nothing_may_more_than_it_must() -> None:
     assert {STATE, "/tmp", runtime[1]} <= places
     assert POD["securityContext"]["runAsUser"] == POD["securityContext"]["fsGroup"] == USER
     assert POD["terminationGracePeriodSeconds"] * 1000 > drain_ms()
+
+
+# ---- a cluster whose machines come and go ------------------------------------------------------
+
+LAUNCHER = yaml.safe_load((PACKAGING / "cluster.yaml").read_text())
+RAY_CLUSTER, POLICY = yaml.safe_load_all((PACKAGING / "kuberay.yaml").read_text())
+HEAD, (GROUP,) = (RAY_CLUSTER["spec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
+
+
+def test_rays_launcher_takes_its_file() -> None:
+    found = importlib.util.find_spec("ray")  # loading it would change the environment
+    if found is not None and found.origin is not None:
+        schema = Path(found.origin).with_name("autoscaler") / "ray-schema.json"
+        pytest.importorskip("jsonschema").validate(LAUNCHER, json.loads(schema.read_text()))
+    server = LAUNCHER["available_node_types"]["server"]
+    starts, profile = LAUNCHER["head_start_ray_commands"], " ".join(LAUNCHER["setup_commands"])
+    assert (server["resources"], [text for text in starts if "--head" in text]) == (
+        {RESOURCE: 1}, [text for text in starts if "--include-dashboard=false" in text],
+    )  # fmt: skip
+    assert all(word in profile for word in ("RAY_AUTH_MODE=token", "chmod 600 ~/.ray/auth_token"))
+    assert words_of_up(starts[-1]) == (1, server["max_workers"])
+
+
+def test_the_operators_pods_have_a_token_and_no_dashboard_that_others_reach() -> None:
+    assert RAY_CLUSTER["spec"]["authOptions"] == {"mode": "token"}
+    assert HEAD["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    assert json.loads(json.loads(GROUP["rayStartParams"]["resources"])) == {RESOURCE: 1}
+    assert POLICY["spec"]["policyTypes"] == ["Ingress"]
+    for template in (HEAD["template"], GROUP["template"]):
+        assert template["metadata"]["labels"] == POLICY["spec"]["podSelector"]["matchLabels"]
+        (container,), pod = template["spec"]["containers"], template["spec"]
+        assert (container["image"], pod["securityContext"]["runAsUser"]) == ("pipeswitch", USER)
+        assert {one["name"] for one in container["volumeMounts"]} == {
+            one["name"] for one in pod["volumes"]
+        }
+        assert container["securityContext"] == CONTAINER["securityContext"]
+        assert pod["terminationGracePeriodSeconds"] * 1000 > drain_ms()
+    hook = HEAD["template"]["spec"]["containers"][0]["lifecycle"]["postStart"]["exec"]["command"]
+    assert words_of_up(hook[-1]) == (1, GROUP["maxReplicas"])
+
+
+def words_of_up(text: str) -> object:
+    (words,) = re.findall(r"pipeswitch cluster up ([^;]*)", text)
+    return up.make_context("up", words.split()).params["scale"]

@@ -98,9 +98,10 @@ class Fleet:
         if not device.is_daemon_ready:
             return WORKERS
         self._spawn_missing()
-        self._prepare_idle()
+        if core.settings.prepares:
+            self._prepare_idle()
         self._keep_one_unbound()
-        for worker in device.workers.values():
+        for worker in device.workers.values() if core.settings.prepares else ():
             if worker.job is None and worker.complete_at != core.edition:
                 return WORKERS | QUEUE | TURN | MEASURED
         return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS

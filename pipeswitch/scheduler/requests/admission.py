@@ -62,6 +62,7 @@ class Admission:
             follows=event.follows,
             sequence=event.sequence,
             choosing=event.choosing,
+            after=event.after,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)

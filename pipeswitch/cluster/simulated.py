@@ -1,0 +1,250 @@
+"""Many machines in virtual time: placement as it is, over a simulated server on each of them.
+
+Each tile of a trace is a client with models of its own. It registers them when it comes, is told
+where they are, and asks again only after a node's death, as a live one does. Placement is told what
+it is told live: each node's load once a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any, Final
+
+from ..ipc.messages import ModelName
+from ..simulator.arrivals import Arrival
+from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
+from .placement import COPIES, MISSED_S, ROUND_S, Decision, Node, Nodes
+
+ROUND_MS: Final = ROUND_S * 1e3
+SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CONNECT_TIMEOUT_S)
+HOUR_MS: Final = 3.6e6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many machines, and who asks them."""
+
+    nodes: int  # or fewer, if those suffice for what is needed
+    devices: int = 1  # of each
+    tiles: int = 1  # clients, each with models of its own
+    failures: float = 0.0  # the share of the nodes that dies within an hour
+    need: float = 0.0  # the share of all requests that is to be in time
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What became of the requests, and what it took."""
+
+    outcome: Outcome
+    nodes: int  # that there were at first
+    moved_bytes: int  # of models, from node to node
+    failures: int  # nodes that died, and did not come back
+    resent: int  # requests that a dead node had not answered
+    placed_per_s: int  # decisions of placement, in a second of the real clock
+
+
+def place(
+    cluster: Cluster, setting: Setting, models: Sequence[PaperModel], asked: Sequence[Arrival],
+    watch: Callable[[int], None] | None = None,
+) -> Placed:  # fmt: skip
+    """All requests, on all nodes or on the fewest that answer as many in time as are needed.
+
+    ``models``: of one tile; ``watch``: is told how many requests have been sent."""
+
+    def on(nodes: int) -> Placed:
+        known = Models(models, cluster.tiles)
+        return _Run(replace(cluster, nodes=nodes), setting, known).run(asked, watch)
+
+    found, least = on(cluster.nodes), 1
+    while cluster.need and found.outcome.share_in_slo >= cluster.need and least < found.nodes:
+        tried = on((least + found.nodes) // 2)
+        if tried.outcome.share_in_slo >= cluster.need:
+            found = tried
+        else:
+            least = tried.nodes + 1
+    return found
+
+
+class _Placing(Nodes):
+    """Placement itself; counts its decisions, and what they take of the real clock."""
+
+    decisions, decided_s = 0, 1e-9
+
+    def choose(self, *args: Any, **options: Any) -> Decision:
+        began_s = time.perf_counter()
+        found = super().choose(*args, **options)
+        self.decided_s += time.perf_counter() - began_s
+        self.decisions += 1
+        return found
+
+
+class _Run:
+    """All nodes, and what goes on between them."""
+
+    def __init__(self, cluster: Cluster, setting: Setting, models: Models) -> None:
+        # What was not prepared takes no time here, and to simulate that takes as long as the rest.
+        self._setting = replace(setting, devices=cluster.devices, prepares=False)
+        self._cluster, self._models = cluster, models
+        self._placing, self._now_ms = _Placing(), 0.0
+        self._told: dict[str, Node] = {}  # what placement knows of the living
+        self._servers: dict[str, Replay] = {}  # of all that were ever asked
+        self._busy: set[str] = set()  # who has requests to answer
+        self._holds: defaultdict[str, list[int]] = defaultdict(list)  # models, by node
+        self._serving: dict[str, str] = {}
+        # By tile: each model's holders as the client knows them, the one it goes to first.
+        self._tables: dict[int, dict[int, list[str]]] = {}
+        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
+        self._coming: list[tuple[float, int, Asked]] = []
+        self._short: list[tuple[float, int]] = []  # models to copy again, and when
+        self._lost = self._moved_bytes = self._resent = 0
+        for number in range(cluster.nodes):
+            self._tell(Node(f"node-{number}", setting.memory_bytes * cluster.devices, 0.0, 0))
+        chance = Random(f"failures {cluster.seed}")
+        rate = -math.log1p(-cluster.failures) / HOUR_MS
+        self._deaths = sorted((chance.expovariate(rate), name) for name in self._told if rate)
+
+    def run(self, arrivals: Sequence[Arrival], watch: Callable[[int], None] | None) -> Placed:
+        """All of them, round after round."""
+        self._coming = [(one.at_ms, n, Asked(n, one, one.at_ms)) for n, one in enumerate(arrivals)]
+        while self._coming or self._busy:
+            self._round()
+            if watch is not None:
+                watch(len(arrivals) - len(self._coming))
+        count = self._cluster.nodes
+        found = outcome(list(self._servers.values()), len(arrivals), count * self._cluster.devices)
+        if self._lost:
+            found = replace(found, refused={**found.refused, "ModelNotFound": self._lost})
+        return Placed(found, count, self._moved_bytes, count - len(self._told), self._resent,
+                      round(self._placing.decisions / self._placing.decided_s))  # fmt: skip
+
+    def _round(self) -> None:
+        """From one look of placement to the next; while nothing happens there is none."""
+        if not self._busy:
+            queues = (self._coming, self._deaths, self._short)
+            next_ms = min(queue[0][0] for queue in queues if queue)
+            self._now_ms = max(self._now_ms, next_ms // ROUND_MS * ROUND_MS)
+        while self._deaths and self._deaths[0][0] <= self._now_ms and len(self._told) > 1:
+            self._lose(self._deaths.pop(0)[1])
+        while self._short and self._short[0][0] <= self._now_ms:
+            self._copy(self._short.pop(0)[1])
+        until_ms = self._now_ms + ROUND_MS
+        while self._coming and self._coming[0][0] < until_ms:
+            self._send(*heapq.heappop(self._coming))
+        for name in sorted(self._busy):
+            self._servers[name].run(until_ms)
+            self._look(name)
+        self._now_ms = until_ms
+
+    # ---- clients -------------------------------------------------------------------------------
+
+    def _send(self, at_ms: float, number: int, asked: Asked) -> None:
+        """To where its client believes the model to be; or later, when it has given that up."""
+        model = asked.arrival.model
+        tile = model // self._models.per_tile
+        if tile not in self._tables:
+            self._register(tile)
+        table = self._tables[tile]
+        while table[model]:
+            node = table[model][0]
+            if node in self._told:
+                return self._ask(node, at_ms, asked)
+            knows_ms = self._knows_ms.setdefault((tile, node), at_ms + SILENT_MS)
+            if at_ms < knows_ms:
+                return self._again(knows_ms, asked)
+            del table[model][0]
+            if not table[model]:
+                self._fetch(tile)
+        self._lost += 1
+
+    def _again(self, at_ms: float, asked: Asked) -> None:
+        self._resent += 1
+        heapq.heappush(self._coming, (at_ms, asked.number, asked))
+
+    def _ask(self, node: str, at_ms: float, asked: Asked) -> None:
+        if node not in self._servers:
+            self._servers[node] = Replay(self._setting, self._models)
+        server, model = self._servers[node], self._models[asked.arrival.model]
+        if ModelName(model.name) not in server.scene.programs:  # it was there on paper
+            server.serve([model], self._now_ms)
+        server.clock.at(at_ms, partial(server.ask, asked))
+        self._busy.add(node)
+
+    def _register(self, tile: int) -> None:
+        """All of a client's models, each with its second copy."""
+        begin = tile * self._models.per_tile
+        numbers = range(begin, begin + self._models.per_tile)
+        for number in {self._models[number].name: number for number in numbers}.values():
+            home = self._placing.choose("", self._models[number].size_bytes).node
+            self._hold(home, number)
+            self._serve(home, number)
+            self._copy(number)
+        self._tables[tile] = {number: [] for number in numbers}
+        self._fetch(tile)
+
+    def _fetch(self, tile: int) -> None:
+        """The client's table is placement's now."""
+        for number in self._tables[tile]:
+            model = self._models[number]
+            held, at = self._placing.holders[model.name], self._serving[model.name]
+            if held:
+                node = self._placing.serving(model.name, model.size_bytes, at)
+                self._serve(node, number)
+                self._tables[tile][number] = [node, *sorted(held - {node})]
+
+    # ---- placement -----------------------------------------------------------------------------
+
+    def _hold(self, node: str, number: int) -> None:
+        self._placing.holders[self._models[number].name].add(node)
+        self._holds[node].append(number)
+
+    def _serve(self, node: str, number: int) -> None:
+        """Requests go there; a client hears of it when it asks."""
+        model = self._models[number]
+        before, self._serving[model.name] = self._serving.get(model.name, ""), node
+        for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
+            if before != node and name in self._told:
+                one = self._told[name]
+                self._tell(one._replace(served_bytes=one.served_bytes + size_bytes))
+
+    def _copy(self, number: int) -> None:
+        """Another one, if there are too few."""
+        model = self._models[number]
+        held = self._placing.holders[model.name]
+        if 0 < len(held) < min(COPIES, len(self._told)):
+            found = self._placing.choose(model.name, model.size_bytes, without=held)
+            self._hold(found.node, number)
+            self._moved_bytes += model.size_bytes
+
+    def _tell(self, summary: Node) -> None:
+        self._told[summary.name] = summary
+        self._placing.put(summary)
+
+    def _look(self, name: str) -> None:
+        """As a node says how it is."""
+        server, waiting = self._servers[name], len(self._servers[name].asked)
+        each_ms = server.busy_ms / max(1, len(server.latency_ms))
+        devices = server.scheduler.machine.devices
+        free_bytes = sum(device.arena.regions.free_bytes for device in devices)
+        self._tell(self._told[name]._replace(free_bytes=free_bytes, queue_ms=waiting * each_ms,
+                                             waiting=waiting))  # fmt: skip
+        if not waiting:
+            self._busy.discard(name)
+
+    def _lose(self, name: str) -> None:
+        """A node, with what it has not answered."""
+        self._placing.remove(name)
+        del self._told[name]
+        self._busy.discard(name)
+        due_ms = self._now_ms + MISSED_S * 1e3
+        self._short += [(due_ms, number) for number in self._holds.pop(name, ())]
+        for asked in self._servers[name].asked.values() if name in self._servers else ():
+            client = asked.arrival.model // self._models.per_tile, name
+            self._again(self._knows_ms.setdefault(client, self._now_ms + SILENT_MS), asked)

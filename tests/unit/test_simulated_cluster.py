@@ -1,0 +1,141 @@
+"""Placement over simulated machines: no request is lost, none is answered twice, and one node alone
+is the server that ``replay`` knows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeswitch.cli.main import main
+from pipeswitch.cluster.simulated import SILENT_MS, Cluster, Placed, _Run, place
+from pipeswitch.simulator import arrivals
+from pipeswitch.simulator.arrivals import Arrival, Trace
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.replay import Models, PaperModel, Replay, Setting, replay
+
+MIB = 1 << 20
+MODELS = [
+    PaperModel(name=f"m{i}", layer_bytes=((20 + 3 * i) * MIB,) * 2, layer_ms=(2.0 + i, 3.0),
+               plan=(0, 1)) for i in range(6)
+]  # fmt: skip
+SETTING = Setting(memory_bytes=120 * MIB, costs=Costs(to_device=Link(bytes_per_ms=6 * MIB)))
+
+
+def asked(count: int, rate_per_s: float = 60.0, seed: int = 0) -> Trace:
+    return arrivals.poisson(rate_per_s, count=count, model_count=len(MODELS), seed=seed)
+
+
+def placed(trace: Trace, cluster: Cluster) -> Placed:
+    return place(cluster, SETTING, MODELS, arrivals.tiled(trace, cluster.tiles, 10**6).arrivals)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_node_is_one_server(seed: int) -> None:
+    trace = asked(150, seed=seed)
+    alone, found = replay(SETTING, MODELS, trace.arrivals), placed(trace, Cluster(nodes=1)).outcome
+    assert found.latency_ms == pytest.approx(alone.latency_ms)
+    assert (found.switches, found.in_slo) == (alone.switches, alone.in_slo)
+    assert found.idle_share == pytest.approx(alone.idle_share)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
+    """Three of four within minutes: their models are copied again, their requests sent again."""
+    trace = asked(300, 1.0, seed=seed)
+    cluster = Cluster(nodes=4, tiles=2, failures=1 - 1e-14, seed=seed)
+    quiet, found = placed(trace, replace(cluster, failures=0.0)), placed(trace, cluster)
+    assert found.outcome == placed(trace, cluster).outcome
+    assert (quiet.failures, quiet.resent, quiet.outcome.refused) == (0, 0, {})
+    assert found.failures >= 2
+    refused = sum(found.outcome.refused.values())
+    assert found.outcome.requests == len(found.outcome.latency_ms) + refused == 600
+    assert found.moved_bytes > quiet.moved_bytes == sum(2 * one.size_bytes for one in MODELS)
+    assert 0 < sum(ms >= SILENT_MS for ms in found.outcome.latency_ms) <= found.resent
+    assert found.outcome.share_in_slo < quiet.outcome.share_in_slo
+
+
+def test_the_fewest_nodes_that_suffice() -> None:
+    trace, cluster = asked(40, 40.0), Cluster(nodes=6, tiles=4)
+    need = placed(trace, replace(cluster, nodes=4)).outcome.share_in_slo
+    found = placed(trace, replace(cluster, need=need))
+    assert found.outcome.share_in_slo >= need
+    assert found.nodes <= 4
+    assert placed(trace, replace(cluster, nodes=found.nodes - 1)).outcome.share_in_slo < need
+    assert placed(trace, replace(cluster, nodes=1, need=1.0)).nodes == 1
+
+
+def test_what_is_registered_while_nothing_runs_is_spread() -> None:
+    run = _Run(Cluster(nodes=4, tiles=2), SETTING, Models(MODELS, 2))
+    run._register(0)
+    run._register(1)
+    assert sorted(Counter(run._serving.values()).values()) == [3, 3, 3, 3]
+    assert all(len(held) == 2 for name, held in run._placing.holders.items() if name)
+
+
+def test_each_tile_asks_for_models_of_its_own_from_its_own_instant_on() -> None:
+    trace = Trace("t", tuple(Arrival(10.0 * i, i % 3) for i in range(30)), 3)
+    whole = arrivals.tiled(trace, 4, 10**6)
+    assert whole.model_count == 12
+    for tile in range(4):
+        mine = [one for one in whole.arrivals if one.model // 3 == tile]
+        assert [(one.model - mine[0].model) % 3 for one in mine] == [0, 1, 2] * 10
+        gaps = [after.at_ms - one.at_ms for one, after in pairwise(mine)]
+        assert gaps == pytest.approx([10.0] * 29, abs=0.4)
+    assert whole.arrivals[0] == trace.arrivals[0]
+    assert 40 <= len(arrivals.tiled(trace, 4, 60).arrivals) <= 64
+
+
+def test_only_processes_of_a_touched_device_are_asked_what_they_do_next() -> None:
+    """As if all of them were asked after everything that happens."""
+
+    class Everything(set[int]):
+        def __contains__(self, _: object) -> bool:
+            return True
+
+    found = []
+    for touched in (set[int](), Everything()):
+        world = Replay(replace(SETTING, devices=4), Models(MODELS))
+        world._touched = touched
+        world.serve(MODELS)
+        found.append(world.replay(asked(150, 300.0).arrivals))
+    one, other = found
+    assert one == other
+    assert one.switches > len(MODELS)
+
+
+def told(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["simulate", *args])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_tells_what_placement_did() -> None:
+    args = ("poisson:20", "--nodes", "3", "--devices", "2", "--requests", "120", "--policy", "fifo")
+    status, text, _ = told(*args, "--models", "random:20", "--json")
+    found: dict[str, Any] = json.loads(text)
+    (row,) = found["runs"]
+    assert (status, found["tiles"], row["nodes"], row["failures"]) == (0, 6, 3, 0)
+    assert row["moved_bytes"] == found["models_bytes"] * 6
+    assert row["placed_per_s"] > 0
+    status, text, _ = told(*args, "--models", "random:20", "--tiles", "2", "--need", "50%")
+    assert status == 0
+    assert "the fewest for 50.00% in time" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("azure", "--devices", "8"), "--nodes 1 beside them"),
+        (("azure", "--nodes", "3", "--failures", "100%"), "not all nodes"),
+        (("azure", "--nodes", "3", "--policy", "serial"), "--nodes takes no --job"),
+    ],
+)
+def test_what_a_cluster_cannot_be_is_said(args: tuple[str, ...], text: str) -> None:
+    status, _, error = told(*args)
+    assert status == 1
+    assert text in error
