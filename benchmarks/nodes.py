@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
 import shutil
@@ -73,58 +72,66 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     ):
         register_towers(client)
         models, link = measured(client)
-    token = secrets.token_hex(32)  # one for all: Ray reads it once in a process
     rate = LOAD * 1e3 * MODELS / sum(model.compute_ms for model in models)
-    for policy in POLICIES:
-        bench.say(f"{policy}: starting {NODES} nodes")
-        flags = (*SERVE, "--arena", arena, "--host-store", store, "--policy", policy)
-        with _cluster(flags, token), Client("cluster") as client:
-            register_towers(client)
-            for model in models:  # its program is in its node's workers
-                client.infer(model.name, {"x": x})
-            for number in range(bench.rounds(ROUNDS, 1)):
-                asked = poisson(rate, count=count, model_count=MODELS, seed=bench.seed + number)
-                bench.say(f"{policy}: {count} requests in {asked.arrivals[-1].at_ms / 1e3:.1f} s")
-                live = sent_live(client, models, asked.arrivals, {"x": x})
-                setting = Setting(memory_bytes=ARENA_BYTES, costs=Costs(to_device=link),
-                                  policy=policy, slo_ms=SLO_MS)  # fmt: skip
-                placed = place(Cluster(nodes=NODES), setting, models, live.sent)
-                bench.record("three nodes", policy, number,
-                             compared(live, placed.outcome, models, SLO_MS))  # fmt: skip
+    with _environment() as folder:
+        for policy in POLICIES:
+            bench.say(f"{policy}: starting {NODES} nodes")
+            flags = (*SERVE, "--arena", arena, "--host-store", store, "--policy", policy)
+            with _cluster(folder / policy, flags), Client("cluster") as client:
+                register_towers(client)
+                for model in models:  # its program is in its node's workers
+                    client.infer(model.name, {"x": x})
+                for number in range(bench.rounds(ROUNDS, 1)):
+                    asked = poisson(rate, count=count, model_count=MODELS, seed=bench.seed + number)
+                    bench.say(
+                        f"{policy}: {count} requests in {asked.arrivals[-1].at_ms / 1e3:.1f} s"
+                    )
+                    live = sent_live(client, models, asked.arrivals, {"x": x})
+                    setting = Setting(memory_bytes=ARENA_BYTES, costs=Costs(to_device=link),
+                                      policy=policy, slo_ms=SLO_MS)  # fmt: skip
+                    placed = place(Cluster(nodes=NODES), setting, models, live.sent)
+                    bench.record("three nodes", policy, number,
+                                 compared(live, placed.outcome, models, SLO_MS))  # fmt: skip
     _find(bench)
 
 
 @contextlib.contextmanager
-def _cluster(flags: Sequence[str], token: str) -> Iterator[None]:
-    """A Ray of its own, whatever else runs on this machine; nothing of it stays."""
+def _environment() -> Iterator[Path]:
+    """For a Ray of its own, whatever else runs on this machine: a folder, of which nothing stays.
+    One for all clusters, since Ray reads its token once in a process."""
     before = dict(os.environ)  # Ray adds to it
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
     root = str(Path(__file__).parents[1])  # the nodes make the towers by name
     os.environ |= {
-        "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN": token,
+        "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PYTHONPATH": os.pathsep.join(filter(None, (root, before.get("PYTHONPATH")))),
     }  # fmt: skip
-    command = [*COMMAND, "cluster", "up", "--local", str(NODES), "--state-dir",
-               str(folder / "state"), "--json", "--", *flags]  # fmt: skip
+    try:
+        yield folder
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _cluster(state: Path, flags: Sequence[str]) -> Iterator[None]:
+    command = [*COMMAND, "cluster", "up", "--local", str(NODES), "--state-dir", str(state),
+               "--json", "--", *flags]  # fmt: skip
+    os.environ.pop("RAY_ADDRESS", None)
     made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        told = ""
-        while not told.endswith("}\n"):
-            line = made.stdout.readline()
-            if not line:
-                raise RuntimeError(f"no cluster: {told}")
-            told += line
-        os.environ["RAY_ADDRESS"] = json.loads(told)["address"]
+        told = next((line for line in made.stdout if '"address":' in line), "")
+        if not told:
+            raise RuntimeError("no cluster: what it said stands above")
+        os.environ["RAY_ADDRESS"] = told.split('"')[3]  # Ray writes lines of its own between
         yield
         subprocess.run([*COMMAND, "cluster", "down"], check=True, capture_output=True)
         made.wait(200)
     finally:
         made.terminate()
         made.communicate()
-        os.environ.clear()
-        os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find(bench: Run) -> None:

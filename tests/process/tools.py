@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,19 @@ ENVIRONMENT = {
 }
 """A server's that commits all the time, and starts again at once what dies."""
 
+COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
+
 T = TypeVar("T")
+
+
+def command(
+    *words: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """``pipeswitch`` in a process of its own: its status, and what it said."""
+    return subprocess.run(
+        [*COMMAND, *words], env={**os.environ, **(environment or {})}, capture_output=True,
+        text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:

@@ -4,6 +4,7 @@ is the server that ``replay`` knows."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeswitch.cli.main import main
-from pipeswitch.cluster.simulated import SILENT_MS, Cluster, Placed, place
+from pipeswitch.cluster.simulated import SILENT_MS, Cluster, Placed, _Run, place
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, Trace
 from pipeswitch.simulator.costs import Costs, Link
@@ -60,13 +61,21 @@ def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
 
 
 def test_the_fewest_nodes_that_suffice() -> None:
-    trace, cluster = asked(60, 30.0), Cluster(nodes=9, tiles=6)
+    trace, cluster = asked(40, 40.0), Cluster(nodes=6, tiles=4)
     need = placed(trace, replace(cluster, nodes=4)).outcome.share_in_slo
     found = placed(trace, replace(cluster, need=need))
     assert found.outcome.share_in_slo >= need
     assert found.nodes <= 4
     assert placed(trace, replace(cluster, nodes=found.nodes - 1)).outcome.share_in_slo < need
     assert placed(trace, replace(cluster, nodes=1, need=1.0)).nodes == 1
+
+
+def test_what_is_registered_while_nothing_runs_is_spread() -> None:
+    run = _Run(Cluster(nodes=4, tiles=2), SETTING, Models(MODELS, 2))
+    run._register(0)
+    run._register(1)
+    assert sorted(Counter(run._serving.values()).values()) == [3, 3, 3, 3]
+    assert all(len(held) == 2 for name, held in run._placing.holders.items() if name)
 
 
 def test_each_tile_asks_for_models_of_its_own_from_its_own_instant_on() -> None:
