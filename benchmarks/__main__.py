@@ -30,6 +30,7 @@ BENCHMARKS: Final = {
     "interference": "interference",
     "request-path": "request_path",
     "gateway": "gateway",
+    "fleet": "fleet",
     "crowd": "crowd",
     "overload": "overload",
     "training": "training",
@@ -42,6 +43,7 @@ BENCHMARKS: Final = {
     "nodes": "nodes",
     "batching": "batching",
     "generation": "generation",
+    "peers": "peers",
 }
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
 OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
@@ -120,8 +122,8 @@ def main(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    crowd, training, devices, shared-input, decisions, placing, replay, batching,
-    generation; switchflow (its figures: some of these again, and one more)
+    fleet, crowd, training, devices, shared-input, decisions, placing, replay,
+    batching, generation, peers; switchflow (its figures: some of these again, and one more)
     """
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))

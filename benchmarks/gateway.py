@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -218,7 +218,7 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
     v2, lit = json_request(x), json_request(x, "/predict")
     with contextlib.ExitStack() as stack:
         servers = [_Rival("pipeswitch", running.http_address, v2)]
-        for name in _usable(bench):
+        for name in usable(bench, RIVALS_FOLDER, RIVALS):
             bench.say(f"{name}: starting")
             order = setting.order() | {"name": SMALL.name}
             request = v2 if name == "kserve" else lit
@@ -244,12 +244,12 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
             _judge(bench, case, [one.name for one in servers])
 
 
-def _usable(bench: Run) -> list[str]:
-    """Of the rivals, those that are installed; the others are told as skipped."""
-    folder = Path(os.environ.get(RIVALS_FOLDER) or os.devnull)
-    found = [name for name in RIVALS if [*folder.glob(f"lib/python*/site-packages/{name}")]]
-    why = f"{RIVALS_FOLDER} names no virtual environment that has it"
-    bench.skip({name: why for name in RIVALS if name not in found})
+def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
+    """Of these rivals, those that are installed; the others are told as skipped."""
+    folder = Path(os.environ.get(variable) or os.devnull)
+    found = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
+    why = f"{variable} names no virtual environment that has it"
+    bench.skip({name: why for name in names if name not in found})
     return found
 
 

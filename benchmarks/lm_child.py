@@ -11,10 +11,11 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .trials import now_ms
 
+FIRST_LETTER: Final = 0x20000  # four bytes each, as ``peer_child.py`` has them
 STARTED_AT_MS = time.monotonic() * 1000
 
 
@@ -35,7 +36,23 @@ def write(order: dict[str, Any]) -> None:
             n_layer=order["layers"], n_head=8, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+        if order.get("has_letters"):
+            letters(order["vocabulary"]).save_pretrained(folder)
     _tell(bytes=sum(file.stat().st_size for file in Path(order["folders"][0]).iterdir()))
+
+
+def letters(count: int) -> Any:
+    """A tokenizer: each token is one character, so that a text says its tokens."""
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    made: Any = Tokenizer(
+        models.WordLevel({chr(FIRST_LETTER + token): token for token in range(count)},
+                         unk_token=chr(FIRST_LETTER))
+    )  # fmt: skip
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def serve(order: dict[str, Any]) -> None:

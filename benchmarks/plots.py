@@ -26,6 +26,7 @@ NUMBERS: Final[Mapping[str, str]] = {
     "replay": "p99_over_ready",
     "batching": "answers_per_s",
     "generation": "tokens_per_s total_ms first_ms",
+    "peers": "tokens_per_s first_ms",
     "shared-input": "images_per_s",
     "devices": "trained_per_s throughput_per_s worst_ms total_ms transfer_ms",
     "switchflow": "latency_ms trained_per_s throughput_per_s images_per_s total_ms transfer_ms",
@@ -34,7 +35,8 @@ NUMBERS: Final[Mapping[str, str]] = {
 OURS: Final = frozenset(
     {"cold", "resident", "both-fit", "ours", "planned", "planned-prefix", "packed", "pipeswitch",
      "job", "switch", "joined", "shared", "two devices", "four devices", "moving", "moves",
-     "served", "switching", "few tensors", "many tensors"}
+     "served", "switching", "pipeswitch, HTTP",
+     "pipeswitch, own socket", "few tensors", "many tensors"}
 )  # fmt: skip
 OUR_COLOUR, THEIR_COLOUR = "#1f6fb4", "#b0b0b0"
 DECADES_FOR_LOG: Final = 1.3  # a panel whose values span more gets a logarithmic axis

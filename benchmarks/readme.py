@@ -59,6 +59,8 @@ def results_page(results: Results) -> list[str]:
         parts.append(switch_table(*results["switch"]))
     if DEMO in results:
         parts.append(demo_table(*results[DEMO]))
+    if "peers" in results:
+        parts.append(peers_table(*results["peers"]))
     measured = _measured(results)
     if measured:
         parts += [target_table(measured), missed_table(measured)]
@@ -157,6 +159,43 @@ def switch_table(file: str, document: Document) -> str:
     for arm in arms:
         cells = [_p50_p99(rows.get((case, arm))) for case in cases]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"([{file}]({file}))"])
+
+
+def peers_table(file: str, document: Document) -> str:
+    """Each case of language models by who answers, p50; the best one of a row is marked."""
+    p50 = {
+        (row["case"], row["arm"]): row["p50"]
+        for row in document["summary"]
+        if row["number"] in ("tokens_per_s", "first_ms")
+    }
+    arms = list(dict.fromkeys(arm for _, arm in p50))
+    lines = [
+        f"**`{document['command']}`**: language models in float32 beside peers', p50, "
+        f"{_where(document)}, {document['facts']['threads']} compute thread(s)"
+        f"{', not quiet' if document.get('warnings') else ''}. Tokens a second, or the time to the "
+        "first token; the best of each row is bold. "
+        "[What is alike and what is not](../README.md#peers).",
+        "",
+        f"| | {' | '.join(arms)} |",
+        "|---" * (len(arms) + 1) + "|",
+    ]
+    for case in dict.fromkeys(case for case, _ in p50):
+        found = {arm: p50[case, arm] for arm in arms if (case, arm) in p50}
+        is_speed = "at once" in case
+        best = (max if is_speed else min)(found.values())
+        cells = []
+        for arm in arms:
+            value = found.get(arm)
+            cell = (
+                ""
+                if value is None
+                else f"{value:.{0 if value >= 100 else 1}f}/s"
+                if is_speed
+                else _ms(value)
+            )
+            cells.append(f"**{cell}**" if value == best else cell)
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"([{file}]({file}))"])
 
 

@@ -17,7 +17,14 @@ from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages import (
+    DaemonSettings,
+    Epoch,
+    GroupCopy,
+    ModelName,
+    TransmitEnded,
+    TransmitModel,
+)
 from pipeswitch.programs.layout import REGION_ALIGN_BYTES, Manifest, aligned
 
 from .lane import fill, packed
@@ -104,14 +111,14 @@ class Rig:
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
         """An arena for the model, its pages taken."""
-        return CpuDeviceMemory(
-            store=self._store,
-            bells=[self._bell],
+        settings = DaemonSettings(
+            device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
             store_bytes=self.store_bytes,
             words=WORDS,
             link_bytes_per_s=link_gbps * 1e9,
         )
+        return CpuDeviceMemory(settings, store=self._store, bells=[self._bell])
 
     def fill_store(self) -> None:
         """The weights from their file."""

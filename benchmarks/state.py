@@ -16,7 +16,14 @@ from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.ipc.board import new_bell, sealed_memfd
-from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages import (
+    DaemonSettings,
+    Epoch,
+    GroupCopy,
+    ModelName,
+    TransmitEnded,
+    TransmitModel,
+)
 from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket, spans
 from pipeswitch.programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
@@ -86,13 +93,14 @@ class Packed:
         self._epoch = 0
         self._ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
         self._store, self._bell = sealed_memfd("bench-store", store_bytes), new_bell()
-        self._memory = CpuDeviceMemory(
-            store=self._store,
-            bells=[self._bell],
+        settings = DaemonSettings(
+            device="cpu",
             arena_bytes=REGION_ALIGN_BYTES + store_bytes,
             store_bytes=store_bytes,
             words=WORDS,
+            link_bytes_per_s=0.0,
         )
+        self._memory = CpuDeviceMemory(settings, store=self._store, bells=[self._bell])
         view: Any = self._memory.store_view(0, store_bytes)
         view[:] = bytes(store_bytes)  # its pages are there, as after a registration
         view.release()

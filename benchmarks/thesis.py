@@ -65,9 +65,8 @@ def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
 
 
 def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
-    """Whether no earlier job of its client is left."""
-    client = jobs[index].client
-    return not client or not any(i < index and jobs[i].client == client for i in left)
+    """Whether no earlier job of its client, which are those of its model, is left."""
+    return not any(i < index and jobs[i].model == jobs[index].model for i in left)
 
 
 RULES: Final[dict[str, Callable[[Sequence[Job], Memory], Order]]] = {
@@ -159,7 +158,7 @@ def instance(chance: Random, case: str, ratio: float) -> tuple[list[Job], Memory
     compute_ms = [100.0 * math.exp(chance.gauss(0.0, SPREAD)) for _ in range(count)]
     jobs = [
         Job(model=f"m{i}", load_ms=100.0 * ratio * sizes[i], compute_ms=compute_ms[i],
-            size_bytes=int(BYTES * sizes[i]), client=f"c{i}" if windows > 1 else "")
+            size_bytes=int(BYTES * sizes[i]))
         for _ in range(windows) for i in range(count)
     ]  # fmt: skip
     if case == "unlimited":
@@ -170,8 +169,7 @@ def instance(chance: Random, case: str, ratio: float) -> tuple[list[Job], Memory
 
 def order_by(name: str, jobs: Sequence[Job], memory: Memory) -> Order:
     """A rule's order; window after window where it sees no more than one."""
-    clients = {job.client for job in jobs}
-    size = len(jobs) if name not in BY_WINDOW or clients == {""} else len(clients)
+    size = len({job.model for job in jobs}) if name in BY_WINDOW else len(jobs)
     order: list[int] = []
     for begin in range(0, len(jobs), size):
         order += [begin + i for i in RULES[name](jobs[begin : begin + size], memory)]

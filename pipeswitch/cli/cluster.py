@@ -13,7 +13,7 @@ import click
 
 from ..client.cluster import connect_ray, need_ray, placement_of, told
 from ..config import Config
-from ..errors import ModelNotFound
+from ..errors import InvalidInput, ModelNotFound
 from ..wire.private import check_secret
 from . import views
 from .common import json_option, print_done
@@ -37,17 +37,26 @@ def cluster() -> None:
               help="Start Ray here, with N servers, until Ctrl-C or cluster down.")  # fmt: skip
 @address_option
 @click.option("--state-dir", type=click.Path(), help="Of all nodes: each has its folder there.")
+@click.option("--scale", type=(click.IntRange(0), click.IntRange(1)), metavar="MIN MAX",
+              help="As many as requests want, on machines that Ray brings for it "
+              "(packaging/cluster.yaml).")  # fmt: skip
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE-OPTION...]")
 @json_option
 def up(
-    local: int | None, address: str, state_dir: str | None, flags: tuple[str, ...], as_json: bool
-) -> None:
+    local: int | None, address: str, state_dir: str | None, scale: tuple[int, int] | None,
+    flags: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
     """Start a server on each of Ray's machines that has none; what follows -- is told to each.
 
     Again when a machine was added: what runs stays as it is.
 
     pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
     """
+    if scale and (local or scale[0] > scale[1]):
+        raise InvalidInput("--scale is MIN MAX, on machines that Ray brings: without --local",
+                           hint="pipeswitch cluster up --scale 1 4")  # fmt: skip
+    from ..cluster.actors import machines, start_nodes
+
     folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
     if local:
         ray = _start_ray()
@@ -56,10 +65,8 @@ def up(
         hosts = dict.fromkeys(names, "127.0.0.1")
     else:
         ray = connect_ray(address)
-        names, hosts = _machines(ray)
-    from ..cluster.actors import start_nodes
-
-    start_nodes(ray, names, folder, hosts, flags)
+        names, hosts = machines(ray, only_ours=scale is not None)
+    start_nodes(ray, names, folder, hosts, flags, scale)
     row = {"nodes": sorted(names), "address": ray.get_runtime_context().gcs_address}
     print_done(row, f"cluster of {len(names)} nodes is ready: PIPESWITCH_HOST=cluster", as_json)
     if local:
@@ -71,6 +78,7 @@ def _start_ray() -> Any:
     need_ray()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         _check_token(Path.home() / ".ray" / "auth_token")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else all servers run behind all else here
     import ray
 
     ray.init(address="local", namespace="pipeswitch", include_dashboard=False, num_cpus=1,
@@ -86,21 +94,6 @@ def _check_token(path: Path) -> None:
             file.write(secrets.token_hex(32))
     except FileExistsError:
         check_secret(path)
-
-
-def _machines(ray: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Ray's living nodes by a name that stays, and where each one's server listens: on loopback if
-    they are all one machine."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    addresses = {node["NodeManagerAddress"] for node in alive}
-    names, hosts = {}, {}
-    for node in alive:
-        host = node["NodeManagerAddress"]
-        alone = len(addresses) == len(alive)
-        name = host.replace(":", "-") if alone else node["NodeID"][:8]
-        names[name] = node["NodeID"]
-        hosts[name] = host if len(addresses) > 1 else "127.0.0.1"
-    return names, hosts
 
 
 def _wait_for_its_end(ray: Any) -> None:
@@ -160,20 +153,21 @@ def down(address: str, drain: float, as_json: bool) -> None:
 @json_option
 def drain(node: str, address: str, as_json: bool) -> None:
     """Move a node's models and jobs elsewhere, let it finish, and stop it."""
+    from ..cluster.actors import STOP_S, stop_nodes
+
     ray = connect_ray(address)
     missed = told(ray, placement_of(ray).drain.remote(node))
     if missed:
         raise ModelNotFound(f"{node} stays: {'; '.join(missed)}", hint="pipeswitch cluster status")
-    _stop(ray, [node], 30.0, placement=False)
+    stop_nodes(ray, [node], STOP_S)
     print_done({"drained": node}, f"{node} is drained and stopped", as_json)
 
 
-def _stop(ray: Any, names: list[str], drain_s: float, *, placement: bool = True) -> None:
-    if placement:
-        with contextlib.suppress(Exception):
-            ray.kill(placement_of(ray))
-    handles = [ray.get_actor(f"node:{name}", namespace="pipeswitch") for name in names]
-    for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
-        with contextlib.suppress(Exception):  # its process ends with its server
-            ray.get(ended, timeout=drain_s + 30.0)
-        ray.kill(handle)
+def _stop(ray: Any, names: list[str], drain_s: float) -> None:
+    from ..cluster.actors import RESOURCE, request_machines, stop_nodes
+
+    with contextlib.suppress(Exception):
+        ray.kill(placement_of(ray))
+    if any(RESOURCE in node["Resources"] for node in ray.nodes()):
+        request_machines(0)
+    stop_nodes(ray, names, drain_s)

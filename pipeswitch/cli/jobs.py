@@ -15,17 +15,7 @@ import click
 from ..errors import InvalidInput
 from ..job import OFFLOADS
 from ..units import printed
-from . import views
-from .common import (
-    checked_plot,
-    connected,
-    devices_option,
-    job_argument,
-    json_option,
-    listing,
-    print_done,
-    watch_option,
-)
+from . import common, views
 
 FIRST_LOOK_S: Final = 1.0
 
@@ -43,8 +33,8 @@ FIRST_LOOK_S: Final = 1.0
               help="Of what forward saves, where job.steps does not say it.")  # fmt: skip
 @click.option("--activation-memory", metavar="2GiB",
               help="What of it may be on the device, where job.steps does not say it.")  # fmt: skip
-@devices_option
-@json_option
+@common.devices_option
+@common.json_option
 def train(
     entry: str,
     args: tuple[str, ...],
@@ -64,7 +54,7 @@ def train(
         raise InvalidInput(
             f"--name {name} for {1 + len(more)} jobs", hint="each has its script's name"
         )
-    with connected() as client:
+    with common.connected() as client:
         tasks = [
             client.train(
                 one,
@@ -78,7 +68,7 @@ def train(
             for one in (entry, *more)
         ]
         for task in tasks:
-            print_done(
+            common.print_done(
                 task.status() if as_json else {},
                 f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}",
                 as_json,
@@ -89,8 +79,8 @@ def train(
 
 
 @click.group(invoke_without_command=True)
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 @click.pass_context
 def jobs(ctx: click.Context, as_json: bool, watch: bool) -> None:
     """List and steer training jobs."""
@@ -99,8 +89,8 @@ def jobs(ctx: click.Context, as_json: bool, watch: bool) -> None:
 
 
 @jobs.command("ls")
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
 
@@ -108,34 +98,36 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
         told = [
             row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
         ]
-        return views.table(told, views.JOB_COLUMNS)
+        name, *others = views.JOB_COLUMNS
+        is_cluster = any("node" in row for row in rows)
+        return views.table(told, (name, *["node"] * is_cluster, *others))
 
-    listing(lambda c: c.jobs(), shown, as_json, watch)
+    common.listing(lambda c: c.jobs(), shown, as_json, watch)
 
 
 @jobs.command("show")
-@job_argument
+@common.job_argument
 @click.option("--history", "wants_history", is_flag=True, help="All that job.log reported.")
 @click.option("--csv", "as_csv", is_flag=True, help="The same as CSV.")
 @click.option("--plot", "plot_path", metavar="OUT.png", help="The same as a picture.")
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 def jobs_show(
     name: str, wants_history: bool, as_csv: bool, plot_path: str | None, as_json: bool, watch: bool
 ) -> None:
     """Show one job, or what it reported."""
     if not (wants_history or as_csv or plot_path):
-        listing(lambda c: c.task(name).status(), views.details, as_json, watch)
+        common.listing(lambda c: c.task(name).status(), views.details, as_json, watch)
         return
     if plot_path:
-        plot_path = checked_plot(Path(plot_path))
-    with connected() as client:
+        plot_path = common.checked_plot(Path(plot_path))
+    with common.connected() as client:
         client.task(name).status()  # one that is not there says so
         rows = client.task(name).history()
     columns = tuple(dict.fromkeys(("step", *(key for row in rows for key in row))))
     if plot_path:
         _plot(name, rows, columns[1:], plot_path)
-        print_done({"name": name, "path": plot_path}, f"wrote {plot_path}", as_json)
+        common.print_done({"name": name, "path": plot_path}, f"wrote {plot_path}", as_json)
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
@@ -167,12 +159,12 @@ def _job_verb(verb: str, help_text: str) -> None:
     """One of the verbs that steer a job; they differ in nothing else."""
 
     @jobs.command(verb, help=help_text)
-    @job_argument
-    @json_option
+    @common.job_argument
+    @common.json_option
     def act(name: str, as_json: bool) -> None:
-        with connected() as client:
+        with common.connected() as client:
             row = getattr(client.task(name), verb)()
-        print_done(row, f"job {name} {row['state']}, step {row.get('step', 0)}", as_json)
+        common.print_done(row, f"job {name} {row['state']}, step {row.get('step', 0)}", as_json)
 
 
 _job_verb("pause", "Commit, give the device back, hold until resume.")
@@ -182,49 +174,49 @@ _job_verb("wait", "Block until a job is over; fails if the job failed.")
 
 
 @jobs.command("move")
-@job_argument
+@common.job_argument
 @click.option("--to", required=True, metavar="DEVICE", help="cpu:1; a node of a cluster.")
-@json_option
+@common.json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
     """Move a job to another device of the server, or to another node of the cluster.
 
     Between two cpu devices the job's process goes along, and no step is computed again. Otherwise
     it commits its last step, and its script starts again over there.
     """
-    with connected() as client:
+    with common.connected() as client:
         row = client.task(name).move(to)
-    print_done(
+    common.print_done(
         row, f"job {name} {row['state']} on {row.get('on', to)}, step {row['step']}", as_json
     )
 
 
 @jobs.command("rm")
-@job_argument
-@json_option
+@common.job_argument
+@common.json_option
 def jobs_rm(name: str, as_json: bool) -> None:
     """Remove what is kept of a finished job."""
-    with connected() as client:
-        print_done(client.task(name).remove(), f"removed job {name}", as_json)
+    with common.connected() as client:
+        common.print_done(client.task(name).remove(), f"removed job {name}", as_json)
 
 
 @jobs.command("export")
-@job_argument
+@common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
-@json_option
+@common.json_option
 def jobs_export(name: str, out: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
-    with connected() as client:
+    with common.connected() as client:
         row = client.task(name).export(out)
-    print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
+    common.print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
 
 
 @jobs.command("logs")
-@job_argument
+@common.job_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@json_option
+@common.json_option
 def jobs_logs(name: str, follow: bool, as_json: bool) -> None:
     """Print a job's log."""
-    with connected() as client, contextlib.suppress(KeyboardInterrupt):
+    with common.connected() as client, contextlib.suppress(KeyboardInterrupt):
         pieces = client.task(name).logs(follow=follow)
         if as_json:
             views.print_json({"name": name, "text": "".join(pieces)})

@@ -16,19 +16,7 @@ import click
 
 from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from ..units import format_bytes, printed
-from . import views
-from .common import (
-    connected,
-    devices_option,
-    json_option,
-    listing,
-    milliseconds,
-    name_argument,
-    names_argument,
-    print_done,
-    size_option,
-    watch_option,
-)
+from . import common, views
 
 CONVERT: Final = """\
 import json, sys
@@ -79,8 +67,8 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--generate", is_flag=True,
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
 )  # fmt: skip
-@devices_option
-@json_option
+@common.devices_option
+@common.json_option
 def register(
     name: str,
     source: str,
@@ -120,7 +108,10 @@ def register(
         for one, _, axis in [source.rpartition("+")]
     }
     options["example_inputs"] = _arrays(example) if example else None
-    options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
+    options |= {
+        "batch": batch or 0,
+        "batch_delay_ms": common.milliseconds("--batch-delay", batch_delay),
+    }
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
@@ -130,7 +121,7 @@ def register(
                 raise click.UsageError("--example is for package.module:factory: give --input")
             source, notes = _converted(source, signature, stack)
             signature = {}
-        client = stack.enter_context(connected())
+        client = stack.enter_context(common.connected())
         row = client.register(name, source, inputs=signature, progress=report, **options)
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
@@ -141,7 +132,7 @@ def register(
     if batching and not batching["is_exact"]:
         notes_text += "\n  the last bits of an answer depend on the batch that computes it"
     text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
-    print_done(row, text, as_json)
+    common.print_done(row, text, as_json)
 
 
 @click.command()
@@ -149,7 +140,7 @@ def register(
 @click.argument("steps", nargs=-1, required=True, metavar="[STEP=]MODEL[:INPUT=VALUE,…]...")
 @click.option("--output", "outputs", multiple=True, metavar="NAME=STEP.OUTPUT",
               help="Of the answer (repeatable; default: all of the last step).")  # fmt: skip
-@json_option
+@common.json_option
 def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: bool) -> None:
     """Make registered models servable as one, asked one after the other.
 
@@ -161,25 +152,27 @@ def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: 
         which, _, inputs = step.partition(":")
         called, _, model = which.rpartition("=")
         declared.append({"name": called, "model": model, "inputs": _pairs(inputs.split(","))})
-    with connected() as client:
+    with common.connected() as client:
         row = client.register_chain(name, declared, _pairs(outputs))
     text = f"{name}: {', '.join(row['inputs'])} > {' > '.join(s['name'] for s in row['steps'])}"
-    print_done(row, f"{text} > {', '.join(row['outputs'])}", as_json)
+    common.print_done(row, f"{text} > {', '.join(row['outputs'])}", as_json)
 
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[end ID...]")
-@json_option
+@common.json_option
 def sequences(ids: tuple[str, ...], as_json: bool) -> None:
     """Sequences whose state the server keeps; end ID gives that back."""
     if ids and (ids[0] != "end" or len(ids) == 1):
         raise click.UsageError("pipeswitch sequences, or pipeswitch sequences end ID")
     if ids:
-        with connected() as client:
+        with common.connected() as client:
             for one in ids[1:]:
                 client.end_sequence(one)
     columns = ("id", "model", "version", "tenant", "steps", "bytes", "idle_ms")
-    listing(lambda c: c.sequences(), lambda rows: views.table(rows, columns), as_json, watch=False)
+    common.listing(
+        lambda c: c.sequences(), lambda rows: views.table(rows, columns), as_json, watch=False
+    )
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -208,9 +201,9 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     job, _, step = from_job.partition("@")
     if step and not step.isdigit():
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
-    with connected() as client:
+    with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)
-    print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
+    common.print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
 def _signature(
@@ -250,11 +243,11 @@ def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
     """One of the verbs that take a name; they differ in nothing else."""
 
     @click.command(verb, help=help_text)
-    @name_argument
-    @json_option
+    @common.name_argument
+    @common.json_option
     def act(name: str, as_json: bool) -> None:
-        with connected() as client:
-            print_done(getattr(client, verb)(name), f"{done} {name}", as_json)
+        with common.connected() as client:
+            common.print_done(getattr(client, verb)(name), f"{done} {name}", as_json)
 
     return act
 
@@ -270,70 +263,70 @@ unload = _model_verb(
 
 @click.group(invoke_without_command=True)
 @click.option("--versions", is_flag=True, help="All that are there, not the current ones alone.")
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 @click.pass_context
 def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> None:
     """List registered models."""
     if ctx.invoked_subcommand is None:
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
-        listing(
+        common.listing(
             lambda c: c.models(versions=versions), lambda r: views.table(r, columns), as_json, watch
         )
 
 
 @models.command("rollback")
-@name_argument
+@common.name_argument
 @click.argument("version", type=click.IntRange(1), required=False)
-@json_option
+@common.json_option
 def models_rollback(name: str, version: int | None, as_json: bool) -> None:
     """Make VERSION the current one again (default: the one before)."""
-    with connected() as client:
+    with common.connected() as client:
         row = client.rollback(name, version or 0)
-    print_done(row, f"{name} is version {row['version']} now, not {row['before']}", as_json)
+    common.print_done(row, f"{name} is version {row['version']} now, not {row['before']}", as_json)
 
 
 @models.command("split")
-@name_argument
+@common.name_argument
 @click.argument("share", metavar="VERSION=PERCENT%")
-@json_option
+@common.json_option
 def models_split(name: str, share: str, as_json: bool) -> None:
     """Try a version: 2=10% gives it a tenth of the requests that name none, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
     if found is None:
         raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
-    with connected() as client:
+    with common.connected() as client:
         row = client.split(name, int(found[1]), int(found[2]))
-    print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
+    common.print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
 
 
 @click.command()
-@name_argument
+@common.name_argument
 @click.option("--version", type=click.IntRange(1), help="Version (default: the current one).")
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
     """Show one model in full, its signature included; what it does now stands last."""
 
     def view(row: dict[str, Any]) -> Any:
         return views.details(dict(reversed(row.items())))
 
-    listing(lambda c: c.show(name, version or 0), view, as_json, watch)
+    common.listing(lambda c: c.show(name, version or 0), view, as_json, watch)
 
 
 @click.command()
-@names_argument
+@common.names_argument
 @click.option("--all", "is_all", is_flag=True, help="Each model that is ready, in turn.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
-@json_option
+@common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
     """Measure models layer by layer, when no request waits, and group their layers by that."""
     if bool(names) == is_all:
         raise click.UsageError("give NAMES, or --all")
     failed: list[PipeSwitchError] = []
     rows = []
-    with connected() as client:
+    with common.connected() as client:
         if is_all:
             names = tuple(
                 row["name"]
@@ -372,8 +365,8 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
               help="Instead: run its first steps here, and say what budgets cost.")  # fmt: skip
 @click.option("--memory", metavar="2GiB",
               help="With --train: of what forward saves (default: several shares).")  # fmt: skip
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 def plan(
     args: tuple[str, ...],
     deadlines: tuple[str, ...],
@@ -395,7 +388,7 @@ def plan(
 
         if deadlines or watch:
             raise click.UsageError("--deadline and --watch are for models, not for --train")
-        rehearsal.show(script, args, size_option("--memory", memory), as_json)
+        rehearsal.show(script, args, common.size_option("--memory", memory), as_json)
         return
     try:
         wanted = cli_profile.parse_deadlines(deadlines)
@@ -406,4 +399,4 @@ def plan(
         jobs = cli_profile.jobs_of(client.jobs())
         return {**cli_profile.report(client.plan(), wanted), "jobs": jobs}
 
-    listing(fetch, cli_profile.report_view, as_json, watch)
+    common.listing(fetch, cli_profile.report_view, as_json, watch)

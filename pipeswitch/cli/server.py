@@ -7,6 +7,7 @@ import os
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ from .common import (
 )
 
 PING_AGAIN_S: Final = 0.1  # of ping --wait
+RATE_LOOKS: Final = 10  # of top: tokens a second are those of the last five
 EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 
 
@@ -148,9 +150,14 @@ def stats(as_json: bool) -> None:
 @json_option
 def top(as_json: bool) -> None:
     """A live view of the server (Ctrl-C leaves)."""
+    seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=RATE_LOOKS)
 
     def look(client: Any) -> dict[str, Any]:
-        return {"about": client.about(), "rows": client.ps(), "stats": client.stats()}
+        about, rows, stats = client.about(), client.ps(), client.stats()
+        tokens = {row["name"]: row["tokens"] for row in rows if "tokens" in row}
+        seen.append((stats["up_s"], tokens))
+        views.add_rates(rows, seen[0][1], stats["up_s"] - seen[0][0])
+        return {"about": about, "rows": rows, "stats": stats}
 
     listing(look, lambda found: views.dashboard(**found), as_json, watch=True)
 

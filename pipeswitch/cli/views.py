@@ -31,10 +31,13 @@ STATE_STYLES: Final = {
 }  # fmt: skip
 
 PS_SIZES: Final = {"activation_bytes": "ACTIVATIONS", "offloaded_bytes": "OFFLOADED",
-                   "streamed_bytes": "STREAMED"}  # fmt: skip
+                   "streamed_bytes": "STREAMED", "sequence_bytes": "KEPT"}  # fmt: skip
+PS_COUNTS: Final = {"sequences": "SEQUENCES", "tokens": "TOKENS", "tokens_per_s": "TOKENS/S"}
+COUNTS: Final = ("groups", "requests", *PS_COUNTS)
 PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "activation_bytes", "host",
-                     "offloaded_bytes", "streamed_bytes", "prio", "last_used", "why")  # fmt: skip
-PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES}
+                     "offloaded_bytes", "streamed_bytes", *PS_COUNTS, "sequence_bytes", "prio",
+                     "last_used", "why")  # fmt: skip
+PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES, **PS_COUNTS}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
@@ -98,13 +101,13 @@ def table(
     titles: Mapping[str, str] | None = None,
 ) -> Table:
     """Rows by column name; a missing value is empty. Some columns are there with a value only."""
-    seldom = ("on", *PS_SIZES)
+    seldom = ("on", *PS_SIZES, *PS_COUNTS)
     columns = [one for one in columns if one not in seldom or any(one in row for row in rows)]
     view = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         title = (titles or {}).get(column, column.replace("_", " ").upper())
         cells = [cell(column, row.get(column)) for row in rows]
-        number = column.endswith(("_ms", "bytes", "_s", "step")) or column in ("groups", "requests")
+        number = column.endswith(("_ms", "bytes", "_s", "step")) or column in COUNTS
         widest = max([len(title), *(len(one.plain) for one in cells)])
         is_elastic = column in ELASTIC
         view.add_column(
@@ -121,6 +124,18 @@ def table(
 def ps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What ``ps`` and ``top`` show."""
     return table(rows, PS_COLUMNS, PS_TITLES)
+
+
+def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: float) -> None:
+    """Tokens a second of language models.
+
+    Args:
+        since: how many each had at an earlier look, ``took_s`` ago.
+    """
+    for row in rows:
+        if took_s > 0 and row.get("tokens"):
+            made = row["tokens"] - since.get(row["name"], 0)
+            row["tokens_per_s"] = max(0, made) / took_s  # it may have been registered anew
 
 
 def cell(column: str, value: Any) -> Text:
@@ -183,12 +198,16 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
         f"pid {about.get('pid')}  device {about.get('device', '?')}  ",
         f"queued {stats.get('queued', 0)}  in flight {inference.get('in_flight', 0)}  ",
         f"answered {inference.get('ok', 0)}  errors {inference.get('error', 0)}  ",
-        f"switches {stats.get('switches', 0)}  preemptions {stats.get('preemptions', 0)}",
+        f"switches {stats.get('switches', 0)}  preemptions {stats.get('preemptions', 0)}  ",
+        f"sequences {stats.get('sequences', 0)}  "
+        f"tokens/s {sum(row.get('tokens_per_s', 0.0) for row in rows):.1f}",
     )
     of_jobs = sum(int(row["device"] or 0) for row in rows if row["kind"] == "job")
     arena = _memory("arena", stats, of_jobs, "of jobs")
     store = _memory("store", stats, int(stats.get("store_offloaded_bytes", 0)), "offloaded")
-    return Group(head, arena, store, Text(""), ps_table(rows))
+    kept = sum(row.get("sequence_bytes", 0) + row.get("spare_bytes", 0) for row in rows)
+    pool = _memory("pool", stats, kept, "of sequences")
+    return Group(head, arena, store, pool, Text(""), ps_table(rows))
 
 
 def _memory(name: str, stats: Mapping[str, Any], part: int, what: str) -> Text:

@@ -23,6 +23,7 @@ from ..errors import (
     InvalidInput,
     ModelNotFound,
     PipeSwitchError,
+    SequenceNotFound,
     ServerUnavailable,
     no_server,
 )
@@ -33,7 +34,7 @@ from .connection import Connection
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
-SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload"})
+SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
@@ -137,6 +138,7 @@ class ClusterConnection:
         self._files: dict[str, str] = {}  # by digest: the node that has it
         self._waiting: set[str] = set()  # of them, for a registration
         self._choosing = threading.Lock()  # of these three
+        self._began: dict[str, str] = {}  # by sequence: its node
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
         self._table: dict[str, Any] = {}
         self._asked_at_s = 0.0
@@ -158,28 +160,24 @@ class ClusterConnection:
         """As ``Connection.call``."""
         if op not in SAFE_AGAIN:
             return self._verb(op)(op, model=model, **options)
-        if not options.get("is_safe"):
-            raise _one_nodes("a step of a sequence")
-        node = self._node_of(model)
+        node = self._node_for(model, options)
         try:
             return self._to(node).call(op, model=model, **options)
         except (ServerUnavailable, ModelNotFound) as error:
-            return self._again(error, node, model).call(op, model=model, **options)
+            return self._elsewhere(error, node, op, model, options)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
         """As ``Connection.request``."""
         if op != "infer":
             return self._pool.submit(self.call, op, model=model, **options)
-        if not options.get("is_safe"):  # its state is on one node, and sent twice it is two steps
-            raise _one_nodes("a step of a sequence")
-        node, outer = self._node_of(model), Future[Any]()
+        node, outer = self._node_for(model, options), Future[Any]()
 
         def answered(inner: Future[Any]) -> None:
             error = None if inner.cancelled() else inner.exception()
             if isinstance(error, ServerUnavailable | ModelNotFound) and not outer.cancelled():
                 with contextlib.suppress(RuntimeError):  # this client is closed
-                    self._pool.submit(_settle, outer, lambda: self._again(error, node, model).call(
-                        op, model=model, **options))  # fmt: skip
+                    self._pool.submit(_settle, outer, lambda: self._elsewhere(
+                        error, node, op, model, options))  # fmt: skip
                     return
             if not inner.cancelled():
                 _settle(outer, inner.result)
@@ -188,6 +186,40 @@ class ClusterConnection:
         outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
         inner.add_done_callback(answered)
         return outer
+
+    # ---- which node ----------------------------------------------------------------------------
+
+    def _node_for(self, model: str, options: dict[str, Any]) -> str:
+        """Of a sequence the one on which it began.
+
+        Raises:
+            SequenceNotFound: it did not begin here, or its node is gone.
+        """
+        body = options.get("body") or {}
+        if "sequence" not in body:
+            return self._node_of(model)
+        if body.get("start"):
+            self._began[body["sequence"]] = self._node_of(model)
+        if (node := self._began.get(body["sequence"], "")) not in self._table["nodes"]:
+            raise self._lost(body["sequence"])
+        return node
+
+    def _lost(self, sequence: str) -> SequenceNotFound:
+        self._began.pop(sequence, None)
+        return SequenceNotFound(f'no node has sequence "{sequence}" any more',
+                                hint="open another one")  # fmt: skip
+
+    def _elsewhere(
+        self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
+    ) -> Any:
+        """The answer of another node, which is asked once; to the step of a sequence that had begun
+        there is none, and its next one begins on that node."""
+        other, body = self._again(error, node, model), options.get("body") or {}
+        if not options.get("is_safe"):
+            if not body.get("start"):
+                raise self._lost(body.get("sequence", ""))
+            self._began[body["sequence"]] = other
+        return self._to(other).call(op, model=model, **options)
 
     # ---- the table -----------------------------------------------------------------------------
 
@@ -221,9 +253,9 @@ class ClusterConnection:
                 self._connections[facts["address"]] = found
             return found
 
-    def _again(self, error: PipeSwitchError, node: str, model: str) -> Connection:
-        """The connection to another node that serves it: after a death one that the table knows,
-        else whoever placement names now.
+    def _again(self, error: PipeSwitchError, node: str, model: str) -> str:
+        """Another node that serves it: after a death one that the table knows, else whoever
+        placement names now.
 
         Raises:
             PipeSwitchError: ``error``: there is none.
@@ -234,14 +266,14 @@ class ClusterConnection:
             if others and isinstance(error, ServerUnavailable):
                 self._table = {**table, "models": {**table["models"], model: others[0]},
                                "holders": {**table["holders"], model: others}}  # fmt: skip
-                return self._to(others[0])
+                return str(others[0])
         address = table["nodes"].get(node, {}).get("address")
         with contextlib.suppress(ServerUnavailable):  # placement is down too
             self._ask(*(("accuse", node) if isinstance(error, ServerUnavailable) else ()))
         now = self._table["models"].get(model)
         if now is None or self._table["nodes"][now]["address"] == address:
             raise error
-        return self._to(now)
+        return str(now)
 
     # ---- verbs of more than one node -----------------------------------------------------------
 
@@ -334,6 +366,18 @@ class ClusterConnection:
         answers = self._all(op, **options)
         rows = [{**row, "node": node} for node, one in answers.items() for row in one["jobs"]]
         return _reply({"jobs": rows})
+
+    def _do_sequences(self, op: str, *, body: Any = None, **options: Any) -> Any:
+        if body and (node := self._began.pop(body["end"], "")) in self._table["nodes"]:
+            return self._to(node).call(op, body=body, **options)
+        answers = self._all(op)
+        rows = [{**row, "node": node} for node, one in answers.items() for row in one["sequences"]]
+        if body is None:
+            return _reply({"sequences": rows})
+        node = next((row["node"] for row in rows if row["id"] == body["end"]), "")
+        if not node:
+            raise self._lost(body["end"])
+        return self._to(node).call(op, body=body, **options)
 
     def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
         script = b""

@@ -19,14 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from ..errors import (
-    Cancelled,
-    InvalidInput,
-    PermissionDenied,
-    PipeSwitchError,
-    RemoteProtocolError,
-    ServerUnavailable,
-)
+from .. import errors
 from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
 from .calls import AnyLink, Calls
@@ -163,7 +156,7 @@ class Connection(Calls):
             self._posts.append(partial(self._begin, self._call(op, future=own, **options)))
             while not own.is_done:
                 if self._is_closing:
-                    raise Cancelled("this client is closed")
+                    raise errors.Cancelled("this client is closed")
                 self._guard(self._turn)
         finally:
             self._holder = 0
@@ -175,7 +168,7 @@ class Connection(Calls):
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
         if os.getpid() != self._pid:
-            raise ServerUnavailable(
+            raise errors.ServerUnavailable(
                 "this client belongs to the process that made it",
                 hint="make a new pipeswitch.Client() after the fork",
             )
@@ -183,7 +176,7 @@ class Connection(Calls):
     def _check_thread(self) -> None:
         """The thread that reads the answers cannot wait for one: no other would read it."""
         if self._holder == threading.get_ident():
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "a callback runs in the thread that reads this client's answers: it cannot wait "
                 "for one",
                 hint="submit there and wait elsewhere, or use another Client",
@@ -219,7 +212,7 @@ class Connection(Calls):
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closing:
-                raise Cancelled("this client is closed")
+                raise errors.Cancelled("this client is closed")
             self._posts.append(action)
             self._rouse()
 
@@ -231,7 +224,7 @@ class Connection(Calls):
 
     def _new_future(self, request_id: str) -> Future[Any]:
         def taken_back() -> None:
-            with contextlib.suppress(Cancelled):
+            with contextlib.suppress(errors.Cancelled):
                 self._post(lambda: self._cancel(request_id))
 
         return _Answer(self._check_thread, taken_back)
@@ -252,7 +245,7 @@ class Connection(Calls):
             self._needed.wait()
             self._needed.clear()
         with self._holding():
-            self._fail_all(lambda: Cancelled("the client was closed"), CLOSE_FLUSH_MS)
+            self._fail_all(lambda: errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
         if self._context is not None:
@@ -324,10 +317,10 @@ class Connection(Calls):
         self._waits_until_s = hello_until_s
         self._again_at_s = time.monotonic() + AGAIN_S
 
-    def _explained(self, error: RemoteProtocolError) -> PipeSwitchError:
+    def _explained(self, error: errors.RemoteProtocolError) -> errors.PipeSwitchError:
         if error.data.get("reason") != ZMTP:
             return error
-        return PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
+        return errors.PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
 
     def _watch(self, link: AnyLink) -> None:
         """What became of a connection with keys."""
@@ -342,4 +335,4 @@ class Connection(Calls):
                 return  # thrown away, its monitor too
 
     def _refused(self, text: str, hint: str) -> None:
-        self._fail_all(lambda: PermissionDenied(f"{self.address}: {text}", hint=hint))
+        self._fail_all(lambda: errors.PermissionDenied(f"{self.address}: {text}", hint=hint))

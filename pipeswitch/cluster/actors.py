@@ -37,14 +37,17 @@ from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
 from . import lives, placement
 from .jobs import NodeJobs
 from .placement import COPIES, MISSED_S, ROUND_S
+from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
 
 NODE: Final = "node:"  # before its name, an actor's
+RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
+STOP_S: Final = 30.0  # to finish what was accepted
 CHILD: Final = """\
 import pathlib, sys, threading
 from pipeswitch.cluster.leases import watch
@@ -224,7 +227,8 @@ def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys]:
 class Placement:
     """The versioned table that clients keep. Started again it asks the nodes, and knows as much."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
+        self._started_with = folder, flags  # nodes
         self._lock = threading.RLock()
         self._deciding = threading.Lock()
         self._nodes = placement.Nodes()
@@ -241,6 +245,8 @@ class Placement:
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
         self._look()
+        self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
+        self._requested = -1  # of Ray's autoscaler
         threading.Thread(target=self._rounds, daemon=True).start()
 
     def table(self) -> dict[str, Any]:
@@ -312,6 +318,8 @@ class Placement:
                 self._leaving.discard(node)
             else:
                 self._forget(node)
+                if self._scale:  # else another would be started there
+                    self._scale.wanted = min(self._scale.wanted, len(self._facts))
         self._look()
         return missed
 
@@ -475,8 +483,10 @@ class Placement:
             time.sleep(ROUND_S)  # a load is looked at, not told
             self._trouble("look", self._look)
             self._trouble("jobs", self._tend)
+            if self._scale:
+                self._trouble("scale", partial(self._follow, self._scale))
             for model in self._short():
-                self._trouble(model, partial(self._copy, model))
+                self._trouble(model, partial(self._copy, model, is_short=True))
 
     def _look(self) -> None:
         """Ask every node how it is; who does not say so is gone."""
@@ -537,25 +547,69 @@ class Placement:
         if shown != self._shown:
             self._shown, self._version = shown, self._version + 1
 
+    # ---- machines that come and go -------------------------------------------------------------
+
+    def _follow(self, scale: Scale) -> None:
+        """Start a server on a machine that has come, or leave one that is too many; tell Ray."""
+        ray = connect_ray()
+        names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
+        with self._lock:
+            facts = {one: of for one, of in self._facts.items() if one not in self._leaving}
+            jobs = sum(of["jobs"] for of in facts.values())
+            queues_ms = [  # behind the one that computes
+                of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
+                for of in facts.values()
+            ]
+            wanted = scale.look(queues_ms, jobs)
+            spare = min(facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])),
+                        default="")  # fmt: skip
+            is_over = len(facts) > wanted and not self._leaving
+            self._leaving |= {spare} if is_over else set()
+        if wanted != self._requested:
+            request_machines(wanted)
+            self._requested = wanted
+        come = sorted(free.keys() - names)
+        if len(names) < wanted and come:
+            start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
+        if is_over:  # beside the rounds: nodes want to be heard
+            leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
+            threading.Thread(target=leave, daemon=True).start()
+
+    def _leave(self, scale: Scale, node: str) -> list[str]:
+        """Ray takes its machine when nothing holds it any more."""
+        missed = self.drain(node)
+        if missed:
+            with self._lock:  # another look at it, in a while
+                scale.wanted += 1
+                self._leaving.discard(node)
+        else:
+            stop_nodes(connect_ray(), [node], STOP_S)
+        return missed
+
     # ---- copies --------------------------------------------------------------------------------
 
     def _short(self) -> list[str]:
-        """Models that have had too few copies for so long that their node does not come back."""
+        """Models that have had too few copies for so long that their node does not come back; where
+        machines come as they are wanted, also those whose nodes are all behind."""
         now_s = time.monotonic()
         with self._lock:
             wanted = min(COPIES, len(self._facts) - len(self._leaving))
-            short = {name for name, held in self._nodes.holders.items() if 0 < len(held) < wanted}
+            behind = {name for name, facts in self._facts.items() if facts["queue_ms"] > LONG_MS}
+            if not self._scale or len(behind) == len(self._facts):
+                behind = set()
+            short = {name for name, held in self._nodes.holders.items()
+                     if 0 < len(held) < wanted or (held and held <= behind)}  # fmt: skip
             since = {name: self._short_since.get(name, now_s) for name in short}
             self._short_since = since
         return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
 
-    def _copy(self, model: str, leaving: str = "") -> list[str]:
+    def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Another copy, from a node that has one, if there are too few; what could not be done."""
         with self._lock:
             held = self._nodes.holders.get(model, set()) - self._leaving
             others = [name for name in self._facts if name not in held | self._leaving]
             source = min(held) if held else leaving
-            if len(held) >= COPIES or not others or not source:
+            if (len(held) >= COPIES and not is_short) or not others or not source:
                 return [] if held else [f"{model}: no other node"]
             digest, size_bytes = self._facts[source]["models"][model]
             body = self._facts[source]["bodies"].get(model)
@@ -585,26 +639,77 @@ def node_names(ray: Any) -> list[str]:
     )  # fmt: skip
 
 
+def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+    """Ray's living nodes by a name that stays, and where each one's server listens: on loopback if
+    they are all one machine, and no other is to come.
+
+    Args:
+        only_ours: of those that Ray brings and takes away; no name stays there.
+    """
+    alive = [node for node in ray.nodes()
+             if node["Alive"] and (not only_ours or RESOURCE in node["Resources"])]  # fmt: skip
+    addresses = {node["NodeManagerAddress"] for node in alive}
+    names, hosts = {}, {}
+    for node in alive:
+        host = node["NodeManagerAddress"]
+        alone = len(addresses) == len(alive) and not only_ours
+        name = host.replace(":", "-") if alone else node["NodeID"][-8:]
+        names[name] = node["NodeID"]
+        hosts[name] = host if len(addresses) > 1 or only_ours else "127.0.0.1"
+    return names, hosts
+
+
+def request_machines(count: int) -> None:
+    """Of Ray's autoscaler; until it is asked again."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[{RESOURCE: 1}] * count)
+
+
+def start_node(
+    ray: Any, name: str, where: str, host: str, folder: str, flags: tuple[str, ...],
+    *, holds: bool = False,
+) -> Any:  # fmt: skip
+    """On Ray's node of that id; it is there already, or its machine ``holds``: Ray keeps it."""
+    resources = {RESOURCE: 1} if holds else {}
+    actor = _detached(ray, Node, NODE + name, where, soft=False, resources=resources)
+    return actor.remote(name, folder, host, flags)
+
+
+def _detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **options: Any) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return ray.remote(kind).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,
+        get_if_exists=True, max_concurrency=16,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=soft), **options,
+    )  # fmt: skip
+
+
 def start_nodes(
-    ray: Any, names: dict[str, str], folder: str, hosts: dict[str, str], flags: tuple[str, ...]
-) -> None:
+    ray: Any, names: dict[str, str], folder: str, hosts: dict[str, str], flags: tuple[str, ...],
+    scale: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
     """One node on each of Ray's, and placement; those that are there already stay.
 
     Args:
         names: our nodes, and the id of Ray's that each is on.
         hosts: where each listens.
+        scale: as many as are wanted, between these; placement starts others.
     """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    common = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
-              "get_if_exists": True, "max_concurrency": 16}  # fmt: skip
-    made = ray.remote(Placement).options(name=PLACEMENT, **common).remote()
+    here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
+    made = _detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
     handles = [  # they ask it whether their jobs are still theirs
-        ray.remote(Node).options(
-            name=NODE + name, scheduling_strategy=NodeAffinitySchedulingStrategy(where, soft=False),
-            **common,
-        ).remote(name, folder, hosts[name], flags)
+        start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
         for name, where in names.items()
-    ]  # fmt: skip
+    ]
     told(ray, [handle.summary.remote() for handle in handles])
     told(ray, made.status.remote())
+
+
+def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:
+    handles = [_node(ray, name) for name in names]
+    for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
+        with contextlib.suppress(Exception):  # its process ends with its server
+            ray.get(ended, timeout=drain_s + 30.0)
+        ray.kill(handle)

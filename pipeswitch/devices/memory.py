@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from ..errors import RemoteProtocolError
 from ..ipc.board import Board, ring
-from ..ipc.messages import ByteRange, Epoch, TransmitEnded, TransmitModel
+from ..ipc.messages import ByteRange, DaemonSettings, Epoch, TransmitEnded, TransmitModel
 from .orders import WORD_BYTES, check_range
 from .view import now_ms
 
@@ -52,12 +52,10 @@ class DeviceMemory:
 
     def __init__(
         self,
+        settings: DaemonSettings,
         *,
         store: int,
         bells: Sequence[int],
-        arena_bytes: int,
-        store_bytes: int,
-        words: int,
         board: int = -1,
         bell: int = -1,
     ) -> None:
@@ -71,11 +69,11 @@ class DeviceMemory:
         Raises:
             RemoteProtocolError: sizes that contradict each other.
         """
-        if words * WORD_BYTES > arena_bytes:
-            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
-        check_range("store", 0, store_bytes, os.fstat(store).st_size)
-        self.arena_bytes = arena_bytes
-        self.store_bytes = store_bytes
+        self.arena_bytes, self.store_bytes = settings.arena_bytes, settings.store_bytes
+        if settings.words * WORD_BYTES > self.arena_bytes:
+            text = f"{settings.words} words do not fit in {self.arena_bytes} bytes"
+            raise RemoteProtocolError(text)
+        check_range("store", 0, self.store_bytes, os.fstat(store).st_size)
         self._bells = tuple(bells)
         self._bell, self._board = bell, Board(board) if board >= 0 else None
         self._orders: SimpleQueue[Transmission | None] = SimpleQueue()

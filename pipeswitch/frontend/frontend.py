@@ -253,6 +253,7 @@ class Frontend:
                 self.inference.announce(posted)
             case ev.Retract(model=model):
                 self.inference.retract(model)
+                self.sequences.retract(model)
 
     def answer_soon(self, answer: ev.Answer) -> None:
         """``perform`` from any thread; never blocks."""
@@ -515,6 +516,10 @@ class Frontend:
                 return
             answer = found
         client, verb = pending.client, VERBS[pending.op]
+        if pending.op == "ps":
+            known = self.sequences.by_model()  # once each, where a model has a row for each device
+            for row in answer.body.get("rows", ()):
+                row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())

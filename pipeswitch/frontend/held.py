@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from ..errors import InvalidInput, TaskFailed
-from ..ipc.messages import Choosing, SlabTensor
+from ..ipc.messages import Choosing, Epoch, SlabTensor
 from ..programs.generation import MOST_STEPS, TOKENS
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..programs.sampling import Sampling
@@ -56,6 +56,8 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     room: Room | None = None  # where those that are replaced lie
     grown: dict[str, Grown] = {}  # where those lie that grow
     made: dict[str, SlabTensor] = {}  # by the request that is being answered
+    run: Epoch = Epoch(0)  # that answers it
+    epoch: Epoch = Epoch(0)  # of the run that answered the one before
     steps: int = 0  # that were answered
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
@@ -119,6 +121,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
             return Answer(token=answer.token, error=error)
         self.made = made
+        self.run = Epoch(answer.timing.epoch if answer.timing is not None else 0)
         self.chosen = answer.outputs[0] if self.choosing is not None else None
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}

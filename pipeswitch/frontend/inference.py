@@ -16,7 +16,7 @@ import msgspec
 from .. import failpoints
 from ..errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import ModelName, SlabTensor
+from ..ipc.messages import Epoch, ModelName, SlabTensor
 from ..lane import Lane
 from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
@@ -41,6 +41,7 @@ from .requests import Pending, Requests, Run
 from .sequences import Sequences
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
+_NO_RUN: Final = Epoch(0)
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 
 
@@ -168,6 +169,7 @@ class Inference:
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
             choosing=None if held is None else held.choosing,
+            after=_NO_RUN if held is None else held.epoch,
             arrived_at_ms=arrived_at_ms,
         )
         if announced.stage is not None and announced.stage.after:

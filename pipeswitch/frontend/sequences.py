@@ -49,6 +49,7 @@ class Sequences:
         self.spare: dict[int, Held] = {}  # by identity; the one that ended first is first
         self._prefixes = Prefixes()
         self._steps = self._tokens_reused = 0
+        self._tokens: dict[str, int] = {}  # that were answered, by language model
         pool.give_up = self._give_up
         self._look_at_ms = 0.0  # none is abandoned before
         self._number = 0
@@ -254,13 +255,17 @@ class Sequences:
         """Its request is over, and the room of the reply is this one's to give back."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
+        chosen = self._chosen(held) if is_ok else []
+        if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
+            model = held.announced.model
+            self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
         is_here = self.held.get(held.key) is held
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
                 self._append(held, name, grown, made.pop(name))
             if held.history is not None:
-                fed = held.asked + self._chosen(held)[:-1]
+                fed = held.asked + chosen[:-1]
                 self._prefixes.extend(held.history, fed)
                 is_same = held.ahead[: len(fed)] == fed
                 held.ahead = held.ahead[len(fed) :] if is_same else []
@@ -269,6 +274,7 @@ class Sequences:
             if made:
                 room, held.room = held.room, room
                 held.values |= made
+            held.epoch = held.run
             held.steps += 1
             self._steps += 1
         elif is_here:
@@ -309,14 +315,30 @@ class Sequences:
             self.drop(held)
         return held is not None
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
         return {
             "sequences": len(self.held),
+            "sequences_by_model": self.by_model(),
             "sequence_steps": self._steps,
             "tokens_reused": self._tokens_reused,
             "pool_spare_slabs": sum(2 * len(one.grown) for one in self.spare.values()),
         }
+
+    def by_model(self) -> dict[str, dict[str, int]]:
+        """Of each that has any: live ones, what they and the spares hold, and the tokens so far."""
+        nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
+        found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
+        for held in (*self.held.values(), *self.spare.values()):
+            row = found.setdefault(held.announced.model, dict(nothing))
+            is_spare = id(held) in self.spare
+            row["spare_bytes" if is_spare else "sequence_bytes"] += _bytes(held)
+            row["sequences"] += not is_spare
+        return found
+
+    def retract(self, model: str) -> None:
+        """It is gone, and one of this name is another."""
+        self._tokens.pop(model, None)
 
     def _give(self, room: Room) -> None:
         self._pool.release_inputs(room)

@@ -30,6 +30,7 @@ from ..errors import ConfigError, PipeSwitchError, RemoteProtocolError
 from ..frontend.connections import ROUND_S, Connection, Connections
 from ..ipc.messages import KeyedSettings
 from ..roles import Standing, in_order, parse_roles
+from ..wire import sockets
 from ..wire.frames import (
     INLINE,
     MAGIC,
@@ -40,14 +41,6 @@ from ..wire.frames import (
     pack_table,
 )
 from ..wire.keys import AllowList, KeyFolder
-from ..wire.sockets import (
-    DONTWAIT,
-    ZAP_DOMAIN,
-    ZERO_COPY_BYTES,
-    is_readable,
-    make_router,
-    next_events,
-)
 from ..wire.stream import Stream
 from .upstream import Upstream
 
@@ -131,8 +124,8 @@ class KeyedDoor:
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context, log=log)
         self._authenticator.start()  # it must answer before a client can ask
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, self.allowed)
-        self._router = make_router(self._context, settings.max_message_bytes, keys)
+        self._authenticator.configure_curve_callback(sockets.ZAP_DOMAIN, self.allowed)
+        self._router = sockets.make_router(self._context, settings.max_message_bytes, keys)
         self._router.setsockopt(zmq.IPV6, int("[" in settings.address))
         self._router.setsockopt(zmq.USE_FD, descriptor)
         self._monitor = self._router.get_monitor_socket(_WATCHED)
@@ -167,21 +160,21 @@ class KeyedDoor:
     def _stir(self) -> None:
         """A descriptor of libzmq's tells of a *change*, and any use of its socket may swallow that:
         what was used is looked at again (zmq_getsockopt(3), ZMQ_FD)."""
-        if is_readable(self._router) or is_readable(self._monitor):
+        if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         """Some news of connections, and some frames."""
         if self._router.closed:
             return
-        for event, fd in next_events(self._monitor, BURST_EVENTS):
+        for event, fd in sockets.next_events(self._monitor, BURST_EVENTS):
             self._caller_at(fd, is_new=event == _ACCEPTED)
         for _ in range(BURST_FRAMES):
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 return  # ``_flush`` goes on
-            if not is_readable(self._router):
+            if not sockets.is_readable(self._router):
                 break
-            frame: zmq.Frame = self._router.recv(DONTWAIT, copy=False)
+            frame: zmq.Frame = self._router.recv(sockets.DONTWAIT, copy=False)
             if len(self._frames) < MAX_TENSORS + 4:  # of more only the count matters
                 self._frames.append(frame)
             if not frame.more:
@@ -288,9 +281,9 @@ class KeyedDoor:
         """A client that does not read holds up its own stream alone: its reader rests."""
         if caller.stream is not stream:
             return
-        is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
+        is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)
         try:
-            self._router.send_multipart(frames, DONTWAIT, copy=not is_large)
+            self._router.send_multipart(frames, sockets.DONTWAIT, copy=not is_large)
         except zmq.Again:
             caller.is_full = True
             self._loop.remove_reader(stream.fileno())

@@ -134,6 +134,7 @@ class _Server:
         by_state = {(state,): count for state, count in sorted(states.items())}
         yield gauges("pipeswitch_workers", "By state", ["state"], by_state)
         yield self._shares(self.facts["models"])
+        yield from self._sequences(stats["sequences_by_model"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:
             yield from self._triton(self.facts["tally"])
@@ -208,6 +209,19 @@ class _Server:
             {(row["name"], str(row["version"])): row["share"] / 100
              for row in rows if row["name"] in split and row["share"]},
         )  # fmt: skip
+
+    @staticmethod
+    def _sequences(rows: Mapping[str, Mapping[str, int]]) -> Iterable[Metric]:
+        for make, name, text, key in (
+            (counters, "tokens", "That language models answered in sequences", "tokens"),
+            (gauges, "model_sequences", "That have a state here, by model", "sequences"),
+            (gauges, "sequence_bytes", "What their states hold of the request pool",
+             "sequence_bytes"),
+            (gauges, "spare_bytes", "Of it, for prompts to come, as long as nobody wants it",
+             "spare_bytes"),
+        ):  # fmt: skip
+            values = {tuple(f"{of}@1".split("@")[:2]): row[key] for of, row in rows.items()}
+            yield make(f"pipeswitch_{name}", text, ["model", "version"], values)
 
     @staticmethod
     def _jobs(jobs: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:

@@ -6,35 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..errors import (
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
-    HostStoreFull,
-    InvalidInput,
-    ModelNotFound,
-    ModelQuarantined,
-    OutOfDeviceMemory,
-    PermissionDenied,
-    PipeSwitchError,
-    QueueFull,
-    RegistrationRefused,
-    SequenceNotFound,
-    ServerUnavailable,
-)
+from .. import errors
 
 RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this time
 
 
-class Unauthenticated(PipeSwitchError):
+class Unauthenticated(errors.PipeSwitchError):
     """No token where one is asked for, or one that is not in the file."""
 
 
-class NotFound(PipeSwitchError):
+class NotFound(errors.PipeSwitchError):
     """No such path, or no such version of a model."""
 
 
-class MethodNotAllowed(PipeSwitchError):
+class MethodNotAllowed(errors.PipeSwitchError):
     """The path is there, for other methods: ``allow``, as the header of that name has them."""
 
     def __init__(self, method: str, path: str, allow: str) -> None:
@@ -42,26 +27,26 @@ class MethodNotAllowed(PipeSwitchError):
         super().__init__(f"{method} is not for {path[:200]}", hint=f"use {wanted}", allow=allow)
 
 
-class UnknownCoding(PipeSwitchError):
+class UnknownCoding(errors.PipeSwitchError):
     """The body is compressed in a way that is not read here."""
 
     def __init__(self, coding: str) -> None:
         super().__init__(f"Content-Encoding {coding[:40]!r} is not read here", hint="gzip, deflate")
 
 
-class RequestTimeout(PipeSwitchError):
+class RequestTimeout(errors.PipeSwitchError):
     """The request's head or body came too slowly."""
 
 
-class TooLarge(PipeSwitchError):
+class TooLarge(errors.PipeSwitchError):
     """The body is larger than one request may be."""
 
 
-class HeadTooLarge(PipeSwitchError):
+class HeadTooLarge(errors.PipeSwitchError):
     """The request line and the headers are larger than any client of ours makes them."""
 
 
-class WrongHost(PipeSwitchError):
+class WrongHost(errors.PipeSwitchError):
     """The ``Host`` is not this address: a page of another site may have been made to ask here."""
 
 
@@ -74,33 +59,33 @@ class Status:
     may_retry: bool = False  # nothing was carried out: ``Retry-After`` says so
 
 
-_STATUSES: Final[Mapping[type[PipeSwitchError], Status]] = {
-    InvalidInput: Status(400, "INVALID_ARGUMENT"),
-    RegistrationRefused: Status(400, "INVALID_ARGUMENT"),
+_STATUSES: Final[Mapping[type[errors.PipeSwitchError], Status]] = {
+    errors.InvalidInput: Status(400, "INVALID_ARGUMENT"),
+    errors.RegistrationRefused: Status(400, "INVALID_ARGUMENT"),
     Unauthenticated: Status(401, "UNAUTHENTICATED"),
-    PermissionDenied: Status(403, "PERMISSION_DENIED"),
+    errors.PermissionDenied: Status(403, "PERMISSION_DENIED"),
     WrongHost: Status(403, "PERMISSION_DENIED"),
-    ModelNotFound: Status(404, "NOT_FOUND"),
-    SequenceNotFound: Status(404, "NOT_FOUND"),
+    errors.ModelNotFound: Status(404, "NOT_FOUND"),
+    errors.SequenceNotFound: Status(404, "NOT_FOUND"),
     NotFound: Status(404, "NOT_FOUND"),
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
-    AlreadyExists: Status(409, "ALREADY_EXISTS"),
+    errors.AlreadyExists: Status(409, "ALREADY_EXISTS"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
     UnknownCoding: Status(415, "UNIMPLEMENTED"),
-    QueueFull: Status(429, "RESOURCE_EXHAUSTED", may_retry=True),
+    errors.QueueFull: Status(429, "RESOURCE_EXHAUSTED", may_retry=True),
     HeadTooLarge: Status(431, "RESOURCE_EXHAUSTED"),
-    Cancelled: Status(499, "CANCELLED"),
-    ServerUnavailable: Status(503, "UNAVAILABLE", may_retry=True),
-    ModelQuarantined: Status(503, "FAILED_PRECONDITION"),  # until it is loaded again
-    DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
-    OutOfDeviceMemory: Status(507, "RESOURCE_EXHAUSTED"),
-    HostStoreFull: Status(507, "RESOURCE_EXHAUSTED"),
+    errors.Cancelled: Status(499, "CANCELLED"),
+    errors.ServerUnavailable: Status(503, "UNAVAILABLE", may_retry=True),
+    errors.ModelQuarantined: Status(503, "FAILED_PRECONDITION"),  # until it is loaded again
+    errors.DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
+    errors.OutOfDeviceMemory: Status(507, "RESOURCE_EXHAUSTED"),
+    errors.HostStoreFull: Status(507, "RESOURCE_EXHAUSTED"),
 }
 _OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: WorkerLost, TaskFailed, …
 
 
-def status_of(error: PipeSwitchError) -> Status:
+def status_of(error: errors.PipeSwitchError) -> Status:
     """How ``error`` is told: as the nearest of its classes that the table has. Its frames are let
     go: they hold the request and the answer, and often ``error``, until a search for garbage."""
     error.__traceback__ = None
@@ -110,15 +95,15 @@ def status_of(error: PipeSwitchError) -> Status:
     return _OURS
 
 
-def body_of(error: PipeSwitchError) -> dict[str, Any]:
+def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
     """The JSON of every refusal, whatever its status."""
     return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
 
 
-def as_ours(error: Exception) -> PipeSwitchError:
+def as_ours(error: Exception) -> errors.PipeSwitchError:
     """A bug here, told without its insides: those are in the log."""
-    if isinstance(error, PipeSwitchError):
+    if isinstance(error, errors.PipeSwitchError):
         return error
-    return PipeSwitchError(
+    return errors.PipeSwitchError(
         f"the gateway failed: {type(error).__name__}", hint="its log has the details"
     )

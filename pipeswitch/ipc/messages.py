@@ -332,6 +332,8 @@ class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reply_offset_bytes: int
     reply_bytes: int
     choosing: Choosing | None = None
+    sequence: int = 0
+    after: Epoch = Epoch(0)
 
 
 class RunInference(Message, frozen=True):
@@ -364,6 +366,8 @@ class RunInference(Message, frozen=True):
     trial_batch: int = 0  # 0: a request
     is_code: bool = False  # as PrepareModel's
     choosing: Choosing | None = None  # None: its outputs are answered
+    sequence: int = 0  # whose step it is; 0: it stands alone
+    after: Epoch = Epoch(0)  # the run that made the last of its state, if the worker knows it yet
 
 
 class InferenceDone(Message, frozen=True):

@@ -1,8 +1,7 @@
 """A window of jobs in an order, and orders for it: the thesis' simulator and its rivals. Pure.
 
 One link and one compute unit, each serial in the order given; a job's load may run while an
-earlier job computes. What each function orders are indices into the jobs of one window; jobs of one
-*client* keep the order in which they are given.
+earlier job computes. What each function orders are indices into the jobs of one window.
 
 Sources: the thesis' scheduler (``alternating``), genetic search (``ga``) and execution-time
 simulator (``run``); Johnson 1954 (``johnson``); Nawaz, Enscore and Ham 1983 (``neh``).
@@ -29,7 +28,6 @@ class Job:
     compute_ms: float
     size_bytes: int = 0  # of its model in the device's memory
     arrived_at_ms: float = 0.0
-    client: str = ""  # its jobs stay in order; empty: it has no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLI
 
 def fifo(jobs: Sequence[Job]) -> Order:
     """As they came."""
-    return in_order_of_clients(jobs, sorted(range(len(jobs)), key=lambda i: jobs[i].arrived_at_ms))
+    return tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].arrived_at_ms))
 
 
 def alternating(jobs: Sequence[Job]) -> Order:
@@ -159,8 +157,7 @@ def alternating(jobs: Sequence[Job]) -> Order:
     ranked = sorted(range(len(jobs)), key=weight, reverse=True)
     half = (len(ranked) + 1) // 2
     strong, weak = ranked[:half], ranked[half:][::-1]
-    order = [i for pair in zip(strong, weak, strict=False) for i in pair]
-    return in_order_of_clients(jobs, order + strong[len(weak) :])
+    return (*(i for pair in zip(strong, weak, strict=False) for i in pair), *strong[len(weak) :])
 
 
 def johnson(jobs: Sequence[Job]) -> Order:
@@ -172,15 +169,7 @@ def johnson(jobs: Sequence[Job]) -> Order:
         is_late = job.load_ms >= job.compute_ms
         return (is_late, -job.compute_ms if is_late else job.load_ms)
 
-    return in_order_of_clients(jobs, sorted(range(len(jobs)), key=rule))
-
-
-def in_order_of_clients(jobs: Sequence[Job], order: Sequence[int]) -> Order:
-    """The order, with each client's jobs in its places as they were given."""
-    of_client: dict[str, list[int]] = {}
-    for i in sorted(order, reverse=True):
-        of_client.setdefault(jobs[i].client, []).append(i)
-    return tuple(of_client[jobs[i].client].pop() if jobs[i].client else i for i in order)
+    return tuple(sorted(range(len(jobs)), key=rule))
 
 
 # -- orders by search --------------------------------------------------------------------------
@@ -194,11 +183,7 @@ def neh(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
     order: Order = ()
     longest = sorted(range(len(jobs)), key=lambda i: -(jobs[i].load_ms + jobs[i].compute_ms))
     for index in longest:
-        candidates = [
-            (*order[:at], index, *order[at:])
-            for at in range(len(order) + 1)
-            if _fits(jobs, order, index, at)
-        ]
+        candidates = [(*order[:at], index, *order[at:]) for at in range(len(order) + 1)]
         order = min(candidates, key=lambda candidate: makespan_ms(jobs, candidate, memory))
     return order
 
@@ -228,49 +213,31 @@ def ga(jobs: Sequence[Job], memory: Memory = UNLIMITED, search: Search = Search(
         return cost[order], order
 
     start = tuple(range(len(jobs)))
-    people = [fifo(jobs)] + [
-        in_order_of_clients(jobs, chance.sample(start, len(start)))
-        for _ in range(search.population - 1)
-    ]
+    shuffled = [tuple(chance.sample(start, len(start))) for _ in range(search.population - 1)]
+    people = [fifo(jobs), *shuffled]
     for _ in range(search.generations):
         best = sorted(set(people), key=measured)[: search.survivors]
         people = best + [
-            mutated(jobs, child_of(best, chance), search.mutation, chance)
+            mutated(
+                crossed(chance.choice(best), chance.choice(best), chance), search.mutation, chance
+            )
             for _ in range(search.population - search.survivors)
         ]
     return min(people, key=measured)
 
 
-def child_of(people: Sequence[Order], chance: Random) -> Order:
-    """Of two of them, by chance."""
-    return crossed(chance.choice(people), chance.choice(people), chance)
-
-
 def crossed(first: Order, second: Order, chance: Random) -> Order:
-    """Order crossover: the second's head, then the rest as the first has it.
-
-    What must come before a job of the head is in the head, so an order that both parents keep,
-    the child keeps.
-    """
+    """Order crossover: the second's head, then the rest as the first has it."""
     head = second[: chance.randint(1, len(second))]
     taken = set(head)
     return (*head, *(i for i in first if i not in taken))
 
 
-def mutated(jobs: Sequence[Job], order: Order, probability: float, chance: Random) -> Order:
-    """One job moved to another place, where its client's order allows that."""
+def mutated(order: Order, probability: float, chance: Random) -> Order:
+    """One job moved to another place."""
     if chance.random() >= probability:
         return order
     index = order[chance.randrange(len(order))]
     rest = tuple(i for i in order if i != index)
     at = chance.randint(0, len(rest))
-    return (*rest[:at], index, *rest[at:]) if _fits(jobs, rest, index, at) else order
-
-
-def _fits(jobs: Sequence[Job], order: Sequence[int], index: int, at: int) -> bool:
-    """Whether its client's order holds with the job at that place."""
-    client = jobs[index].client
-    if not client:
-        return True
-    before = all(i < index for i in order[:at] if jobs[i].client == client)
-    return before and all(i > index for i in order[at:] if jobs[i].client == client)
+    return (*rest[:at], index, *rest[at:])

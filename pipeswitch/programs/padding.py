@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 
-def padded_shape(parts: Sequence[torch.Tensor], least: int = 0) -> tuple[int, ...]:
-    """Of the rows of all, one after the other; ``least``: of the extent behind these."""
-    extents = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    extents[:1] = [max(extent, least) for extent in extents[:1]]
+def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Of the rows of all, one after the other."""
+    extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     return (sum(part.shape[0] for part in parts), *extents)
 
 

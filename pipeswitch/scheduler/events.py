@@ -59,6 +59,7 @@ class InferArrived(Asked, frozen=True):
     follows: bool = False  # and another step will come
     sequence: int = 0  # whose step it is; 0: it stands alone
     choosing: Choosing | None = None  # of a language model's: for the worker
+    after: Epoch = Epoch(0)  # the run that answered its step before
 
 
 class Prepared(_Told, frozen=True):

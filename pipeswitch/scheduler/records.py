@@ -257,6 +257,7 @@ class Request:
     follows: bool = False  # another step of its chain will come
     sequence: int = 0  # whose step it is; 0: it stands alone
     choosing: Choosing | None = None  # of a language model's
+    after: Epoch = NO_EPOCH  # the run that answered its step before
     padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
     fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them

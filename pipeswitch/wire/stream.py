@@ -19,15 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import RemoteProtocolError
-from .frames import (
-    INLINE,
-    MAGIC,
-    MAX_HEADER_BYTES,
-    MAX_TENSORS,
-    Table,
-    pack_table,
-    read_table,
-)
+from . import frames
 from .slabs import SlabPool
 
 SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
@@ -76,7 +68,7 @@ class Share:
     def place(self, size_bytes: int) -> int:
         """Room for a part in the own half; INLINE: there is none."""
         offset = self._slabs.take(size_bytes)
-        return INLINE if offset is None else offset
+        return frames.INLINE if offset is None else offset
 
     def own(self, place: int, size_bytes: int) -> memoryview:
         """To be written."""
@@ -108,7 +100,8 @@ class Stream:
         self._socket = sock
         self._max_part_bytes = max_part_bytes
         self._takes_descriptors = takes_descriptors
-        self.max_bytes = MAX_HEADER_BYTES + MAX_TENSORS * max_part_bytes  # of a message
+        # Of a message:
+        self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
         self.share: Share | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # what of it is not parsed yet
@@ -157,7 +150,7 @@ class Stream:
         """
         packed = array.array("i", [descriptor] if descriptor >= 0 else []).tobytes()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if packed else []
-        self._socket.sendmsg([pack_table(())], rights, socket.MSG_NOSIGNAL)
+        self._socket.sendmsg([frames.pack_table(())], rights, socket.MSG_NOSIGNAL)
 
     def flush(self) -> bool:
         """Send what there is; False: some of it has to wait until the socket is writable.
@@ -263,14 +256,14 @@ class Stream:
             if self._start == self._end:
                 break
             with memoryview(self._buffer) as buffer:
-                table = read_table(buffer[self._start : self._end], self._max_part_bytes)
+                table = frames.read_table(buffer[self._start : self._end], self._max_part_bytes)
                 if table is None:
                     break
                 self._start += table[0]
                 self._message = self._begin(table, buffer)
         return messages
 
-    def _begin(self, table: Table, buffer: memoryview) -> Message:
+    def _begin(self, table: frames.Table, buffer: memoryview) -> Message:
         """Its parts: those through the socket are views of one buffer, as far as they have come.
 
         Raises:
@@ -279,16 +272,16 @@ class Stream:
         table_bytes, taken_count, places = table
         size_bytes = room = 0
         for size, place in places:
-            if place == INLINE:
+            if place == frames.INLINE:
                 size_bytes += size
                 room += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
         body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
-        parts: list[Any] = [MAGIC] if places else []
+        parts: list[Any] = [frames.MAGIC] if places else []
         shared, at = set(), 0
         for size, place in places:
-            if place != INLINE:
+            if place != frames.INLINE:
                 if self.share is None:
                     raise RemoteProtocolError("there is no share that a part could lie in")
                 shared.add(len(parts))

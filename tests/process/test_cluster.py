@@ -330,6 +330,34 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
         client.infer("m", x)
 
 
+@pytest.mark.slow
+def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> None:
+    """From their ids, on the other holder: the same ones. One of its caller's own has ended."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(
+        "qwen2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, eos_token_id=None,
+        num_key_value_heads=2, intermediate_size=64, vocab_size=300, max_position_embeddings=128,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert client.register("chat", model, generate=True)["notes"] == []
+    ids = [*range(5, 20)]
+    expected = [token.id for token in client.generate("chat", ids, max_new_tokens=60, seed=3,
+                                                      temperature=1.0)]  # fmt: skip
+    answer = client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
+    found = [next(answer).id for _ in range(9)]
+    (row,) = client.sequences()
+    nodes.status()
+    os.kill(nodes.pids[row["node"]], signal.SIGKILL)
+    assert found + [token.id for token in answer] == expected
+    with client.sequence("chat") as sequence:
+        sequence.infer({"tokens": np.array([[5]], np.int64)})
+        (now,) = client.sequences()
+        assert now["node"] != row["node"]
+    assert client.sequences() == []
+    client.unregister("chat")
+
+
 def test_who_has_another_token_hears_nothing(nodes: Cluster) -> None:
     heard, error = nodes.stranger.communicate(timeout=200)
     assert (nodes.stranger.returncode, heard) == (3, ""), error

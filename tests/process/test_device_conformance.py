@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Queue
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -52,6 +52,11 @@ DEADLINE_S: Final = 60.0
 POISON: Final = 0xA5
 
 
+def settings(link_bytes_per_s: float = 0.0) -> msg.DaemonSettings:
+    return msg.DaemonSettings(device="", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
+                              words=WORDS, link_bytes_per_s=link_bytes_per_s)  # fmt: skip
+
+
 class CpuRig:
     """A cpu device with its store, bells and board; ``view`` is what a worker would make."""
 
@@ -68,18 +73,13 @@ class CpuRig:
         self._deadlines: list[threading.Timer] = []
 
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        memory = CpuDeviceMemory(
-            store=self.store_fd,
-            board=self.board_fd,
-            bells=self.bells[:-1],
-            bell=self.bells[-1],
-            arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES,
-            words=WORDS,
-            link_bytes_per_s=link_bytes_per_s,
-        )
+        memory = CpuDeviceMemory(settings(link_bytes_per_s), **self.descriptors())
         self.models_fd, self.work_fd = memory.export_descriptors()
         return memory
+
+    def descriptors(self) -> dict[str, Any]:
+        *workers, own = self.bells
+        return {"store": self.store_fd, "board": self.board_fd, "bells": workers, "bell": own}
 
     def _look(self, slot: int) -> PoolView:
         return CpuPoolView(
@@ -154,15 +154,7 @@ class FakeCudaRig(CpuRig):
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
         self.world = World(bytes_per_s=link_bytes_per_s)
         self._cuda_memory = CudaDeviceMemory(
-            Cuda(self.world.runtime, self.world.driver),
-            index=0,
-            store=self.store_fd,
-            board=self.board_fd,
-            bells=self.bells[:-1],
-            bell=self.bells[-1],
-            arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES,
-            words=WORDS,
+            Cuda(self.world.runtime, self.world.driver), settings(), **self.descriptors()
         )
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
@@ -176,7 +168,6 @@ class FakeCudaRig(CpuRig):
         return CudaPoolView(
             cuda,
             side,
-            index=0,
             handle=self._cuda_memory.export_handle(),
             words_descriptor=self.words_fd,
             board=self.board_fd,
@@ -230,17 +221,7 @@ class GpuRig(FakeCudaRig):
             self._cuda.device_count()
         except NoCudaDevice as error:
             pytest.skip(error.message)
-        self._cuda_memory = CudaDeviceMemory(
-            self._cuda,
-            index=0,
-            store=self.store_fd,
-            board=self.board_fd,
-            bells=self.bells[:-1],
-            bell=self.bells[-1],
-            arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES,
-            words=WORDS,
-        )
+        self._cuda_memory = CudaDeviceMemory(self._cuda, settings(), **self.descriptors())
         (self.words_fd,) = self._cuda_memory.export_descriptors()
         return self._cuda_memory
 
@@ -285,7 +266,7 @@ handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 words, board, *bells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]
 side = torch_side(package, 0)
-view = CudaPoolView(Cuda.load(package), side, index=0, handle=handle,
+view = CudaPoolView(Cuda.load(package), side, handle=handle,
                     words_descriptor=words, board=board, bell=bells[0], bells=bells,
                     arena_bytes={ARENA_BYTES}, words={WORDS}, waits=waits)
 class Arena:

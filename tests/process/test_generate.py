@@ -199,14 +199,18 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
     """Of one that has ended, and of one that goes on; its worker dies meanwhile."""
     client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
     for turn in range(3):
-        expected, before = wanted(model, ids, 20), running.stats()["tokens_reused"]
+        expected, before = wanted(model, ids, 20), running.stats()
+        told = before["sequences_by_model"].get("chat", {}).get("tokens", 0)
         with client.generate("chat", ids, max_new_tokens=20) as answer:
             assert [next(answer).id for _ in range(5)] == expected[:5]
             other = client.generate("chat", [*ids[:120], 9], max_new_tokens=20)
             kill(next(iter(running.worker_pids().values())))
             assert [token.id for token in other] == wanted(model, [*ids[:120], 9], 20)
             assert [token.id for token in answer] == expected[5:]
-        reused = running.stats()["tokens_reused"] - before
+        reused = running.stats()["tokens_reused"] - before["tokens_reused"]
+        (row,) = [row for row in client.ps() if row["name"] == "chat"]
+        assert row["tokens"] - told == 40
+        assert row["spare_bytes"] >= row["sequence_bytes"] == row["sequences"] == 0
         assert reused >= 120 + (len(ids) - 22 if turn else 0)
         ids += [*answer.tokens, 5, 6]
 

@@ -16,6 +16,9 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, mlp, until, write_script
 
+from tests.models.sequences import CELL, Cell, seeded
+from tests.models.sequences import WIDTH as CELL_WIDTH
+
 pytest.importorskip("httptools", reason="make installs it")
 
 WIDTH = 1024  # of the models: 36 MiB each, two do not fit into the arena
@@ -262,6 +265,15 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         assert driver.execute_async_script(LOOK_BACK) == [
             [30, 300, 3600], ["old"], ["old"], True, 999,
         ]  # fmt: skip
+        assert "holds" not in tab.text("#device")
+        cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
+        checked.client.register("cell", seeded(Cell), example_inputs=cell, state=CELL)
+        with checked.client.sequence("cell") as one:
+            one.infer(torch.zeros(1, 8))
+            tab.shows("#sequences-text", "1 sequence holds")
+            until(lambda: tab.ink("lanes", "quiet") > 500, "its state is drawn")
+        tab.shows("#sequences-text", "0 sequences hold 0 KiB")
+
         driver.find_element("css selector", "#all-events").click()
         tab.shows("#events", EVIL)
         assert driver.execute_script("return window.hacked") is None

@@ -89,7 +89,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def shm_names() -> set[str]:
-    """What lies in /dev/shm, less what may be of others: fuzzers, and processes of another Python."""
+    """What lies in /dev/shm, less what others may have there: fuzzers, another program."""
     others = ("pipeswitch-fuzz-", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,11 +185,12 @@ def test_rivals_that_are_not_installed_are_left_out_in_words(
     for name in found:
         (tmp_path / "lib/python3.11/site-packages" / name).mkdir(parents=True)
     bench = Run("gateway", "", is_quick=True, seed=0, as_json=True, emit=lambda _: None, facts={})
+    usable = partial(gateway.usable, bench, gateway.RIVALS_FOLDER, gateway.RIVALS)
     monkeypatch.delenv(gateway.RIVALS_FOLDER, raising=False)
-    assert gateway._usable(bench) == []
+    assert usable() == []
     monkeypatch.setenv(gateway.RIVALS_FOLDER, str(tmp_path))
     bench.notes.clear()
-    assert gateway._usable(bench) == list(found)
+    assert usable() == list(found)
     assert [note.partition(":")[0] for note in bench.notes] == [
         name for name in gateway.RIVALS if name not in found
     ]

@@ -57,6 +57,24 @@ def test_every_missed_target_is_named():
     assert "1 of 2 targets are met" in readme.front_page(results)[-1]
 
 
+def test_the_best_of_a_row_is_marked_whoevers_it_is() -> None:
+    bench = a_run("peers")
+    for case, key, ours, theirs in (
+        ("small, 8 at once", "tokens_per_s", 585.0, 1478.0),
+        ("small, first token, prompt of 32", "first_ms", 8.0, 9.0),
+    ):
+        bench.record(case, "ours", 0, {key: ours})
+        bench.record(case, "theirs", 0, {key: theirs})
+    bench.record("small, another model wanted", "ours", 0, {"first_ms": 1500.0})
+    assert readme.peers_table("peers.json", bench.document()).splitlines()[2:7] == [
+        "| | ours | theirs |",
+        "|---|---|---|",
+        "| small, 8 at once | 585/s | **1478/s** |",
+        "| small, first token, prompt of 32 | **8.0 ms** | 9.0 ms |",
+        "| small, another model wanted | **1.50 s** |  |",
+    ]
+
+
 def test_a_result_of_a_busy_machine_says_so():
     bench = a_run()
     bench.warnings += warnings_of(3.0, 0.5)

@@ -642,13 +642,21 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     job = {"name": "j", "kind": "job", "device": str(8 << 20), "host": str(5 << 20),
            "activation_bytes": 4 << 20, "offloaded_bytes": 3 << 20}  # fmt: skip
     stats = {"arena_capacity_bytes": 40 << 20, "arena_free_bytes": 30 << 20,
-             "store_capacity_bytes": 64 << 20, "store_offloaded_bytes": 3 << 20}  # fmt: skip
+             "store_capacity_bytes": 64 << 20, "store_offloaded_bytes": 3 << 20,
+             "pool_capacity_bytes": 9 << 20}  # fmt: skip
+    large |= {"tokens": 70, "sequences": 2, "sequence_bytes": 2 << 20, "spare_bytes": 1 << 20}
+    anew = {"name": "anew", "kind": "model", "device": "0", "tokens": 3}
+    views.add_rates([large, anew, job], {"large": 20, "anew": 100}, 4.0)
+    assert (large["tokens_per_s"], anew["tokens_per_s"]) == (12.5, 0.0)
     console = Console(width=200, file=io.StringIO())
     console.print(views.dashboard({}, [large, job], stats))
     told = console.file.getvalue()
     assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in told
     assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in told
-    titles = ["DEVICE", "ACTIVATIONS", "HOST", "OFFLOADED", "STREAMED", "PRIO"]
+    assert "tokens/s 12.5" in told
+    assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in told
+    titles = ["DEVICE", "ACTIVATIONS", "HOST", "OFFLOADED", "STREAMED", "SEQUENCES", "TOKENS",
+              "TOKENS/S", "KEPT", "PRIO"]  # fmt: skip
     assert [one for one in told.split() if one in titles] == titles
     assert told.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
 

@@ -141,9 +141,10 @@ class Rig(cluster.ClusterConnection):
 
 
 @pytest.fixture(params=["call", "request"])
-def asking(request: pytest.FixtureRequest) -> Callable[[Rig], str]:
-    def ask(rig: Rig) -> str:
-        answer = getattr(rig, request.param)("infer", model="m", is_safe=True)
+def asking(request: pytest.FixtureRequest) -> Callable[..., str]:
+    def ask(rig: Rig, step: dict[str, Any] | None = None) -> str:
+        asked = {"is_safe": step is None, "body": step}
+        answer = getattr(rig, request.param)("infer", model="m", **asked)
         return str(answer if request.param == "call" else answer.result(10))
 
     return ask
@@ -196,10 +197,25 @@ def test_what_changes_something_is_sent_once() -> None:
     assert [door.asked for door in rig.doors.values()] == [1, 0]
     with pytest.raises(errors.InvalidInput, match="publish is for one node"):
         rig.request("publish", model="m").result(10)
-    for send in (rig.call, rig.request):  # its state is on one node, and twice is two steps
-        with pytest.raises(errors.InvalidInput, match="a step of a sequence is for one node"):
-            send("infer", model="m", is_safe=False)
     assert [door.asked for door in rig.doors.values()] == [1, 0]
+
+
+def test_a_sequence_stays_on_its_node_and_ends_with_it(asking: Callable[..., str]) -> None:
+    """Its first step may be asked of another node: nothing was there yet. A later one is not."""
+    rig = Rig()
+    first, later = ({"sequence": "s", **start} for start in ({"start": True}, {}))
+    assert asking(rig, first) == "a"
+    rig.later = rig.table(2, "b", "ba")  # as when the load has shifted
+    rig._ask()
+    assert [asking(rig, later), asking(rig)] == ["a", "b"]
+    rig.doors["a"].error = errors.ServerUnavailable("gone")
+    for _ in range(2):  # it is asked of nobody else
+        with pytest.raises(errors.SequenceNotFound, match='"s"'):
+            asking(rig, later)
+    assert rig.doors["b"].asked == 1
+    rig.later = rig.table(3, "a", "ab")
+    rig._ask()
+    assert [asking(rig, first), asking(rig, later)] == ["b", "b"]
 
 
 # ---- who may come in -----------------------------------------------------------------------------

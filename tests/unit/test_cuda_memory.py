@@ -19,6 +19,7 @@ from pipeswitch.devices.cuda.memory import RING_WORDS, CudaDeviceMemory, chunks
 from pipeswitch.ipc.board import new_bell, sealed_memfd
 from pipeswitch.ipc.messages import (
     ByteRange,
+    DaemonSettings,
     Epoch,
     GroupCopy,
     ModelName,
@@ -30,6 +31,8 @@ from tests.open_files import open_files
 MIB = 1 << 20
 ARENA_BYTES = STORE_BYTES = 8 * MIB
 WORDS = 64
+SETTINGS = DaemonSettings(device="cuda:0", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
+                          words=WORDS, link_bytes_per_s=0.0)  # fmt: skip
 DEADLINE_S = 30.0
 
 
@@ -43,9 +46,8 @@ class Rig:
         self.lost: list[bool] = []
         self.ended: Queue[TransmitEnded] = Queue()
         self.memory = CudaDeviceMemory(
-            Cuda(self.world.runtime, self.world.driver),
-            index=0, store=self.store, bells=self.bells, arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES, words=WORDS, on_lost=lambda: self.lost.append(True),
+            Cuda(self.world.runtime, self.world.driver), SETTINGS,
+            store=self.store, bells=self.bells, on_lost=lambda: self.lost.append(True),
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
 

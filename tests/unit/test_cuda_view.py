@@ -122,7 +122,7 @@ class Rig:
         self.bell = new_bell()
         self.side = HostTorch(self.world)
         self.view = CudaPoolView(
-            Cuda(self.world.runtime, self.world.driver), self.side, index=0, handle=self.handle,
+            Cuda(self.world.runtime, self.world.driver), self.side, handle=self.handle,
             words_descriptor=self.words, board=self.board, bell=self.bell, bells=[self.bell],
             arena_bytes=3 * MIB, words=WORDS, waits=waits,
             **options,  # type: ignore[arg-type]

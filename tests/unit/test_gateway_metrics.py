@@ -81,6 +81,8 @@ def facts() -> dict[str, Any]:
     own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients", "sequences",
                          "sequence_steps", "tokens_reused"), 0)  # fmt: skip
     counts = Counters(accepted=3, ok=2).as_dict()
+    row = {"sequences": 2, "sequence_bytes": 96, "spare_bytes": 32, "tokens": 7}
+    own["sequences_by_model"] = {"chat": row, "chat@2": row | {"tokens": 1}}
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
     job = {"name": "j", "state": "running", "step": 7, "committed_step": 6, "persisted_step": 4,
            "suspensions": 2, "evictions": 0,
@@ -109,6 +111,10 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert found["pipeswitch_job_step", "j", "running"] == 7
     assert found["pipeswitch_job_suspensions_total", "j"] == 2
     assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
+    for name, values in {"tokens_total": (7, 1), "model_sequences": (2, 2),
+                         "sequence_bytes": (96, 96), "spare_bytes": (32, 32)}.items():  # fmt: skip
+        versions = ("1", "2")
+        assert tuple(found[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
     shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
     assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
     assert told(metrics) == {}

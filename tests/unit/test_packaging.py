@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
+from pipeswitch.cluster.actors import RESOURCE
 from pipeswitch.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.controller.gateway import DEFAULTS
 
@@ -158,3 +162,58 @@ def test_kubernetes_names_agree_and_nothing_may_more_than_it_must() -> None:
     assert {STATE, "/tmp", runtime[1]} <= places
     assert POD["securityContext"]["runAsUser"] == POD["securityContext"]["fsGroup"] == USER
     assert POD["terminationGracePeriodSeconds"] * 1000 > drain_ms()
+
+
+# ---- a cluster whose machines come and go ------------------------------------------------------
+
+LAUNCHER = yaml.safe_load((PACKAGING / "cluster.yaml").read_text())
+RAY_CLUSTER, POLICY = yaml.safe_load_all((PACKAGING / "kuberay.yaml").read_text())
+HEAD = RAY_CLUSTER["spec"]["headGroupSpec"]
+(GROUP,) = RAY_CLUSTER["spec"]["workerGroupSpecs"]
+
+
+def test_rays_launcher_takes_its_file() -> None:
+    found = importlib.util.find_spec("ray")  # loading it would change the environment
+    if found is not None and found.origin is not None:
+        schema = Path(found.origin).with_name("autoscaler") / "ray-schema.json"
+        pytest.importorskip("jsonschema").validate(LAUNCHER, json.loads(schema.read_text()))
+    server = LAUNCHER["available_node_types"]["server"]
+    assert server["resources"] == {RESOURCE: 1}
+    starts = [*LAUNCHER["head_start_ray_commands"], *LAUNCHER["worker_start_ray_commands"]]
+    assert [text.count("--include-dashboard=false") for text in starts if "--head" in text] == [1]
+    (profile,) = [text for text in LAUNCHER["setup_commands"] if "RAY_AUTH_MODE=token" in text]
+    assert "RAY_worker_niceness=0" in profile
+    assert "chmod 600 ~/.ray/auth_token" in LAUNCHER["setup_commands"]
+
+
+def test_the_operators_pods_have_a_token_and_no_dashboard_that_others_reach() -> None:
+    assert RAY_CLUSTER["spec"]["authOptions"] == {"mode": "token"}
+    assert HEAD["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    assert json.loads(json.loads(GROUP["rayStartParams"]["resources"])) == {RESOURCE: 1}
+    labels = POLICY["spec"]["podSelector"]["matchLabels"]
+    assert "ray" in re.findall(r"/src\[([\w,]+)\]", DOCKERFILE)[0].split(",")
+    for group in (HEAD, GROUP):
+        assert group["template"]["metadata"]["labels"] == labels
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert (container["image"], pod["securityContext"]["runAsUser"]) == ("pipeswitch", USER)
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert container["securityContext"] == CONTAINER["securityContext"]
+        assert pod["terminationGracePeriodSeconds"] * 1000 > drain_ms()
+    assert POLICY["spec"]["policyTypes"] == ["Ingress"]
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        (LAUNCHER["head_start_ray_commands"][-1],
+         LAUNCHER["available_node_types"]["server"]["max_workers"]),
+        (HEAD["template"]["spec"]["containers"][0]["lifecycle"]["postStart"]["exec"]["command"][-1],
+         GROUP["maxReplicas"]),
+    ],
+    ids=["launcher", "operator"],
+)  # fmt: skip
+def test_both_start_as_many_servers_as_there_may_be_machines(text: str, most: int) -> None:
+    (words,) = re.findall(r"pipeswitch cluster up ([^;]*)", text)
+    assert up.make_context("up", words.split()).params["scale"] == (1, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.ipc.messages import Choosing, SlabTensor
+from pipeswitch.ipc.messages import Choosing
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Batching
 from workers.inference import steps
-from workers.inference.steps import CHOSEN, Steps, StepTimes
+from workers.inference.steps import CHOSEN, Stepping
 
-VOCABULARY, WIDTH, END = 11, 3, 10
+VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")
 
 
@@ -26,98 +28,165 @@ class Toy:
                  for names in (NAMES, ("logits", "cache_new"))]  # fmt: skip
         self.manifest: Any = SimpleNamespace(
             inputs=specs[0], outputs=specs[1], extra={"generation": {"eos_ids": eos}},
-            batching=Batching(limit=8, delay_ms=0.0, is_exact=False),
+            batching=Batching(limit=8, delay_ms=0.0, is_exact=False), digest="d",
+            dims=[Dim("past", 1, CONTEXT)],
         )  # fmt: skip
         self.is_nonsense = False
 
     def run(self, inputs: Any, before_group: Any) -> list[torch.Tensor]:
         before_group(0)
         ids, count, used, cache = inputs
+        assert cache.is_contiguous()
+        assert cache.shape[1] <= CONTEXT
         made = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
         logits = torch.zeros(len(ids), VOCABULARY)
         for row in range(len(ids)):
+            assert cache[row, used[row] + 1 :].isfinite().all()
             seen = torch.cat([cache[row, : used[row]], made[row, : count[row]]])
             at = torch.arange(1, len(seen) + 1.0)[:, None]
             logits[row] = torch.cos((seen * at).sum() * torch.arange(1.0, VOCABULARY + 1))
         return [logits * float("nan") if self.is_nonsense else logits, made]
 
 
-def asked(steps: int, *, seed: int = 0, temperature: float = 0.0, length: int = 1) -> Any:
-    choosing = Choosing(steps=steps, seed=seed, temperature=temperature)
-    slab = SlabTensor(name="", dtype="int64", shape=(1, length), offset_bytes=0, size_bytes=8)
-    return SimpleNamespace(choosing=choosing, inputs=[slab] * 4, model="m", landings=(), joined=())
+class Pool:
+    """A slab is the tensor itself."""
+
+    def own(self, slab: torch.Tensor) -> torch.Tensor:
+        return slab
+
+    def number(self, slab: torch.Tensor) -> int:
+        return int(slab.item())
 
 
-def told(toy: Toy, requests: list[Any], rows: list[list[int]], most: int, **how: Any) -> Any:
-    """What each gets of a run: its tokens and its new rows. ``rows``: the tokens before."""
-    longest = max(map(len, rows)) + most
-    cache = torch.full((len(rows), longest, WIDTH), 99.0)
-    for row, tokens in enumerate(rows):
-        given = toy.run([torch.tensor([tokens]), [0], [0], cache[:1, :0]], lambda _: None)[1]
-        cache[row, : len(tokens) - 1] = given[0, :-1]
-    inputs = [torch.tensor([[one[-1]] for one in rows]), torch.ones(len(rows), dtype=torch.int64),
-              torch.tensor([len(one) - 1 for one in rows]), cache]  # fmt: skip
-    run = Steps(toy, requests, most, "cpu", how.get("is_over", lambda: False))
-    outputs = run.run(inputs, lambda _: None)
-    found = []
-    for row in range(len(rows)):
-        values, own = run.told(row, [one[row : row + 1] for one in outputs])
-        assert values[0] is CHOSEN
-        assert [one.name for one in values] == ["tokens", "cache_new"]
-        found.append((own[0][0].tolist(), own[1].clone()))
-    return found
+class Worker:
+    def __init__(self, toy: Toy | None = None) -> None:
+        self.toy, self.stepping, self.copies = toy or Toy(), Stepping(), 0
+        self.epoch, self.took_ms = 0, 0.0
+        self.waits: Any = lambda: False
+
+    def rows(self, tokens: list[int]) -> torch.Tensor:
+        ids = torch.tensor([tokens], dtype=torch.int64).reshape(1, -1)
+        return torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
+
+    def asked(self, tokens: list[int], most: int, *, sequence: int = 0, after: int = 0,
+              length: int = 1, **how: Any) -> Any:  # fmt: skip
+        used = len(tokens) - length
+        cache = torch.cat([self.rows(tokens[:used]), torch.full((1, 1, WIDTH), 99.0)], 1)
+        inputs = [
+            torch.tensor([tokens[used:]]),
+            torch.tensor([length]),
+            torch.tensor([used]),
+            cache,
+        ]
+        for one in inputs:
+            one.size_bytes = one.nbytes  # type: ignore[attr-defined]
+        return SimpleNamespace(
+            choosing=Choosing(steps=most, **how), inputs=inputs, model="m", landings=(), joined=(),
+            sequence=sequence, after=after,
+        )  # fmt: skip
+
+    def told(self, requests: list[Any]) -> list[tuple[list[int], torch.Tensor]]:
+        """What each gets of a run: its tokens and its new rows."""
+        head = SimpleNamespace(**vars(requests[0]) | {"joined": tuple(requests[1:])})
+        self.epoch += 1
+        head.epoch = self.epoch
+        run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
+        assert run is not None
+        inputs = run.inputs() if run.most else requests[0].inputs
+        outputs = run.run(inputs, lambda _: None)
+        found = []
+        for number in range(len(requests)):
+            values, own = run.told(number, [one[number : number + 1] for one in outputs])
+            assert values[0] is CHOSEN
+            assert [one.name for one in values] == ["tokens", "cache_new"]
+            found.append((own[0][0].tolist(), own[1].clone()))
+        self.stepping.ended(head, run, self.took_ms * run.count)
+        return found
+
+    def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
+        """One request for each token, by a worker that keeps nothing."""
+        tokens = list(tokens)
+        for _ in range(count):
+            [([token], _)] = Worker(self.toy).told([self.asked(tokens, 1, **how)])
+            tokens.append(token)
+        return tokens[-count:]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 3.0])
-def test_several_steps_are_as_one_after_the_other_in_every_row(
-    monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "RUN_MS", 1e9)
-    toy, rows = Toy(), [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1]]
-    requests = [asked(9, seed=n, temperature=temperature) for n in range(3)]
-    together = told(toy, requests, rows, 9)
-    for request, tokens, (chosen, made) in zip(requests, rows, together, strict=True):
-        alone, alone_rows = list(tokens), []
-        for _ in range(9):
-            [([token], new)] = told(toy, [request], [alone], 0)
-            alone.append(token)
-            alone_rows.append(new[:, 0])
-        assert chosen == alone[len(tokens) :]
-        assert torch.equal(made[0], torch.cat(alone_rows))
-    assert len({tuple(chosen) for chosen, _ in together}) == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> None:
+    """Some end, are forgotten, or were computed elsewhere since: what is kept is used or not."""
+    chance, worker = random.Random(seed), Worker()
+    lives: dict[int, Any] = {}
+    hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
+    kept = 0
+    for number in range(60):
+        for sequence in range(number * 9, number * 9 + (len(lives) < 6)):
+            tokens = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
+            lives[sequence] = [tokens, 0, chance.choice([{}, *hows])]
+        if not lives:
+            continue
+        chosen = chance.sample(sorted(lives), min(len(lives), chance.randrange(1, 6)))
+        most = chance.choice([1, 2, 9])
+        requests = [worker.asked(lives[n][0], most, sequence=n, after=lives[n][1], **lives[n][2])
+                    for n in chosen]  # fmt: skip
+        caches = worker.stepping.caches
+        kept += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches._known for n in chosen)
+        for n, (tokens, rows) in zip(chosen, worker.told(requests), strict=True):
+            before, _, how = lives[n]
+            assert tokens == worker.alone(before, len(tokens), **how)
+            assert torch.equal(rows, worker.rows([before[-1], *tokens[:-1]]))
+            lives[n][:2] = [[*before, *tokens], worker.epoch]
+            if chance.random() < 0.1:  # its answer got lost, and another worker's came
+                lives[n][:2] = [[*before, *chance.choices(range(VOCABULARY), k=len(tokens))], 1]
+            if len(lives[n][0]) > CONTEXT - 20 or chance.random() < 0.05:
+                del lives[n]
+    assert kept > 40
 
 
 def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steps, "RUN_MS", 1e9)
-    [(whole, _)] = told(Toy(), [asked(9)], [[1, 2]], 9)
-    [(upto_end, rows)] = told(Toy(eos=(whole[3],)), [asked(9)], [[1, 2]], 9)
-    assert upto_end == whole[: whole.index(whole[3]) + 1]
-    assert rows.shape[1] == len(upto_end)
-    waits = iter([False, True])
-    [(upto_others, _)] = told(Toy(), [asked(9)], [[1, 2]], 9, is_over=lambda: next(waits))
-    assert upto_others == whole[:2]
+    worker = Worker()
+
+    def run() -> list[int]:
+        request = worker.asked([1, 2], 9)
+        worker.told([request])  # how long a step takes is known then
+        [(tokens, _)] = worker.told([request])
+        return tokens
+
+    whole = run()
+    assert len(whole) == 9
+    worker.toy.manifest.extra["generation"]["eos_ids"] = (whole[3],)
+    assert run() == whole[: whole.index(whole[3]) + 1]
+    worker.toy.manifest.extra["generation"]["eos_ids"] = ()
+    answers = iter([False] * 8 + [False, True])
+    worker.waits = lambda: next(answers)
+    assert run() == whole[:2]
+    worker.waits = lambda: False
     monkeypatch.setattr(steps, "RUN_MS", 0.0)
-    assert told(Toy(), [asked(9)], [[1, 2]], 9)[0][0] == whole[:1]
+    assert run() == whole[:1]
+
+
+def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker()
+    monkeypatch.setattr(steps, "RUN_MS", 40.0)
+    monkeypatch.setattr(steps, "now_ms", lambda: 0.0)
+    counts = []
+    for length, worker.took_ms in ((1, 1.0), (3, 1.0), (1, 21.0), (1, 20.0), (1, 1.0)):
+        [(tokens, _)] = worker.told([worker.asked([1, 2, 3], 9, length=length)])
+        counts.append(len(tokens))
+    assert counts == [1, 1, 9, 1, 9]
 
 
 def test_logits_that_are_no_numbers_are_said() -> None:
-    toy = Toy()
-    toy.is_nonsense = True
+    worker = Worker()
+    worker.toy.is_nonsense = True
     with pytest.raises(InvalidInput, match="largest logit at position 2"):
-        told(toy, [asked(1)], [[1, 2]], 0)
-
-
-def test_steps_follow_where_they_are_known_to_be_short_and_all_take_one_token() -> None:
-    times, manifest, request = StepTimes(), Toy().manifest, asked(9)
-    plain = SimpleNamespace(choosing=None, inputs=request.inputs)
-    assert times.most(request, [request], manifest) == 0  # not known yet
-    times.took(request, 3.0)
-    assert times.most(request, [request], manifest) == 9
-    assert times.most(request, [plain], manifest) is None
-    assert times.most(request, [request, plain], manifest) == 0
-    long = asked(9, length=2)
-    assert times.most(long, [long], manifest) == 0
-    times.took(request, 21.0)
-    assert times.most(request, [request], manifest) == 0
+        worker.told([worker.asked([1, 2], 1)])

@@ -217,6 +217,21 @@ def test_a_small_model_and_a_job_stay_beside_one_that_streams() -> None:
     assert (job.evictions, job.steps_recomputed) == (0, 0)
 
 
+def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does() -> None:
+    world = Streaming(1.0)
+    world.ask()
+    asked = next(one for _, _, one in world.story if isinstance(one, ev.InferArrived))
+    tokens = [world.clients.token() for _ in range(2)]
+    for token in tokens:
+        world.handle(msgspec.structs.replace(
+            asked, token=token, request_id=f"r{token}", choosing=msg.Choosing(steps=8),
+        ))  # fmt: skip
+        world.run(world.now_ms + 10.0)
+    assert not world.scene.device.stop_words  # the other one is a pass of its own
+    world.run(world.now_ms + 1e4)
+    assert all(world.answers[token][1].error is None for token in tokens)
+
+
 # -- by hand ------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -56,25 +56,21 @@ class RequestPool:
         """
         return self._view(self._storage, slab) if is_code else self._kept(slab)
 
+    def own(self, slab: SlabTensor) -> torch.Tensor:
+        """As ``tensor``, for what this code copies."""
+        return self._view(self._own, slab)
+
     def number(self, slab: SlabTensor) -> int:
         """The only one of an input."""
-        return int(self._view(self._own, slab).item())
+        return int(self.own(slab).item())
 
-    def joined(
-        self, columns: Mapping[str, Sequence[SlabTensor]], model: str, least: Mapping[str, int]
-    ) -> list[torch.Tensor]:
+    def joined(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
         """Of each input the rows of several requests one after the other, in our own memory.
 
         The model's next ones lie there too: to take fresh pages is five times the copy.
-
-        Args:
-            least: of inputs that are to have more than their requests': extents behind the rows.
         """
-        inputs = [[self._view(self._own, slab) for slab in slabs] for slabs in columns.values()]
-        shapes = [
-            padded_shape(parts, least.get(name, 0))
-            for name, parts in zip(columns, inputs, strict=True)
-        ]
+        inputs = [[self.own(slab) for slab in slabs] for slabs in columns]
+        shapes = [padded_shape(parts) for parts in inputs]
         sizes = [math.prod(s) * p[0].itemsize for s, p in zip(shapes, inputs, strict=True)]
         starts = [0, *accumulate(aligned(size, REPLY_ALIGN_BYTES) for size in sizes)]
         if starts[-1] > len(self._joined):

@@ -1,11 +1,13 @@
 """Steps of a language model: each token is chosen here, and is the next step's input (ADR 54).
 
-The caches are copied once, into memory of ours with room for the new rows. Nothing that lies in the
-pool is changed before the run has ended, so one that is killed is computed again from there.
+The caches are copied into memory of ours, with room for the new rows. Nothing that lies in the pool
+is changed before the run has ended, so one that is killed is computed again from there; and what
+is copied once is not copied for the next run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,67 +17,126 @@ from pipeswitch.devices.view import now_ms
 from pipeswitch.ipc.messages import JoinedRequest, ModelName, RunInference, SlabTensor
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.generation import CACHE, CACHE_NEW, COUNT, IDS, LOGITS, TOKENS, USED
-from pipeswitch.programs.layout import MOST_JOINED_BYTES, Manifest, ValueSpec
+from pipeswitch.programs.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
 from pipeswitch.programs.sampling import Sampling, next_token
 
+from .pool import RequestPool
+
 RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
+ROWS_STEP: Final = 32  # caches lie apart by a multiple of it: most runs have the last one's shape
 CHOSEN: Final = ValueSpec(name=TOKENS, dtype="int64", shape=("batch", "steps"))
 
 Requests = Sequence[RunInference | JoinedRequest]
+Known = tuple[int, int, int]  # a sequence, the run that made its last rows, and how many it has
 
 
-class StepTimes:
-    """How long a step of each model took last, by rows: whether another one may follow."""
+class Caches:
+    """Of a model's last runs; all of it is in the pool too."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[ModelName, int], float] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.let_go()
 
-    def most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int | None:
-        """So many steps may follow one another; 0: there is one, in the pool's own memory; None:
-        nobody has tokens chosen.
+    def let_go(self) -> None:
+        """Another model's run has a limit of its own."""
+        self.model = ""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._rows = torch.empty(0, 0, 0)
+        self._known: list[Known | None] = []  # of each row
+
+    def place(
+        self, model: str, given: Sequence[torch.Tensor], known: Sequence[Known], extent: int,
+        most: int,
+    ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+        """All caches as one tensor with that extent or more, up to ``most``; and of each where it
+        is. One that lies there from the last run is not copied."""
+        rows, width, count = self._rows, given[0].shape[2], len(given)
+        is_other = (model, given[0].dtype, width) != (self.model, rows.dtype, rows.shape[2])
+        is_tight = not extent <= rows.shape[1] <= 2 * extent + ROWS_STEP
+        if is_other or is_tight or count > len(rows):
+            self._make_room(given[0], count, min(aligned(extent, ROWS_STEP) + ROWS_STEP, most))
+            self.model = model
+        lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
+        free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
+        order = []
+        for value, one in zip(given, known, strict=True):
+            row = lie.get(one)
+            if row is None:
+                row, used = free.pop(0), one[2]
+                self._rows[row, :used].copy_(value[0, :used])
+                self._rows[row, used:].zero_()
+            order.append(row)
+        self._known[:count] = [None] * count  # until the run has ended well
+        return order, self._rows[:count]
+
+    def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
+        """On fresh pages a copy takes five times as long: the old ones are taken again."""
+        shape = (count, extent, like.shape[2])
+        size_bytes = math.prod(shape) * like.itemsize
+        if size_bytes > len(self._memory):
+            self.let_go()  # first, or both would be there for a moment
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8)
+        self._rows = self._memory[:size_bytes].view(like.dtype).view(shape)
+        self._known = [None] * count
+
+    def keep(self, row: int, known: Known) -> None:
+        """What lies there now."""
+        self._known[row] = known
+
+
+class Stepping:
+    """What a worker remembers of its last runs: how long a step took, and the caches."""
+
+    def __init__(self) -> None:
+        self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
+        self.caches = Caches()
+
+    def begin(
+        self, message: RunInference, bound: BoundProgram, pool: RequestPool, device: str,
+        is_over: Callable[[], bool],
+    ) -> Steps | None:  # fmt: skip
+        """None: nobody has tokens chosen. ``is_over``: others wait."""
+        requests: Requests = (message, *message.joined)
+        if not any(one.choosing for one in requests):
+            return None
+        most = 0 if message.landings else self._most(message, requests, bound.manifest)
+        return Steps(bound, requests, most, self.caches, pool, device, is_over)
+
+    def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
+        """So many steps may follow one another; 0: there is one, in the pool's own memory.
 
         A prompt is one, and so is the first one that this process computes, whose time it learns.
         """
         choosing = [one.choosing for one in requests if one.choosing is not None]
-        if not choosing:
-            return None
-        if len(choosing) < len(requests) or manifest.batching is None or message.landings:
-            return 0
-        slabs = [slabs_of(one, manifest) for one in requests]
-        most = min(one.steps for one in choosing)
-        step_ms = self._known.get((message.model, len(requests)), RUN_MS)
+        slabs = [_slabs_of(one, manifest) for one in requests]
         is_long = any(named[IDS].shape != (1, 1) for named in slabs)
         caches_bytes = sum(named[CACHE].size_bytes for named in slabs)
-        is_large = caches_bytes > MOST_JOINED_BYTES or 2 * step_ms > RUN_MS
-        return 0 if is_long or is_large or most < 2 else most
+        is_large = caches_bytes > MOST_JOINED_BYTES or manifest.batching is None
+        if len(choosing) < len(requests) or is_long or is_large:
+            return 0
+        most = min(one.steps for one in choosing)
+        if 2 * self._step_ms.get((message.model, len(requests)), RUN_MS) > RUN_MS:
+            most = 1
+        return 0 if most == len(requests) == 1 else most
 
-    def took(self, message: RunInference, ms: float) -> None:
-        self._known[message.model, 1 + len(message.joined)] = ms
-
-
-def slabs_of(request: RunInference | JoinedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
-    """Its inputs by name."""
-    pairs = zip(manifest.inputs, request.inputs, strict=True)
-    return {spec.name: slab for spec, slab in pairs}
+    def ended(self, message: RunInference, steps: Steps, ms: float) -> None:
+        """The run did, well."""
+        self._step_ms[message.model, 1 + len(message.joined)] = ms / steps.count
+        steps.keep(message.epoch)
 
 
 class Steps:
-    """Those of one run; each row is a sequence of its own."""
+    """Those of one run, of a sequence for each request."""
 
     def __init__(
-        self, bound: BoundProgram, requests: Requests, most: int, device: str,
-        is_over: Callable[[], bool],
+        self, bound: BoundProgram, requests: Requests, most: int, caches: Caches,
+        pool: RequestPool, device: str, is_over: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            most: steps, or 0: as ``StepTimes.most``.
-            device: where the caches are meanwhile.
-            is_over: others wait.
-        """
-        self._bound, self._requests, self._most = bound, requests, most
-        self._device, self._is_over = device, is_over
+        self._bound, self.most, self._caches = bound, most, caches
+        self._pool, self._device, self._is_over = pool, device, is_over
+        self._requests, self._order = requests, [*range(len(requests))]  # the row of each
         self._cache: torch.Tensor
-        self._first: list[int] = []  # of each row of it, where the first step's token lies
+        self._first: list[int] = []  # of each row, where the first step's token lies
         self._tokens: list[list[int]] = []  # of each step, of each row
 
     @property
@@ -83,21 +144,40 @@ class Steps:
         """Steps that were computed."""
         return len(self._tokens)
 
+    def inputs(self) -> list[torch.Tensor]:
+        """Where ``most`` is not 0: what the program gets."""
+        manifest, pool = self._bound.manifest, self._pool
+        slabs = [_slabs_of(one, manifest) for one in self._requests]
+        used = [pool.number(one[USED]) for one in slabs]
+        asked = zip(self._requests, used, strict=True)
+        high = next(dim.high for dim in manifest.dims if dim.name == "past")
+        self._order, cache = self._caches.place(
+            manifest.digest, [pool.own(one[CACHE]) for one in slabs],
+            [(one.sequence, one.after, count) for one, count in asked],
+            max(used) + self.most, high,
+        )  # fmt: skip
+        by_row = [slabs[self._order.index(row)] for row in range(len(slabs))]
+        small = {
+            name: torch.cat([pool.own(one[name]) for one in by_row]) for name in (IDS, COUNT, USED)
+        }
+        named = small | {CACHE: cache}
+        return [named[spec.name] for spec in manifest.inputs]
+
     def run(
         self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
     ) -> list[torch.Tensor]:
-        """As ``BoundProgram.run``, of the last step; the cache given has room for all of them."""
+        """As ``BoundProgram.run``, of the last step."""
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
-        self._first = named[USED].tolist()
         upto = (named[USED] + named[COUNT]).tolist()  # tokens, with those of this step
-        if self._most:
+        self._first, self._tokens = named[USED].tolist(), []
+        if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)
         while True:
             outputs = self._bound.run([*named.values()], before_group)
             logits, rows = self._named(outputs)
             self._tokens.append(self._choose(logits, upto))
-            if not self._most:
+            if not self.most:
                 return outputs
             for row, end in enumerate(upto):
                 self._cache[row, end - 1].copy_(rows[row, 0])
@@ -108,16 +188,26 @@ class Steps:
             before_group = _is_there
 
     def told(
-        self, row: int, own: Sequence[torch.Tensor]
+        self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
-        """What a row's request gets, where ``own`` is its part of the last step's outputs."""
-        outputs = self._bound.manifest.outputs
-        if self._requests[row].choosing is None:
+        """What a request gets, where ``own`` is its part of the last step's outputs."""
+        outputs, row = self._bound.manifest.outputs, self._order[number]
+        if self._requests[number].choosing is None:
             return outputs, own
-        chosen, (_, rows) = torch.tensor([[step[row] for step in self._tokens]]), self._named(own)
-        if self._most:
+        if self.most:
             rows = self._cache[row : row + 1].narrow(1, self._first[row], self.count)
+        else:
+            _, rows = self._named(own)
+        chosen = torch.tensor([[step[row] for step in self._tokens]])
         return [CHOSEN, *[spec for spec in outputs if spec.name == CACHE_NEW]], [chosen, rows]
+
+    def keep(self, epoch: int) -> None:
+        """Its caches, for the next run: on another device they are not."""
+        if not self.most or self._cache.device.type != "cpu":
+            return
+        for one, row in zip(self._requests, self._order, strict=True):
+            if one.sequence:
+                self._caches.keep(row, (one.sequence, epoch, self._first[row] + self.count))
 
     def _named(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = zip(self._bound.manifest.outputs, outputs, strict=True)
@@ -128,19 +218,22 @@ class Steps:
         is_late = ms * (self.count + 1) / self.count > RUN_MS
         ends: Sequence[Any] = self._bound.manifest.extra["generation"]["eos_ids"]
         is_end = any(token in ends for token in self._tokens[-1])
-        return self.count == self._most or is_late or is_end or self._is_over()
+        return self.count == self.most or is_late or is_end or self._is_over()
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
-        values = logits.float().cpu().numpy()
-        return [
-            0 if one.choosing is None else next_token(
-                values[row],
-                Sampling(temperature=one.choosing.temperature, top_p=one.choosing.top_p,
-                         seed=one.choosing.seed),
-                upto[row],
-            )
-            for row, one in enumerate(self._requests)
-        ]  # fmt: skip
+        """The next token of each row."""
+        values, found = logits.float().cpu().numpy(), [0] * len(upto)
+        for one, row in zip(self._requests, self._order, strict=True):
+            if (how := one.choosing) is not None:
+                sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)
+                found[row] = next_token(values[row], sampling, upto[row])
+        return found
+
+
+def _slabs_of(request: RunInference | JoinedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
+    """Its inputs by name."""
+    pairs = zip(manifest.inputs, request.inputs, strict=True)
+    return {spec.name: slab for spec, slab in pairs}
 
 
 def _is_there(_: int) -> None:

@@ -27,7 +27,6 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.dims import shape_at, values_of
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
-from pipeswitch.programs.generation import CACHE, USED
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
@@ -37,7 +36,7 @@ from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
-from .steps import Requests, Steps, StepTimes
+from .steps import Caches, Requests, Stepping, Steps
 from .trials import MadeUpInputs, run_trial
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
@@ -58,7 +57,7 @@ class Programs:
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         # An index out of range is an exception on cpu; on cuda it costs the whole process.
-        self.step_times = StepTimes()
+        self.stepping = Stepping()
         self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
 
@@ -235,11 +234,14 @@ def infer(
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
         if pool.joined_for and pool.joined_for != message.model:
             pool.let_go()
-        requests: Requests = (message, *message.joined)
-        steps = most = None
+        caches = programs.stepping.caches
+        if caches.model and caches.model != manifest.digest:
+            caches.let_go()
+        steps = None
         if message.choosing is not None or message.joined:
-            most = programs.step_times.most(message, requests, manifest)
-        inputs, rows = _inputs(message, requests, pool, manifest, most)
+            waits = partial(_waits, view, slot, message)
+            steps = programs.stepping.begin(message, bound, pool, view.device, waits)
+        inputs, rows = _inputs(message, pool, steps, caches)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
@@ -252,13 +254,10 @@ def infer(
                     if message.trial_batch:
                         run_trial(bound, message, programs.made_up, groups, view, slot)
                     else:
-                        if most is not None:
-                            waits = partial(_waits, view, slot, message)
-                            steps = Steps(bound, requests, most, view.device, waits)
                         run = bound.run if steps is None else steps.run
                         outputs = run(inputs, groups)
                         reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, requests, rows, pool, steps)
+                        slabs = _write(bound, outputs, message, rows, pool, steps)
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
@@ -267,7 +266,7 @@ def infer(
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
         if steps is not None:
-            programs.step_times.took(message, (ended_at_ms - turn_at_ms) / steps.count)
+            programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
         if view.is_lost(error):
             fault = view.fault()
@@ -325,27 +324,26 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
 
 
 def _inputs(
-    message: RunInference,
-    requests: Requests,
-    pool: RequestPool,
-    manifest: Manifest,
-    most: int | None,
+    message: RunInference, pool: RequestPool, steps: Steps | None, caches: Caches
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What the program gets, and how many rows of it are each request's. ``most`` steps that
-    follow one another need a cache of ours."""
-    if not message.joined and not most:
+    """What the program gets, and how many rows of it are each request's; of joined ones in one
+    place or in the other."""
+    if not message.joined and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
-    names = [spec.name for spec in manifest.inputs]
-    columns = dict(zip(names, zip(*(one.inputs for one in requests), strict=True), strict=True))
-    least = {CACHE: most + max([pool.number(slab) for slab in columns[USED]])} if most else {}
+    requests: Requests = (message, *message.joined)
     rows = [request.inputs[0].shape[0] for request in requests]
-    return pool.joined(columns, message.model, least), rows
+    if steps is not None and steps.most:
+        pool.let_go()
+        return steps.inputs(), rows
+    caches.let_go()
+    columns = zip(*(request.inputs for request in requests), strict=True)
+    return pool.joined(columns, message.model), rows
 
 
 def _write(
     bound: BoundProgram,
     outputs: list[torch.Tensor],
-    requests: Requests,
+    message: RunInference,
     rows: list[int],
     pool: RequestPool,
     steps: Steps | None,
@@ -356,10 +354,11 @@ def _write(
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
         parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
+    requests: Requests = (message, *message.joined)
     slabs = []
-    for row, (request, part) in enumerate(zip(requests, parts, strict=True)):
+    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         own = _its_own(part, request, manifest) if rows and manifest.pads else part
-        values, own = (manifest.outputs, own) if steps is None else steps.told(row, own)
+        values, own = (manifest.outputs, own) if steps is None else steps.told(number, own)
         slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
     return slabs
 

@@ -37,17 +37,8 @@ class CpuKind:
         self, settings: DaemonSettings, store: int, board: int, bells: Sequence[int]
     ) -> CpuDeviceMemory:
         """As ``DeviceKind``."""
-        return CpuDeviceMemory(
-            store=store,
-            board=board,
-            bells=bells[:-1],
-            bell=bells[-1],
-            arena_bytes=settings.arena_bytes,
-            store_bytes=settings.store_bytes,
-            words=settings.words,
-            link_bytes_per_s=settings.link_bytes_per_s,
-            separates_tenants=settings.separates_tenants,
-        )
+        *workers, own = bells
+        return CpuDeviceMemory(settings, store=store, board=board, bells=workers, bell=own)
 
     def open_view(
         self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]

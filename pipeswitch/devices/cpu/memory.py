@@ -23,7 +23,7 @@ import numpy as np
 
 from ...failpoints import reach
 from ...ipc.board import sealed_memfd
-from ...ipc.messages import ByteRange, GroupCopy, TransmitEnded, TransmitModel
+from ...ipc.messages import ByteRange, DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from ...programs.layout import aligned
 from ..memory import DeviceMemory, OnEnd, Transmission
 from ..orders import WORD_MASK, check_range
@@ -69,16 +69,12 @@ class CpuDeviceMemory(DeviceMemory):
 
     def __init__(
         self,
+        settings: DaemonSettings,
         *,
         store: int,
         bells: Sequence[int],
-        arena_bytes: int,
-        store_bytes: int,
-        words: int,
         board: int = -1,
         bell: int = -1,
-        link_bytes_per_s: float = 0.0,
-        separates_tenants: bool = False,
     ) -> None:
         """Take the memory.
 
@@ -86,19 +82,17 @@ class CpuDeviceMemory(DeviceMemory):
             OSError: not enough memory.
             RemoteProtocolError: sizes that contradict each other.
         """
-        super().__init__(
-            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes,
-            words=words, board=board, bell=bell,
-        )  # fmt: skip
+        super().__init__(settings, store=store, bells=bells, board=board, bell=bell)
         self._store_descriptor = store
-        self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)
-        self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
-        self._work_map = mmap.mmap(self._work_descriptor, arena_bytes)
-        self._store_map = mmap.mmap(store, store_bytes)
+        kind = FilePerTenant if settings.separates_tenants else OneFile
+        self._models: Models = kind(self.arena_bytes, settings.words)
+        self._work_descriptor = sealed_memfd("pipeswitch-work", self.arena_bytes)
+        self._work_map = mmap.mmap(self._work_descriptor, self.arena_bytes)
+        self._store_map = mmap.mmap(store, self.store_bytes)
         self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
-        self._to_device = Link(link_bytes_per_s)
-        self._to_host = Link(link_bytes_per_s)  # a link is full duplex
+        self._to_device = Link(settings.link_bytes_per_s)
+        self._to_host = Link(settings.link_bytes_per_s)  # a link is full duplex
         self._copier.start()
 
     def export_descriptors(self) -> list[int]:

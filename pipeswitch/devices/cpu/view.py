@@ -14,17 +14,8 @@ from ...ipc.messages import MoveTask
 from ...programs.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
 from ..view import PoolView
+from . import windows
 from .copies import CpuCopies
-from .windows import (
-    UNIT_BYTES,
-    Guarded,
-    Window,
-    address_of,
-    move_pages,
-    replace_by_nothing,
-    unmap,
-    whole_pages,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +48,7 @@ class CpuPoolView(PoolView):
             board, bell, bells: as ``PoolView``.
         """
         super().__init__(models, words, board=board, bell=bell, bells=bells)
-        self._window = Window(models, arena_bytes)
+        self._window = windows.Window(models, arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
         self._open_end = 0
@@ -71,7 +62,7 @@ class CpuPoolView(PoolView):
         self._has_moved = False  # since the last slice was leased
         if work is not None:
             self._map_work(work)
-        self._pool_windows: Guarded | None = None
+        self._pool_windows: windows.Guarded | None = None
         self._lent: tuple[tuple[tuple[int, int], ...], bool] | None = None
 
     device = "cpu"
@@ -79,7 +70,7 @@ class CpuPoolView(PoolView):
     def _map_work(self, descriptor: int) -> None:
         size_bytes = os.fstat(descriptor).st_size
         self._work_map = mmap.mmap(descriptor, size_bytes)
-        self._work_windows = Guarded(address_of(self._work_map), size_bytes)
+        self._work_windows = windows.Guarded(windows.address_of(self._work_map), size_bytes)
         self.__dict__.pop("_work", None)
 
     @cached_property
@@ -113,7 +104,7 @@ class CpuPoolView(PoolView):
             self._entered = entered
             self._landed.clear()
             self._last_word = last_word
-            self._open_end, _ = whole_pages(offset_bytes, 0)
+            self._open_end, _ = windows.whole_pages(offset_bytes, 0)
 
     def show(self, arrived_bytes: int) -> None:
         """Open what has arrived, in whole units (the daemon fills a unit before it says so)."""
@@ -123,7 +114,7 @@ class CpuPoolView(PoolView):
             return
         if self._words[self._last_word] == epoch & WORD_MASK:
             arrived_end = region_end  # in one step
-        end = min(aligned(arrived_end, UNIT_BYTES), aligned(region_end, mmap.PAGESIZE))
+        end = min(aligned(arrived_end, windows.UNIT_BYTES), aligned(region_end, mmap.PAGESIZE))
         if self._is_one_tenants and self._populated.get(start, (0, 0)) < (epoch, end):
             self._window.populate(self._open_end, end)
             self._populated[start] = (epoch, end)
@@ -135,11 +126,11 @@ class CpuPoolView(PoolView):
         start, region_end, _ = self._entered
         check_range("landing", offset_bytes, size_bytes, region_end - start)
         first = start + offset_bytes
-        for unit in range(first, first + size_bytes, UNIT_BYTES):
+        for unit in range(first, first + size_bytes, windows.UNIT_BYTES):
             if unit not in self._landed:
                 if self._is_one_tenants:
-                    self._window.populate(unit, UNIT_BYTES)
-                self._window.open(unit, unit + UNIT_BYTES)
+                    self._window.populate(unit, windows.UNIT_BYTES)
+                self._window.open(unit, unit + windows.UNIT_BYTES)
                 self._landed.add(unit)
 
     def leave(self) -> None:
@@ -165,7 +156,7 @@ class CpuPoolView(PoolView):
         offset, size = spec.offset_bytes, spec.size_bytes
         self._work_windows.open(offset, size, writable=True)
         assert self._work_map is not None
-        self._slice_at = address_of(self._work_map) + offset, aligned(size, mmap.PAGESIZE)
+        self._slice_at = windows.address_of(self._work_map) + offset, aligned(size, mmap.PAGESIZE)
         return tensor
 
     def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
@@ -181,7 +172,7 @@ class CpuPoolView(PoolView):
                 written += os.pwrite(work, source[written:], order.offset_bytes + written)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         copy = mmap.mmap(work, size, flags=flags, offset=order.offset_bytes)
-        move_pages(address_of(copy), start, size)
+        windows.move_pages(windows.address_of(copy), start, size)
         copy.close()
         self._forget_device(start, start + size)
         self.board, self._bell, self._bells = Board(board), bells[0], tuple(bells)
@@ -197,15 +188,15 @@ class CpuPoolView(PoolView):
     def _forget_device(self, start: int, end: int) -> None:
         """Of its memory nothing stays mapped; addresses around the slice lead nowhere."""
         assert self._work_map is not None
-        first = address_of(self._work_map)
-        replace_by_nothing(first, start)
-        replace_by_nothing(end, first + len(self._work_map))
+        first = windows.address_of(self._work_map)
+        windows.replace_by_nothing(first, start)
+        windows.replace_by_nothing(end, first + len(self._work_map))
         self.board.close()
         self._unmap_models()
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """Close it: each task opens its slabs (``lend``)."""
-        self._pool_windows = Guarded(pointer, size_bytes)
+        self._pool_windows = windows.Guarded(pointer, size_bytes)
 
     def lend(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
         """Open slabs, and close those before; the next request often lies where it did.
@@ -232,7 +223,7 @@ class CpuPoolView(PoolView):
         self.__dict__.pop("_work", None)
         self._unmap_models()
         if self._work_map is not None:
-            unmap(self._work_map)
+            windows.unmap(self._work_map)
         for descriptor in self._lent_by:
             os.close(descriptor)
 
@@ -243,4 +234,4 @@ class CpuPoolView(PoolView):
         self.__dict__.pop("_models", None)
         self._window.unmap()
         for mapping in (self._words_map, self._window.reserve):
-            unmap(mapping)
+            windows.unmap(mapping)

@@ -21,6 +21,7 @@ from typing import Any, Final
 from ...errors import ConfigError, PipeSwitchError
 
 PACKAGE: Final = "cuda.bindings"
+INDEX: Final = 0  # of the device in each process that has opened it: it sees no other
 HANDLE_BYTES: Final = 64  # of an IPC handle
 
 STREAM_NON_BLOCKING: Final = 0x1  # does not wait for the legacy default stream

@@ -131,14 +131,11 @@ class CudaKind:
         options = CudaOptions.shown(settings.options)
         return CudaDeviceMemory(
             Cuda.load(options.package),
-            index=0,
+            settings,
             store=store,
             board=board,
             bells=bells[:-1],
             bell=bells[-1],
-            arena_bytes=settings.arena_bytes,
-            store_bytes=settings.store_bytes,
-            words=settings.words,
             extra_bytes=options.slice_bytes,
             word_writer=options.words,
             on_lost=_leave,
@@ -158,7 +155,6 @@ class CudaKind:
         view = CudaPoolView(
             Cuda.load(options.package),
             side,
-            index=0,
             handle=settings.handle,
             words_descriptor=words,
             board=board,

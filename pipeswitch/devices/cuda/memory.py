@@ -25,11 +25,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...ipc.board import sealed_memfd
-from ...ipc.messages import ByteRange, GroupCopy, TransmitEnded
+from ...ipc.messages import ByteRange, DaemonSettings, GroupCopy, TransmitEnded
 from ..memory import DeviceMemory, Transmission
 from ..orders import WORD_BYTES, WORD_MASK, check_range
 from ..view import now_ms
-from .bindings import Cuda, CudaError
+from .bindings import INDEX, Cuda, CudaError
 from .ladder import Words
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
@@ -61,13 +61,10 @@ class CudaDeviceMemory(DeviceMemory):
     def __init__(
         self,
         cuda: Cuda,
+        settings: DaemonSettings,
         *,
-        index: int,
         store: int,
         bells: Sequence[int],
-        arena_bytes: int,
-        store_bytes: int,
-        words: int,
         board: int = -1,
         bell: int = -1,
         extra_bytes: int = 0,
@@ -84,29 +81,26 @@ class CudaDeviceMemory(DeviceMemory):
             CudaError: no such device, or not enough memory on it.
             RemoteProtocolError: sizes that contradict each other.
         """
-        super().__init__(
-            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes,
-            words=words, board=board, bell=bell,
-        )  # fmt: skip
-        self._cuda, self._index = cuda, index
+        super().__init__(settings, store=store, bells=bells, board=board, bell=bell)
+        self._cuda = cuda
         self._word_writer = word_writer
         self._on_lost = on_lost
-        cuda.set_device(index)
-        self._base = cuda.malloc(arena_bytes + extra_bytes)
+        cuda.set_device(INDEX)
+        self._base = cuda.malloc(self.arena_bytes + extra_bytes)
         self._to_device, self._to_host = cuda.stream(), cuda.stream()
-        cuda.fill(self._base, 0, arena_bytes, self._to_device)
+        cuda.fill(self._base, 0, self.arena_bytes, self._to_device)
         cuda.synchronize(self._to_device)
-        self._store = PinnedMapping(cuda, store, store_bytes)
+        self._store = PinnedMapping(cuda, store, self.store_bytes)
         self._ring = PinnedBuffer(cuda, RING_WORDS * WORD_BYTES)
         self._ring_words = self._ring.array.view(np.uint32)
         self._ring_next = 0
         self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
         self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
-        words_bytes = words * WORD_BYTES
+        words_bytes = settings.words * WORD_BYTES
         self._words_descriptor = sealed_memfd(
             "pipeswitch-words", words_bytes, reserve_bytes=words_bytes
         )
-        self._words_map = mmap.mmap(self._words_descriptor, words * WORD_BYTES)
+        self._words_map = mmap.mmap(self._words_descriptor, words_bytes)
         self._host_words = memoryview(self._words_map).cast("I")
         self._idle_events: list[int] = []
         self._to_pin: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
@@ -126,7 +120,7 @@ class CudaDeviceMemory(DeviceMemory):
         Raises:
             CudaError: this driver or container does not share memory between processes.
         """
-        self._cuda.set_device(self._index)
+        self._cuda.set_device(INDEX)
         return self._cuda.export_handle(self._base)
 
     # -- host store ----------------------------------------------------------------------------
@@ -135,7 +129,7 @@ class CudaDeviceMemory(DeviceMemory):
         """As ``DeviceMemory``; pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
-            self._cuda.set_device(self._index)
+            self._cuda.set_device(INDEX)
             self._store.pin(offset_bytes, size_bytes)
         return self._store.view(offset_bytes, size_bytes)
 
@@ -144,7 +138,7 @@ class CudaDeviceMemory(DeviceMemory):
     def _prepare(self) -> None:
         """The device is current by thread."""
         with self._watched():
-            self._cuda.set_device(self._index)
+            self._cuda.set_device(INDEX)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
         order = job.order
@@ -171,7 +165,7 @@ class CudaDeviceMemory(DeviceMemory):
         """For the next time. A copy that runs meanwhile is staged, or is not: its bytes are the
         same."""
         with self._watched():
-            self._cuda.set_device(self._index)
+            self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
                 try:
                     self._store.pin(*place)
@@ -219,7 +213,7 @@ class CudaDeviceMemory(DeviceMemory):
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
-            self._cuda.set_device(self._index)
+            self._cuda.set_device(INDEX)
             position = 0
             for number, (start, size) in enumerate(_pieces(offset_bytes, ranges)):
                 buffer = number % BOUNCE_COUNT
@@ -247,7 +241,7 @@ class CudaDeviceMemory(DeviceMemory):
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
         """As ``DeviceMemory``."""
         with self._watched():
-            self._cuda.set_device(self._index)
+            self._cuda.set_device(INDEX)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
             self._cuda.synchronize(self._to_host)
 
@@ -262,7 +256,7 @@ class CudaDeviceMemory(DeviceMemory):
         self._words_map.close()
         os.close(self._words_descriptor)
         cuda = self._cuda
-        cuda.set_device(self._index)
+        cuda.set_device(INDEX)
         for event in (*self._idle_events, *self._bounce_events):
             cuda.destroy_event(event)
         for stream in (self._to_device, self._to_host):

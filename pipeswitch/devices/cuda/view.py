@@ -14,7 +14,7 @@ from ...ipc.messages import Epoch
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..view import PoolView
-from .bindings import DEVICE_ASSERT, Cuda, CudaError
+from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
 from .ladder import Waits
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class CudaPoolView(PoolView):
         cuda: Cuda,
         side: CudaTorch,
         *,
-        index: int,
         handle: bytes,
         words_descriptor: int,
         board: int,
@@ -66,12 +65,12 @@ class CudaPoolView(PoolView):
         Raises:
             CudaError: the allocation cannot be opened here.
         """
-        self._cuda, self._side, self._index = cuda, side, index
+        self._cuda, self._side = cuda, side
         self._waits = waits
         self._arena_bytes = arena_bytes
         super().__init__(words_descriptor, words, board=board, bell=bell, bells=bells)
         self.device = side.device
-        cuda.set_device(index)
+        cuda.set_device(INDEX)
         self._base = cuda.open_handle(handle)
         self._pinned_pools: list[int] = []
         self._running: BoundProgram | None = None
@@ -184,14 +183,14 @@ class CudaPoolView(PoolView):
 
         For training only: a script may use streams of its own. Other processes are not waited for.
         """
-        self._cuda.set_device(self._index)
+        self._cuda.set_device(INDEX)
         self._cuda.synchronize_device()
 
     def host_copies(self) -> CudaCopies:
         """As ``PoolView``."""
         from .copies import CudaCopies
 
-        return CudaCopies(self._index)
+        return CudaCopies(INDEX)
 
     def pacer(self) -> Callable[[], None]:
         """Keeps a training script at most two groups ahead (``RunAhead``)."""

@@ -5,6 +5,7 @@ const LANES = ["train", "switch", "infer"];
 const LEFT = 58; // of the lanes: their names
 const AXIS = 20; // below them
 const NAME = 18; // above a device's lanes, where there are several
+const LEVEL = 46; // of a lane below them that has a height: tokens a second, what sequences hold
 
 // The page's colours, as the canvas wants them.
 export class Palette {
@@ -53,7 +54,8 @@ function label(pen, text, x, y, room, colour) {
 
 export class Lanes {
   constructor(canvas, timeline, palette) {
-    Object.assign(this, { canvas, timeline, palette, seconds: innerWidth < 560 ? 5 : 9, frozenAt: null });
+    // levels: {name, colour, told, steps: [{begin, end, height}]}
+    Object.assign(this, { canvas, timeline, palette, levels: [], seconds: innerWidth < 560 ? 5 : 9, frozenAt: null });
   }
 
   zoom(factor) { this.seconds = Math.min(60, Math.max(1.5, this.seconds * factor)); }
@@ -66,7 +68,7 @@ export class Lanes {
     const { pen, width, height } = stage;
     const to = this.frozenAt ?? line.now - LAG_MS, from = to - this.seconds * 1000;
     const scale = (width - LEFT) / (to - from), x = (ms) => LEFT + (ms - from) * scale;
-    const block = (height - AXIS) / line.devices.length, head = line.devices[0] ? NAME : 0;
+    const under = height - AXIS - this.levels.length * LEVEL, block = under / line.devices.length, head = line.devices[0] ? NAME : 0;
     const lane = (block - head) / 3, deep = lane - 8;
     const tops = line.devices.map((_, number) => (index) => number * block + head + index * lane + 3);
     pen.font = `600 12px ${colours.font}`;
@@ -81,12 +83,22 @@ export class Lanes {
         pen.fillText(name[0].toUpperCase() + name.slice(1), 0, top(index) + deep / 2);
       });
     });
+    this.levels.forEach(({ name, told }, index) => {
+      const top = under + index * LEVEL + 3;
+      pen.fillStyle = colours.sunken;
+      bar(pen, LEFT, top, width - LEFT, LEVEL - 8, 6);
+      pen.fillStyle = colours.text;
+      pen.fillText(name, 0, top + 12);
+      pen.fillStyle = colours.quiet;
+      pen.fillText(told, 0, top + 27);
+    });
     this.axis(pen, from, to, x, height, width);
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, 0, width - LEFT, height - AXIS);
     pen.clip();
     tops.forEach((top, number) => this.device(pen, line.devices[number], x, from, to, top, deep));
+    this.levels.forEach((level, index) => this.level(pen, level, x, under + index * LEVEL + 3, LEVEL - 8));
     pen.restore();
   }
 
@@ -97,6 +109,16 @@ export class Lanes {
     this.copies(pen, on, x, from, to, top(1), deep);
     for (const span of infer) this.box(pen, span, x, top(2), deep, colours.infer, span.model);
     this.beside(pen, infer, x, top(2) + deep / 2 + 1);
+  }
+
+  // As high as the lane: the highest of all that is kept, so that the scale stays.
+  level(pen, { colour, steps }, x, top, deep) {
+    const most = Math.max(...steps.map(({ height }) => height), 1e-9);
+    pen.fillStyle = this.palette[colour];
+    for (const { begin, end, height } of steps) {
+      const tall = (height / most) * (deep - 2), left = Math.round(x(begin)); // whole pixels: no seams
+      pen.fillRect(left, top + deep - tall, Math.round(x(end)) - left, tall);
+    }
   }
 
   // Names of boxes that are too narrow for them, where nothing follows too soon.

@@ -11,6 +11,7 @@ const SEAM_MS = 2; // between two spans that are one
 const LOOKBACKS_S = [30, 300, 3600]; // of the first look, until it finds requests enough
 const MAX_REQUESTS = 60; // that are kept, however old
 const MAX_EVENTS = 300;
+const RATE_LOOKS = 3; // back: tokens a second are of the looks since
 const MAX_LOSSES = 240; // of a job: then every other one goes
 const MAX_SEEDED = 8; // jobs whose curve is read when the page opens; others' when they are looked at
 const HISTORY_BYTES = 4 << 20; // of the newest of a job's history: some 60,000 steps
@@ -256,6 +257,7 @@ export class Model {
     this.about = null; this.ps = []; this.jobs = []; this.models = []; this.stats = null;
     this.events = []; // newest first
     this.losses = new Map(); // by job
+    this.looks = []; // at sequences, oldest first: {at, up_s, by: what each model's hold}
     this.state = "starting"; // live, away, login
     this.lastId = "";
     this.isSeeded = false; // with the curves of before
@@ -296,7 +298,7 @@ export class Model {
   async readRows() {
     const [about, ps, jobs, models, stats] = await Promise.all(
       ["about", "ps", "jobs", "models", "stats"].map((what) => this.server.get(`/api/${what}`)));
-    if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.isSeeded = false; this.note({ topic: "page.server", pid: about.pid }); }
+    if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.looks = []; this.isSeeded = false; this.note({ topic: "page.server", pid: about.pid }); }
     Object.assign(this, { about, ps: ps.rows, jobs: jobs.jobs, models: models.models, stats });
     for (const job of this.jobs) this.keepLoss(job.name, job.step, job.log);
     if (!this.isSeeded) {
@@ -312,8 +314,23 @@ export class Model {
         line.training.set(on, { job: running.name, begin: line.now });
       }
     }
+    if (line.offset !== null) this.looks.push({ at: line.now, up_s: stats.up_s, by: stats.sequences_by_model });
+    while (this.looks[0]?.at < line.now - KEPT_MS) this.looks.shift();
     this.set("live");
     this.changed("rows");
+  }
+
+  // Of one model's sequences, or of all.
+  sequences(name = null, look = this.looks[this.looks.length - 1]) {
+    const sum = { sequences: 0, sequence_bytes: 0, spare_bytes: 0, tokens: 0 };
+    const rows = name === null ? Object.values(look?.by ?? {}) : [look?.by[name] ?? sum];
+    for (const row of rows) for (const key of Object.keys(sum)) sum[key] += row[key];
+    return sum;
+  }
+
+  tokensPerS(name = null, from = Math.max(0, this.looks.length - 1 - RATE_LOOKS), to = this.looks.length - 1) {
+    const [first, last] = [this.looks[from], this.looks[to]], tokens = (look) => this.sequences(name, look).tokens;
+    return first && last && last.up_s > first.up_s ? Math.max(0, tokens(last) - tokens(first)) / (last.up_s - first.up_s) : 0;
   }
 
   async readTrace() {

@@ -46,6 +46,7 @@ function size(bytes) {
 }
 
 const ms = (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`);
+const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
 const count = (value) => Number(value).toLocaleString("en").replaceAll(",", "\u202f");
 
 function toast(text, hint = "", isGood = false) {
@@ -93,6 +94,21 @@ function showFacts() {
     `${count(model.stats.preemptions)} preemptions`];
   $("facts").textContent = told.join("  ·  ");
   $("lanes").style.setProperty("--devices", model.timeline.devices.length);
+}
+
+// Lanes of what sequences do, once there was one.
+function showSequences() {
+  const { sequences, sequence_bytes: live, spare_bytes: spare, tokens } = model.sequences(), steps = (height) =>
+    model.looks.slice(1).map((look, index) => ({ begin: model.looks[index].at, end: look.at, height: height(look, index) }));
+  if (!lanes.levels.length && !sequences && !tokens && !spare) return;
+  const perS = rate(model.tokensPerS());
+  lanes.levels = [
+    { name: "Tokens", colour: "infer", told: `${perS}/s`, steps: steps((_, index) => model.tokensPerS(null, index, index + 1)) },
+    { name: "State", colour: "quiet", told: size(live), steps: steps((look) => model.sequences(null, look).sequence_bytes) },
+  ];
+  $("lanes").style.setProperty("--levels", lanes.levels.length);
+  $("sequences-text").textContent = `${perS} tokens/s; ${sequences} ${sequences === 1 ? "sequence holds" : "sequences hold"} ${size(live)} of the request pool` +
+    (spare ? `, ended ones ${size(spare)} until it is wanted` : "");
 }
 
 function showShares() {
@@ -229,7 +245,8 @@ function showModels() {
     key.style.visibility = number > 9 ? "hidden" : "";
     fill(element.querySelector(".pills"), [pill(now?.state ?? row.state), ...(row.pinned ? [pill("pinned")] : []),
       ...(row.versions.length > 1 ? [pill(`v${row.version}${row.share < 100 ? ` ${row.share} %` : ""}`)] : [])]);
-    element.querySelector(".what").textContent = `${size(row.bytes)} · ${count(row.requests)} requests`;
+    const { tokens } = model.sequences(inPs(row)), perS = model.tokensPerS(inPs(row)), did = tokens ? `${count(tokens)} tokens` : `${count(row.requests)} requests`;
+    element.querySelector(".what").textContent = `${size(row.bytes)} · ${did}${perS ? `, ${rate(perS)}/s` : ""}`;
     const why = row.reason || (now?.why !== "pinned" && now?.why) || "";
     const told = element.querySelector(".why");
     told.textContent = why;
@@ -263,7 +280,7 @@ function showDetail() {
   const { name, row, rows } = detail, shapes = (values) => Object.entries(values).map(([key, [shape, dtype]]) => `${key} ${shape.join("×")} ${dtype}`).join(", ");
   $("model-title").textContent = name;
   const facts = { state: row.state, size: size(row.bytes), requests: count(row.requests), source: row.source, inputs: shapes(row.inputs), outputs: shapes(row.outputs),
-    priority: row.priority, mode: row.mode_reason ? `${row.mode} (${row.mode_reason})` : row.mode, owner: row.tenant, why: row.reason };
+    sequences: model.sequences(inPs(row)).sequences || "", priority: row.priority, mode: row.mode_reason ? `${row.mode} (${row.mode_reason})` : row.mode, owner: row.tenant, why: row.reason };
   fill($("model-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
   const line = (tag, texts) => make("tr", "", "", ...texts.map((text) => make(tag, "", text)));
   fill($("versions"), rows.length < 2 ? [] : [line("th", ["version", "share", "state", "size", "requests", "source"]),
@@ -519,7 +536,7 @@ function frame(now) {
   requestAnimationFrame(frame);
   if (model.state === "live") {
     if (!isCalm.matches || now - drawnAt > 1000) { lanes.draw(); drawnAt = now; }
-    if (dirty.has("rows")) { showFacts(); showMemory(); showModels(); showJobs(); }
+    if (dirty.has("rows")) { showFacts(); showSequences(); showMemory(); showModels(); showJobs(); }
     if (dirty.has("lanes")) { showShares(); showRequests(); }
     if (dirty.has("events")) showEvents();
     dirty.clear();

@@ -36,14 +36,7 @@ from ..spec import BUNDLE_FILE, BuildSpec, joined_as, load_manifest, save_manife
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
-from .checking import (
-    is_rounded,
-    on_what_it_takes,
-    rehearse_ends,
-    resized,
-    same_bits,
-    shapes_to_try,
-)
+from . import checking
 from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
@@ -200,12 +193,12 @@ def _export(
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
-            rehearse_ends(program.graph, program.weights)
+            checking.rehearse_ends(program.graph, program.weights)
         given = values_of(
             (value.shape for value in program.graph.inputs), (value.shape for value in examples)
         )
         assert given is not None
-        others = shapes_to_try(program.graph.dims, given, program.suspects)
+        others = checking.shapes_to_try(program.graph.dims, given, program.suspects)
         made[:] = [
             _finish_graph(
                 bundle, spec, path, loaded.outputs, [given, *others], progress, loaded.examples
@@ -252,7 +245,7 @@ def _finish_graph(
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
     # A language model promises tokens, not bits, which a weight's place in memory may change.
-    is_same = is_rounded if bundle.generation is not None else same_bits
+    is_same = checking.is_rounded if bundle.generation is not None else checking.same_bits
     _verify_graph(manifest, bound, plain, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
@@ -325,7 +318,9 @@ def _verify_graph(
         try:
             if examples:
                 specs = [spec.shape for spec in manifest.inputs]
-                inputs = on_what_it_takes(plain, resized(specs, examples, values), values)[0]
+                inputs = checking.on_what_it_takes(
+                    plain, checking.resized(specs, examples, values), values
+                )[0]
             else:
                 inputs = acceptable_inputs(manifest.inputs, values, plain)
             return compare(manifest, bound, plain, inputs, is_same)

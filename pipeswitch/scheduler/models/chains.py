@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...errors import (
-    AlreadyExists,
-    HostStoreFull,
-    InvalidInput,
-    PermissionDenied,
-    ServerUnavailable,
-)
+from ... import errors
 from ...ipc.messages import ModelName
 from ...programs.chains import Chain, chain_of
 from ...programs.layout import Manifest
@@ -59,23 +53,23 @@ class Chains:
         """
         core, known = self._core, self._machine.chains
         if core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise errors.ServerUnavailable("the server is draining")
         hint = f"pipeswitch unregister {event.model}, or choose another name"
         if event.model in self._machine.served:
-            raise AlreadyExists(f'"{event.model}" is a model', hint=hint)
+            raise errors.AlreadyExists(f'"{event.model}" is a model', hint=hint)
         chain = chain_of(event.model, event.steps, event.returns, self._models())
         members = [self._versions.current(ModelName(step.model)) for step in chain.steps]
         if len({core.tenant_of(model) for model in members if model is not None}) > 1:
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 f'chain "{event.model}": its models are several clients\', who are kept apart here',
                 hint="register them as one client",
             )
         if event.model in known and known[event.model] != (chain, event.tenant):
-            raise AlreadyExists(f'"{event.model}" is another chain already', hint=hint)
+            raise errors.AlreadyExists(f'"{event.model}" is another chain already', hint=hint)
         count = sum(tenant == event.tenant for _, tenant in known.values())
         most = core.settings.max_models_per_client
         if event.tenant and event.model not in known and count >= most:
-            raise HostStoreFull(
+            raise errors.HostStoreFull(
                 f"this client has {count} chains, [server] max_models_per_client is {most}",
                 hint="pipeswitch unregister NAME",
             )
@@ -94,13 +88,13 @@ class Chains:
         """Raises AlreadyExists: a chain has this name."""
         if name in self._machine.chains:
             hint = f"pipeswitch unregister {name}, or choose another name"
-            raise AlreadyExists(f'"{name}" is a chain', hint=hint)
+            raise errors.AlreadyExists(f'"{name}" is a chain', hint=hint)
 
     def unregister(self, event: UnregisterAsked) -> None:
         """Requests that are under way go on."""
         _, tenant = self._machine.chains[event.model]
         if event.tenant not in (None, tenant):
-            raise PermissionDenied(f'"{event.model}" is another client\'s')
+            raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         del self._machine.chains[event.model]
         self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
         self._core.emit(Retract(model=event.model))

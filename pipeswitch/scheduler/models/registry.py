@@ -6,17 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ...errors import (
-    AlreadyExists,
-    Cancelled,
-    HostStoreFull,
-    PermissionDenied,
-    PipeSwitchError,
-    RegistrationRefused,
-    ServerUnavailable,
-    from_wire,
-    to_wire,
-)
+from ... import errors
 from ...ipc import messages as msg
 from ...planning.profile import Found
 from ...programs.layout import Manifest
@@ -64,7 +54,7 @@ class Registry:
         error; 3. a build starts; progress and one final answer follow."""
         core = self._core
         if core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise errors.ServerUnavailable("the server is draining")
         self.chains.check_free(event.model)
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
@@ -80,7 +70,7 @@ class Registry:
         if old is not None:
             is_anothers = old.tenant != event.tenant
             why = "another client's" if is_anothers else "registered from something else"
-            raise AlreadyExists(
+            raise errors.AlreadyExists(
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
@@ -91,7 +81,7 @@ class Registry:
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
         if event.tenant and not event.is_known and count >= most:
-            raise HostStoreFull(
+            raise errors.HostStoreFull(
                 f"this client has {count} models, [server] max_models_per_client is {most} "
                 "(clients without a key are one)",
                 hint="pipeswitch unregister NAME",
@@ -176,7 +166,7 @@ class Registry:
             served.end_waiters for served in names
         )
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for one in self.registrations.values():
             self._core.refuse_all(error, one.waiters, one.end_waiters)
@@ -222,7 +212,7 @@ class Registry:
             self._machine.store.take(model)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             self._refuse(model, error)
             return
         self._versions.announce(model)
@@ -240,7 +230,9 @@ class Registry:
         for token in waiters:
             self._answer_registered(current, token)
         waiters.clear()
-        same = AlreadyExists(f'version {current.version} of "{model.base}" has these weights')
+        same = errors.AlreadyExists(
+            f'version {current.version} of "{model.base}" has these weights'
+        )
         self._refuse(model, same)
 
     def _store_again(self, model: Model) -> None:
@@ -299,19 +291,19 @@ class Registry:
     def store_failed(self, message: msg.StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.STORING:
-            self._refuse(model, RegistrationRefused("weights", message.reason))
+            self._refuse(model, errors.RegistrationRefused("weights", message.reason))
 
     def refused(self, epoch: msg.Epoch, reason: str) -> None:
         """The daemon could not carry out an order for a reason of its own: no answer follows."""
         for one in list(self.registrations.values()):
             model = self._machine.models[one.model]
             if one.build_epoch == epoch and model.state.state is ModelState.STORING:
-                self._refuse(model, RegistrationRefused("weights", reason))
+                self._refuse(model, errors.RegistrationRefused("weights", reason))
 
     def build_failed(self, message: msg.BuildFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
-            error = from_wire(message.error, message.message, message.hint, message.data)
+            error = errors.from_wire(message.error, message.message, message.hint, message.data)
             self._refuse(model, error)
 
     def builder_exited(self, event: ev.BuilderExited) -> None:
@@ -319,14 +311,14 @@ class Registry:
         model = self._of(event.model, event.epoch)
         self._builds.exited(event.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
-            self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
+            self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))
 
     def _of(self, name: msg.ModelName, epoch: msg.Epoch) -> Model | None:
         registration = self.registrations.get(name)
         is_it = registration is not None and registration.build_epoch == epoch
         return self._machine.models[name] if is_it else None
 
-    def _refuse(self, model: Model, error: PipeSwitchError) -> None:
+    def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Nothing stays behind of a model that was refused; the name is free again."""
         core = self._core
         if model.manifest is not None:  # it may have been announced
@@ -336,7 +328,7 @@ class Registry:
         registration = self.names.forget(model)
         registration.error = error
         core.refuse_all(error, registration.waiters)
-        core.publish("model.refused", model=model.name, error=to_wire(error))
+        core.publish("model.refused", model=model.name, error=errors.to_wire(error))
 
     def _answer_registered(self, model: Model, token: ev.Token) -> None:
         manifest = self._machine.devices[0].state.replicas[model.name].manifest
@@ -368,12 +360,12 @@ class Registry:
             if event.token not in one.waiters or model.state.state is not ModelState.BUILDING:
                 continue
             one.waiters.remove(event.token)
-            error = Cancelled(f'registration of "{model.name}" cancelled')
+            error = errors.Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
             if not one.waiters:
                 self.give_up(model, error)
 
-    def give_up(self, model: Model, error: PipeSwitchError) -> None:
+    def give_up(self, model: Model, error: errors.PipeSwitchError) -> None:
         self._builds.give_up(self.registrations[model.name])
         self._refuse(model, error)
 
@@ -395,15 +387,15 @@ class Registry:
         if not models:
             raise not_found(event.model)
         if event.tenant not in (None, models[-1].tenant):
-            raise PermissionDenied(f'"{event.model}" is another client\'s')
+            raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         if any(model.state.state is ModelState.STORING for model in models):
-            raise AlreadyExists(
+            raise errors.AlreadyExists(
                 f'"{event.model}" is still being registered', hint="wait until it is ready"
             )
         staying = [model for model in models if model.state.state is not ModelState.BUILDING]
         for model in models:
             if model not in staying:
-                self.give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+                self.give_up(model, errors.Cancelled(f'registration of "{model.name}" cancelled'))
                 core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:

@@ -14,15 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ...errors import (
-    Cancelled,
-    InvalidInput,
-    ModelNotFound,
-    OutOfDeviceMemory,
-    PipeSwitchError,
-    RegistrationRefused,
-    ServerUnavailable,
-)
+from ... import errors
 from ...ipc.messages import InferenceDone, ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import predict
@@ -143,8 +135,8 @@ class Trials:
         assert running is None or trials == [running], "a trial is lost"
 
 
-def _no_words(replica: Replica, trial: Trial) -> OutOfDeviceMemory:
-    return OutOfDeviceMemory(
+def _no_words(replica: Replica, trial: Trial) -> errors.OutOfDeviceMemory:
+    return errors.OutOfDeviceMemory(
         f'"{replica.name}" needs {len(trial.plan)} arrival words to be measured layer by layer',
         hint="unregister models that are not needed",
         requested_bytes=4 * len(trial.plan),
@@ -152,9 +144,9 @@ def _no_words(replica: Replica, trial: Trial) -> OutOfDeviceMemory:
     )
 
 
-def _no_room(replica: Replica) -> OutOfDeviceMemory:
+def _no_room(replica: Replica) -> errors.OutOfDeviceMemory:
     size = replica.manifest.total_bytes if replica.manifest is not None else 0
-    return OutOfDeviceMemory(
+    return errors.OutOfDeviceMemory(
         f'"{replica.name}" cannot be measured now: its {size} bytes are free only when a job or a '
         "model that others wait for leaves",
         hint="pause the job, or unload a pinned model, then try again",
@@ -207,21 +199,21 @@ class Profiling:
         """
         replica = self._device.replicas.get(event.model)
         if self._core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise errors.ServerUnavailable("the server is draining")
         if replica is None or replica.model.state.state is ModelState.LEAVING:
-            raise ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+            raise errors.ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if replica.model.manifest is None or replica.model.state.state is not ModelState.READY:
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 f'"{replica.name}" is {replica.model.state.state.value}, it must be ready'
             )
         if not layer_bytes(replica.model.manifest):
-            raise RegistrationRefused(
+            raise errors.RegistrationRefused(
                 replica.name,
                 "it was built by a release that did not keep its layers",
                 hint=f"unregister and register {replica.name}",
             )
         if replica.landings is not None:
-            raise OutOfDeviceMemory(
+            raise errors.OutOfDeviceMemory(
                 f'"{replica.name}" is larger than the arena: it is never all there to be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
@@ -229,7 +221,7 @@ class Profiling:
             )
         low, high = replica.model.manifest.batch
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 f"{replica.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
             )
         return replica
@@ -239,17 +231,17 @@ class Profiling:
         for name, batches, tokens in list(self._waiting):
             if token in tokens:
                 tokens.remove(token)
-                self._core.refuse(token, Cancelled("cancelled by the caller"))
+                self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
                 if not tokens:
                     self._waiting.remove((name, batches, tokens))
         session = self._session
         if session is not None and token in session.tokens:
             session.tokens.remove(token)
-            self._core.refuse(token, Cancelled("cancelled by the caller"))
+            self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
             if not session.tokens:
                 self._end(session)
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server leaves: every client that waits is answered."""
         self._core.refuse_all(error, *(tokens for _, _, tokens in self._waiting))
         self._waiting.clear()
@@ -319,7 +311,9 @@ class Profiling:
             return  # 1.
         if replica.model.state.state is not ModelState.READY:
             if session.running is None:
-                self._fail(session, ServerUnavailable(f'"{replica.name}": {replica.model.reason}'))
+                self._fail(
+                    session, errors.ServerUnavailable(f'"{replica.name}": {replica.model.reason}')
+                )
             return  # 1.
         if session.running is not None:
             return  # 2.
@@ -334,7 +328,7 @@ class Profiling:
     def _start(self, session: Session, trial: Trial) -> None:
         try:
             session.running = self._trials.start(session.replica, trial)
-        except OutOfDeviceMemory as error:
+        except errors.OutOfDeviceMemory as error:
             self._fail(session, error)
 
     def _take_ended_trial(self) -> None:
@@ -346,7 +340,7 @@ class Profiling:
         session.running = None
         if ended.message is not None:
             session.ended = (ended.activation, ended.message)
-        elif ended.error is not None and not isinstance(ended.error, Cancelled):
+        elif ended.error is not None and not isinstance(ended.error, errors.Cancelled):
             self._fail(session, ended.error)
         elif ended.activation.trial_stop_at_ms is None:
             self._again(session)
@@ -354,7 +348,7 @@ class Profiling:
     def _again(self, session: Session) -> None:
         session.retries += 1
         if session.retries > MAX_RETRIES:
-            error = ServerUnavailable(
+            error = errors.ServerUnavailable(
                 f'"{session.replica.name}" could not be measured: none of its trials ends'
             )
             self._fail(session, error)
@@ -406,7 +400,7 @@ class Profiling:
         self._device.publish("model.profiled", model=replica.name, digest=profile.digest)
         core.answer_all(session.tokens, profile=msgspec.to_builtins(profile))
 
-    def _fail(self, session: Session, error: PipeSwitchError) -> None:
+    def _fail(self, session: Session, error: errors.PipeSwitchError) -> None:
         self._end(session)
         self._core.refuse_all(error, session.tokens)
 
@@ -441,5 +435,5 @@ def program_of(name: str, built: Manifest) -> Program:
     )
 
 
-def _gone(name: ModelName) -> ModelNotFound:
-    return ModelNotFound(f'"{name}" is no longer there', hint="pipeswitch models")
+def _gone(name: ModelName) -> errors.ModelNotFound:
+    return errors.ModelNotFound(f'"{name}" is no longer there', hint="pipeswitch models")

@@ -18,16 +18,8 @@ from ..models.versions import Versions, split_name
 from ..processes.stages import Stages
 from ..records import Model, Request
 from ..states import MODEL_AWAITED, ModelState, TaskEvent
+from . import forecast
 from .endings import batch_of, quarantined
-from .forecast import (
-    delays_another,
-    hopeless_at_ms,
-    is_hopeless,
-    is_worth_a_probe,
-    too_late,
-    waiting_ms,
-    will_be_measured,
-)
 
 
 class Admission:
@@ -70,6 +62,7 @@ class Admission:
             follows=event.follows,
             sequence=event.sequence,
             choosing=event.choosing,
+            after=event.after,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -138,13 +131,13 @@ class Admission:
             if not is_early and place.dispatch.at_once(request):
                 return
         elif not is_early:
-            if is_hopeless(device, request) or delays_another(device, request):
-                request.is_probe = is_worth_a_probe(device, request)
+            if forecast.is_hopeless(device, request) or forecast.delays_another(device, request):
+                request.is_probe = forecast.is_worth_a_probe(device, request)
                 if not request.is_probe:
-                    core.refuse(request.token, too_late(device, request))
+                    core.refuse(request.token, forecast.too_late(device, request))
                     return
-            will_be_measured(device, request)
-        request.hopeless_at_ms = hopeless_at_ms(device, request)
+            forecast.will_be_measured(device, request)
+        request.hopeless_at_ms = forecast.hopeless_at_ms(device, request)
         device.take(request, is_early=is_early)
         for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
             if at_ms is not None:
@@ -205,7 +198,7 @@ class Admission:
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
         if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
             places = [state for state in states if state.may_serve(model) and not state.is_given_up]
-            waiting, own = min(waiting_ms(state, name, caller) for state in places)
+            waiting, own = min(forecast.waiting_ms(state, name, caller) for state in places)
             limit = round(core.settings.max_queue_time_ms)
             if waiting and not left(limit, waiting, own):
                 return _full(f"ms of requests for {name}", waiting, own, "max_queue_time", limit)

@@ -468,7 +468,11 @@ class Dispatch:
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
-            goes_on=request.choosing is not None and request.choosing.steps > 1,
+            goes_on=(
+                request.choosing is not None
+                and request.choosing.steps > 1
+                and replica.landings is None  # that word means another thing to such a pass
+            ),
             charge=charge,
         )
         device.upcoming = activation
@@ -496,6 +500,8 @@ class Dispatch:
                     trial_batch=request.trial_batch,
                     is_code=is_code,
                     choosing=request.choosing,
+                    sequence=request.sequence,
+                    after=request.after,
                 ),
             )
         )
@@ -524,4 +530,6 @@ def _joined(request: Request) -> JoinedRequest:
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
         choosing=request.choosing,
+        sequence=request.sequence,
+        after=request.after,
     )

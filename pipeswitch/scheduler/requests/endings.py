@@ -4,14 +4,7 @@ the server.
 
 from __future__ import annotations
 
-from ...errors import (
-    DeadlineExceeded,
-    ModelQuarantined,
-    PipeSwitchError,
-    TaskFailed,
-    WorkerLost,
-    from_wire,
-)
+from ... import errors
 from ...ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ...programs.dims import BATCH
 from ...programs.layout import Manifest
@@ -124,14 +117,16 @@ class Endings:
         if taken is None:
             return
         worker.deaths = 0
-        error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
-        if type(error) is PipeSwitchError:
-            error = from_wire(TaskFailed.__name__, message.message, "", message.data)
+        error: errors.PipeSwitchError = errors.from_wire(
+            message.error, message.message, "", message.data
+        )
+        if type(error) is errors.PipeSwitchError:
+            error = errors.from_wire(errors.TaskFailed.__name__, message.message, "", message.data)
         self._run_failed(*taken, error)
 
     def _run_failed(
         self, activation: Activation, requests: list[Request], replica: Replica,
-        error: PipeSwitchError,
+        error: errors.PipeSwitchError,
     ) -> None:  # fmt: skip
         """One request reads why; joined ones are run again alone, for it may be another's error."""
         if not activation.joined:
@@ -183,7 +178,7 @@ class Endings:
         return [self._device.requests[token] for token in activation.tokens]
 
     def _give_up(
-        self, activation: Activation, request: Request, error: PipeSwitchError | None
+        self, activation: Activation, request: Request, error: errors.PipeSwitchError | None
     ) -> None:
         """No outputs will come of it; of a trial no client expects any."""
         device = self._device
@@ -275,7 +270,7 @@ class Endings:
             self._queue_again(self._requests(activation), "memory daemon exited")
         device.current = device.upcoming = device.aside = None
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for activation in self._device.tasks:
             if activation.is_trial:
@@ -353,24 +348,24 @@ def _trace(
     ])  # fmt: skip
 
 
-def _worker_lost(replica: Replica, deaths: int, status: int) -> WorkerLost:
-    return WorkerLost(
+def _worker_lost(replica: Replica, deaths: int, status: int) -> errors.WorkerLost:
+    return errors.WorkerLost(
         f'the worker died {deaths} times while computing "{replica.name}" (last status {status})',
         hint=f"pipeswitch show {replica.name}",
         deaths=deaths,
     )
 
 
-def _hung(replica: Replica, activation: Activation) -> DeadlineExceeded:
-    return DeadlineExceeded(
+def _hung(replica: Replica, activation: Activation) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(
         f'"{replica.name}" was killed: {activation.hung_why}',
         hint="set a deadline, or raise [scheduler] max_compute",
     )
 
 
-def quarantined(model: Model) -> ModelQuarantined:
+def quarantined(model: Model) -> errors.ModelQuarantined:
     """What a caller of a quarantined model reads."""
-    return ModelQuarantined(
+    return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
         hint=f"pipeswitch load {model.name} gives it another chance",
     )

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import (
-    AlreadyExists,
-    HostStoreFull,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-)
+from ... import errors
 from .. import limits
 from ..core import Core, takes
 from ..events import JobAsked, Journal, Token, TrainAsked
@@ -35,7 +28,7 @@ class JobRequests:
         for event in waiting:
             try:
                 self.train(event)
-            except PipeSwitchError as error:
+            except errors.PipeSwitchError as error:
                 self._core.refuse(event.token, error)
         if next(iter(self._jobs), None) is None:
             return 0
@@ -48,7 +41,7 @@ class JobRequests:
         self._jobs.tidy()
         return 0  # a turn more or less of a job changes nothing here
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         self._jobs.refuse_all(error)
         for event in self._after_others:
@@ -60,11 +53,11 @@ class JobRequests:
         """Accept a job; it is answered as soon as it is on the books."""
         core = self._core
         if core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise errors.ServerUnavailable("the server is draining")
         self._check_devices(event.devices)
         old = self._jobs.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
-            raise AlreadyExists(
+            raise errors.AlreadyExists(
                 f'a job "{event.job}" is {old.state.state.value}',
                 hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
             )
@@ -82,7 +75,7 @@ class JobRequests:
         job.defaults = event.defaults
         if event.loaded and not self._jobs.home(job).commits.take_over(job, event.loaded):
             self._jobs.remove(job)
-            raise HostStoreFull(
+            raise errors.HostStoreFull(
                 f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
                 requested_bytes=2 * event.loaded.slot_bytes,
             )  # fmt: skip
@@ -104,7 +97,7 @@ class JobRequests:
             if refusal := limits.refusal(devices, self._jobs.names):
                 raise refusal
             return
-        raise InvalidInput(
+        raise errors.InvalidInput(
             f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
             "differ in the last bits",
             hint=" or ".join(f"--devices {kind}" for kind in kinds),
@@ -115,7 +108,7 @@ class JobRequests:
         """show, pause, resume, cancel, wait, export, rm, move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
-            raise ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
+            raise errors.ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
         if event.action == "show":
             core.answer(event.token, job=self._jobs.row(job))
         elif event.action == "wait":
@@ -147,7 +140,7 @@ class JobRequests:
         """Its newest commit shall be on disk, where clients read it."""
         if job.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 f'job "{job.name}" {why}: it has no state',
                 hint=f"pipeswitch jobs show {job.name}",
             )
@@ -160,9 +153,11 @@ class JobRequests:
         names = [state.settings.device for state in states]
         _check_live(job)
         if event.to not in names:
-            raise InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
+            raise errors.InvalidInput(
+                f'no device "{event.to}" here', hint=f"one of {', '.join(names)}"
+            )
         if job.devices and event.to not in job.devices:
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 f'job "{job.name}" is limited to {", ".join(job.devices)}',
                 hint="train --devices names those that it may be moved to, of one kind",
             )
@@ -174,7 +169,7 @@ class JobRequests:
         state = self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
-            error = ServerUnavailable(
+            error = errors.ServerUnavailable(
                 f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
                 hint="its memory daemon died too often; restart the server",
             )
@@ -188,7 +183,7 @@ class JobRequests:
             is_over = job.state.state in TASK_FINAL
             what = "is being written to disk" if is_over else f"is {job.state.state.value}"
             hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
-            raise InvalidInput(f'job "{job.name}" {what}', hint=hint)
+            raise errors.InvalidInput(f'job "{job.name}" {what}', hint=hint)
         row = self._jobs.row(job)
         self._jobs.remove(job)
         self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
@@ -211,6 +206,6 @@ class JobRequests:
 def _check_live(job: Job) -> None:
     """Raises InvalidInput: it is over."""
     if job.state.state in TASK_FINAL:
-        raise InvalidInput(
+        raise errors.InvalidInput(
             f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
         )

@@ -1,0 +1,203 @@
+"""Peers' own libraries in a process, for ``bench peers``: their best case, with no server.
+
+``PYTHON -P peer_child.py VERB ORDER``: PYTHON is of a folder where they are installed. ``gguf``
+writes a transformers folder's weights as llama.cpp reads them; ``llama_cpp`` and ``vllm`` answer
+lines of JSON: which model, ``prompts`` (token ids) and ``new``, how many tokens each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+FIRST_LETTER: Final = 0x20000  # as in ``lm_child.py``
+BLOCK: Final = {
+    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+AROUND: Final = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
+F32: Final = 0  # ggml's number: the default for keys and values is float16
+
+
+class Engine(Protocol):
+    """What answers; keys are those of a line."""
+
+    def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def convert(order: dict[str, Any]) -> None:
+    """A GPT-2 in float32. Its tokens are letters of one character each, and none ends an answer."""
+    import gguf
+
+    for folder, path in order["files"]:
+        config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+        writer = gguf.GGUFWriter(path, "gpt2")
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        writer.add_tokenizer_model("rwkv")  # the longest token that fits: here the letter
+        letters = [chr(FIRST_LETTER + token) for token in range(config["vocab_size"])]
+        writer.add_token_list(letters)
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(letters))
+        for name, values in tensors(Path(folder, "model.safetensors")):
+            writer.add_tensor(*renamed(name, values))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """Of a safetensors file in float32."""
+    data = np.memmap(path, np.uint8, "r")
+    size = int(data[:8].view(np.uint64)[0])
+    for name, told in json.loads(bytes(data[8 : 8 + size])).items():
+        if name != "__metadata__":
+            begin, end = (8 + size + offset for offset in told["data_offsets"])
+            yield name, data[begin:end].view(np.float32).reshape(told["shape"])
+
+
+def renamed(name: str, values: Any) -> tuple[str, Any]:
+    """As GGUF has it: linear layers' weights are outputs by inputs there."""
+    words = name.removeprefix("transformer.").split(".")
+    if words[0] != "h":
+        return f"{AROUND[words[0]]}.{words[-1]}", values
+    layer = ".".join(words[2:-1])
+    is_linear = layer.rpartition(".")[2].startswith("c_") and words[-1] == "weight"
+    return f"blk.{words[1]}.{BLOCK[layer]}.{words[-1]}", values.T.copy() if is_linear else values
+
+
+# ---- llama.cpp -----------------------------------------------------------------------------------
+
+
+class LlamaCpp:
+    """Its library's own calls: sequences compute together, the largest logit is the token."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._lib: Any = llama_cpp
+        self._order, self._loaded, self._room = order, -1, 0
+        self._model: Any = None
+        self._context: Any = None
+        llama_cpp.llama_backend_init()
+        self._silent = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._silent, None)
+        self._batch: Any = llama_cpp.llama_batch_init(order["context"], 0, order["together"])
+
+    def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """Another model than the last one's is loaded in its place."""
+        lib, began_s = self._lib, time.monotonic()
+        if model != self._loaded or len(prompts) > self._room:
+            self._load(model, len(prompts))
+        loaded_s = time.monotonic()
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        rows = [(number, at, token) for number, prompt in enumerate(prompts)
+                for at, token in enumerate(prompt)]  # fmt: skip
+        tokens = self._decode(rows, len(prompts))
+        first_s, made = time.monotonic(), [tokens]
+        while len(made) < new:
+            rows = [(number, len(prompts[number]) + len(made) - 1, token)
+                    for number, token in enumerate(tokens)]  # fmt: skip
+            made.append(tokens := self._decode(rows, len(prompts)))
+        return {
+            "tokens": [[*sequence] for sequence in zip(*made, strict=True)],
+            "first_ms": (first_s - began_s) * 1e3,
+            "load_ms": (loaded_s - began_s) * 1e3,
+        }
+
+    def _decode(self, rows: list[tuple[int, int, int]], count: int) -> list[int]:
+        """One call with sequence, position and token of each; what comes after each's last."""
+        batch, last = self._batch, {number: row for row, (number, _, _) in enumerate(rows)}
+        batch.n_tokens = len(rows)
+        for row, (number, position, token) in enumerate(rows):
+            batch.token[row], batch.pos[row] = token, position
+            batch.n_seq_id[row], batch.seq_id[row][0] = 1, number
+            batch.logits[row] = last[number] == row
+        if self._lib.llama_decode(self._context, batch):
+            raise RuntimeError("llama_decode failed")
+        return [int(self._logits(last[number]).argmax()) for number in range(count)]
+
+    def _logits(self, row: int) -> Any:
+        found = self._lib.llama_get_logits_ith(self._context, row)
+        return np.ctypeslib.as_array(found, (self._vocabulary,))
+
+    def _load(self, model: int, room: int) -> None:
+        """With keys and values of so many sequences: to clear them takes time."""
+        lib, order = self._lib, self._order
+        if self._model is not None:
+            lib.llama_free(self._context)
+            lib.llama_model_free(self._model)
+        path = order["files"][model].encode()
+        self._model = lib.llama_model_load_from_file(path, lib.llama_model_default_params())
+        options = lib.llama_context_default_params()
+        options.n_ctx = order["context"] * room
+        options.n_batch = options.n_ubatch = order["context"]
+        options.n_seq_max = room
+        options.n_threads = options.n_threads_batch = order["threads"]
+        options.type_k = options.type_v = F32
+        self._context = lib.llama_init_from_model(self._model, options)
+        self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._loaded, self._room = model, room
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+class Vllm:
+    """Its ``LLM``, in this process alone."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._sampling: Any = SamplingParams
+        self._model: Any = LLM(
+            model=order["folders"][0], dtype="float32", max_model_len=order["context"],
+            max_num_seqs=order["together"], disable_log_stats=True,
+        )  # fmt: skip
+
+    def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        assert model == 0
+        how = self._sampling(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = self._model.generate(asked, how, use_tqdm=False)
+        return {"tokens": [[*one.outputs[0].token_ids] for one in answers]}
+
+
+def answer(engine: Engine, out: Any) -> None:
+    """Lines, until nobody asks."""
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began_s = time.monotonic()
+        told = engine.ask(asked["model"], asked["prompts"], asked["new"])
+        took_ms = (time.monotonic() - began_s) * 1e3
+        print(json.dumps({"first_ms": took_ms, **told, "took_ms": took_ms}), file=out, flush=True)
+
+
+def main(verb: str, order: dict[str, Any]) -> None:
+    # Nothing but lines: what the libraries print goes to where errors go.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if verb == "gguf":
+        convert(order)
+    else:
+        answer(LlamaCpp(order) if verb == "llama_cpp" else Vllm(order), out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
