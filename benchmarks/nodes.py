@@ -122,10 +122,12 @@ def _cluster(state: Path, flags: Sequence[str]) -> Iterator[None]:
     made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        told = next((line for line in made.stdout if '"address":' in line), "")
-        if not told:
-            raise RuntimeError("no cluster: what it said stands above")
-        os.environ["RAY_ADDRESS"] = told.split('"')[3]  # Ray writes lines of its own between
+        told = [""]
+        while '"address":' not in told[-1]:
+            told.append(made.stdout.readline())
+            if not told[-1]:
+                raise RuntimeError(f"no cluster: {''.join(told)}")
+        os.environ["RAY_ADDRESS"] = told[-1].split('"')[3]
         yield
         subprocess.run([*COMMAND, "cluster", "down"], check=True, capture_output=True)
         made.wait(200)
