@@ -104,6 +104,7 @@ def _environment() -> Iterator[Path]:
     root = str(Path(__file__).parents[1])  # the nodes make the towers by name
     os.environ |= {
         "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "XDG_RUNTIME_DIR": str(folder),  # others' nodes may have the same names
         "PYTHONPATH": os.pathsep.join(filter(None, (root, before.get("PYTHONPATH")))),
     }  # fmt: skip
     try:
