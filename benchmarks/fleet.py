@@ -195,6 +195,7 @@ def _cluster(root: Path, *flags: str) -> Iterator[str]:
         assert process.stdout is not None
         if "is ready" not in (line := process.stdout.readline()):
             raise RuntimeError(line + process.stdout.read())
+        os.environ["RAY_ADDRESS"] = line.partition(" at ")[2].rpartition(": ")[0]
         status = subprocess.run([*pipeswitch, "cluster", "status", "--json"],
                                 capture_output=True, check=True)  # fmt: skip
         yield json.loads(status.stdout)["nodes"][0]["address"]
@@ -226,7 +227,8 @@ def _rival(
         "path": [str(Path(__file__).parents[1]), *sys.path[1:]],
         "models": {name: setting.order() for name, setting in settings.items()},
     }  # fmt: skip
-    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    ours = ("PYTHONPATH", "RAY_ADDRESS")
+    environment = {key: text for key, text in os.environ.items() if key not in ours}
     child = subprocess.Popen(
         [folder / "bin" / "python", "-P", Path(__file__).with_name("rival_rayserve.py"),
          json.dumps(order)],

@@ -68,7 +68,8 @@ def up(
         names, hosts = machines(ray, only_ours=scale is not None)
     start_nodes(ray, names, folder, hosts, flags, scale)
     row = {"nodes": sorted(names), "address": ray.get_runtime_context().gcs_address}
-    print_done(row, f"cluster of {len(names)} nodes is ready: PIPESWITCH_HOST=cluster", as_json)
+    ready = f"cluster of {len(names)} nodes is ready at {row['address']}: PIPESWITCH_HOST=cluster"
+    print_done(row, ready, as_json)
     if local:
         _wait_for_its_end(ray)
 

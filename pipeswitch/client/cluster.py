@@ -34,6 +34,7 @@ from .connection import Connection
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
+NODE: Final = "node:"  # before its name, an actor's
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
@@ -101,6 +102,11 @@ def placement_of(ray: Any) -> Any:
         raise ServerUnavailable(
             "this Ray has no cluster of PipeSwitch", hint="pipeswitch cluster up"
         ) from None
+
+
+def node_of(ray: Any, name: str) -> Any:
+    """Its handle."""
+    return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:

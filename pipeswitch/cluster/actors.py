@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..client.client import FINAL_JOB_STATES, Client
-from ..client.cluster import NAMESPACE, PLACEMENT, connect_ray, told, why_of
+from ..client.cluster import NAMESPACE, NODE, PLACEMENT, connect_ray, node_of, told, why_of
 from ..errors import (
     AlreadyExists,
     ConfigError,
@@ -41,7 +41,6 @@ from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
 
-NODE: Final = "node:"  # before its name, an actor's
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
@@ -287,17 +286,17 @@ class Placement:
                     if model in facts["models"]
                 ]
             if len({digest for digest, counts in known if counts}) > 1:
-                told(ray, _node(ray, node).unregister.remote(model))
+                told(ray, node_of(ray, node).unregister.remote(model))
                 raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
                                     hint="choose another name")  # fmt: skip
-            ray.get(_node(ray, node).remember.remote(model, body))
+            ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
         return self._copy(model)
 
     def forgotten(self, model: str) -> None:
         ray = connect_ray()
         for name in list(self._facts):
-            ray.get(_node(ray, name).remember.remote(model, None))
+            ray.get(node_of(ray, name).remember.remote(model, None))
         self._look()
 
     def drain(self, node: str) -> list[str]:
@@ -379,8 +378,7 @@ class Placement:
             life = self._next_life(job)
             self._moving.add(job)
         try:
-            target = _node(connect_ray(), to)
-            self._order(homes[0], "hand_over", job, target, life)
+            self._order(homes[0], "hand_over", job, to, life)
             self._order(to, "take_over", job, life)
         finally:
             self._moving.discard(job)
@@ -440,7 +438,7 @@ class Placement:
     def _order(self, node: str, verb: str, *args: Any) -> Any:
         """What a node answers; what it has become is known when this returns."""
         ray = connect_ray()
-        answer = told(ray, getattr(_node(ray, node), verb).remote(*args), ORDER_S)
+        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
         self._look()
         return answer
 
@@ -461,8 +459,8 @@ class Placement:
                 if job in busy or (node, job) in self._ordered:
                     continue
                 life = self._next_life(job) if verb == "take_over" else life
-                args = [_node(ray, to)] if to else [life] if life else []
-                answer = getattr(_node(ray, node), verb).remote(job, *args)
+                args = [to] if to else [life] if life else []
+                answer = getattr(node_of(ray, node), verb).remote(job, *args)
                 self._ordered[node, job] = answer
 
     def _trouble(self, what: str, work: Callable[[], Any]) -> None:
@@ -492,7 +490,7 @@ class Placement:
         """Ask every node how it is; who does not say so is gone."""
         ray, names = connect_ray(), node_names(connect_ray())
         heard = {name: facts["number"] for name, facts in self._facts.items()}
-        asked = {name: _node(ray, name).summary.remote(heard.get(name, 0)) for name in names}
+        asked = {name: node_of(ray, name).summary.remote(heard.get(name, 0)) for name in names}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
             if asked else ([], [])  # fmt: skip
         found = {}
@@ -618,17 +616,13 @@ class Placement:
         if body is None:
             return [f"{model} was not registered through the cluster: it stays on {source}"]
         ray = connect_ray()
-        bundle = _node(ray, source).bundle.remote(digest)  # from node to node, not through here
+        bundle = node_of(ray, source).bundle.remote(digest)  # from node to node, not through here
         try:
-            ray.get(_node(ray, target).adopt.remote(model, body, digest, bundle))
+            ray.get(node_of(ray, target).adopt.remote(model, body, digest, bundle))
         except Exception as error:
             return [f"{model} has no copy on {target}: {why_of(error)}"]
         self._look()
         return []
-
-
-def _node(ray: Any, name: str) -> Any:
-    return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def node_names(ray: Any) -> list[str]:
@@ -708,7 +702,7 @@ def start_nodes(
 
 
 def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:
-    handles = [_node(ray, name) for name in names]
+    handles = [node_of(ray, name) for name in names]
     for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
         with contextlib.suppress(Exception):  # its process ends with its server
             ray.get(ended, timeout=drain_s + 30.0)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from ..client.client import FINAL_JOB_STATES, Client
-from ..client.cluster import placement_of, told
+from ..client.cluster import node_of, placement_of, told
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
 from ..config import NAME_PATTERN
 from ..controller.journal import FILE_NAME, JournalFile
@@ -58,7 +58,8 @@ class NodeJobs:
             _write(self._jobs / job / "job.json", text.encode())
 
     def _forget(self, job: str) -> None:
-        shutil.rmtree(self._jobs / job, ignore_errors=True)
+        with self._changing:
+            shutil.rmtree(self._jobs / job, ignore_errors=True)
 
     def _copies(self) -> tuple[dict[str, Copy], list[dict[str, Any]]]:
         """What it keeps of each job, and the server's rows, which are asked for last: what is kept
@@ -79,7 +80,8 @@ class NodeJobs:
             step, is_paused = row["persisted_step"], row["state"] == "paused" and not is_held
         else:
             state = "over" if row is not None else "gone"
-        return Copy(kept["life"], state, step, is_paused, is_held)
+        sent = frozenset(kept.get("sent", ()))
+        return Copy(kept["life"], state, step, is_paused, is_held, sent)
 
     def _claim(self, ray: Any) -> float:
         """Before its server goes on with its jobs: let go of those that live elsewhere by now.
@@ -181,22 +183,22 @@ class NodeJobs:
 
     # ---- replicas ------------------------------------------------------------------------------
 
-    def hand_over(self, job: str, target: Any, life: int) -> None:
-        """Commit it, send that, and let go of it: ``target`` may begin its next life."""
+    def hand_over(self, job: str, to: str, life: int) -> None:
+        """Commit it, send that, and let go of it: the node ``to`` may begin its next life."""
         hold(self._client, self._jobs, job)
         try:
             with contextlib.suppress(InvalidInput):  # it has committed nothing
                 self._client.job(job, "export")
-            if not self.send(job, target):
+            if not self.send(job, to):
                 raise ServerUnavailable(f'job "{job}" is over, or on its way: try again')
         except BaseException:
             self.go_on(job)
             raise
         self.drop(job, life, keeps_replica=True)
 
-    def send(self, job: str, target: Any) -> bool:
-        """Its newest commit on disk, with all that it takes to go on there; False: it does not
-        live here, or is on its way already."""
+    def send(self, job: str, to: str) -> bool:
+        """Its newest commit on disk, with all that it takes to go on at the node ``to``; False: it
+        does not live here, or is on its way already."""
         import ray
 
         with self._changing:
@@ -208,10 +210,15 @@ class NodeJobs:
             if copy is None or copy.state != "home":
                 return False
             kept["is_paused"] = copy.is_paused
+            kept["sent"] = sorted(copy.sent | {self._name, to})
+            with self._changing:
+                if not self._kept(job):
+                    return False  # it was let go of meanwhile
+                self._keep(job, sent=kept["sent"])  # before it is there
             own = self._jobs / job / Path(kept["body"]["entry"]).name
             script = own.read_bytes() if own.exists() else b""
             commit = _newest(self._state / "commits" / job)
-            ray.get(target.receive.remote(job, kept, own.name, script, *commit))
+            ray.get(node_of(ray, to).receive.remote(job, kept, own.name, script, *commit))
             return True
         finally:
             self._sending.discard(job)

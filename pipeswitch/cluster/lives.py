@@ -18,6 +18,7 @@ class Copy(NamedTuple):
     step: int = -1  # of the commit on disk; -1: none yet
     is_paused: bool = False  # by its user
     is_held: bool = False  # by us: its node heard nothing for a while, or was to hand it over
+    sent: frozenset[str] = frozenset()  # nodes that have had a replica, of this job's lives
 
 
 class Order(NamedTuple):
@@ -90,7 +91,9 @@ def orders(
             yield from _replicate(job, homes[0], rows, targets)
         elif over:
             replicas = [node for node in rows if node not in over]
-            gone = [node for node in over if rows[node].state == "gone" and not replicas]
+            may_have = frozenset[str]().union(*(rows[node].sent for node in over))
+            is_known = not replicas and may_have <= copies.keys()  # to all who could begin it again
+            gone = [node for node in over if rows[node].state == "gone" and is_known]
             yield from (Order(node, "drop", job, last) for node in replicas + gone)
         elif job in given_up:
             best = max(rows, key=lambda node: (rows[node].life, rows[node].step))

@@ -33,8 +33,8 @@ from .held import Asked, Grown, Held, Key
 from .prefixes import BLOCK, History, Prefixes, common
 from .request_pool import RequestPool, Room
 
-ROWS_STEP: Final = 32  # what may be padded grows by so many: most steps have the last one's shape
-SPARE_SHARE: Final = 16  # what grows has room for such a part more: it is moved 16 times in all
+ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
+SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
 MOST_SPARES: Final = 128
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
@@ -373,7 +373,8 @@ class Sequences:
             )
         if grown is None or wanted > grown.capacity:
             most = dim.high if dim is not None else wanted
-            capacity = min(aligned(wanted + wanted // SPARE_SHARE, ROWS_STEP), most)
+            rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
+            capacity = min(aligned(wanted, rows_more), most)
             room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
             at, size = room.input_offset_bytes, 0
             if grown is not None:  # with what lies ahead

@@ -46,6 +46,7 @@ from .text_process import (
 ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
 PROCESSES: Final = 8  # of models' texts; of more models the idlest one's ends
 TEXT_S: Final = 10.0  # for one reply of such a process, those of its other answers before it
+START_S: Final = 60.0  # for its first one: on a busy machine a process starts slowly
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
@@ -64,7 +65,7 @@ class Talk:
         self._waiting: deque[asyncio.Future[Step | Wrong]] = deque()
         self._reading = asyncio.create_task(self._read())
         self.answers = 0  # under way
-        self.is_over = False
+        self.is_over = self._has_answered = False
 
     @staticmethod
     async def open(facts: Facts) -> Talk:
@@ -88,7 +89,8 @@ class Talk:
         reply: asyncio.Future[Step | Wrong] = loop.create_future()
         self.tell(asked)
         self._waiting.append(reply)
-        late = loop.call_later(TEXT_S, self._late, reply)  # also if who asked has hung up
+        limit_s = TEXT_S if self._has_answered else START_S
+        late = loop.call_later(limit_s, self._late, reply)  # also if who asked has hung up
         found = await reply
         late.cancel()
         if isinstance(found, Wrong):
@@ -120,6 +122,7 @@ class Talk:
                 if size > MAX_REPLY_BYTES:
                     return
                 found = _reply.decode(await self._reader.readexactly(size))
+                self._has_answered = True
                 reply = self._waiting.popleft()
                 if not reply.done():
                     reply.set_result(found)
@@ -136,7 +139,7 @@ class Talk:
 
     def _gone(self) -> ServerUnavailable:
         return ServerUnavailable(
-            f"the process of this model's texts died, or took more than {TEXT_S:g} s",
+            "the process of this model's texts died, or took too long",
             hint="its chat template or tokenizer may be why; a new one is started",
         )
 

@@ -359,10 +359,6 @@ def _closed_circle(given: Arguments) -> None:
     _need(given["mode"] != "circular" or min(given["pad"], default=0) >= 0, f"pad {given['pad']}")
 
 
-def _shuffle(given: Arguments) -> None:
-    _need(given["self"].dim() >= 3, "too few dimensions")
-
-
 # ---- looking up -------------------------------------------------------------------------------
 
 
@@ -401,14 +397,6 @@ def _places(given: Arguments) -> None:
     _need(0 < len(given["indices"]) <= given["self"].dim(), "too many indices, or none")
     for index in found:
         _need(index.dtype in INDICES or index.dtype is torch.bool, f"an index is {index.dtype}")
-
-
-def _one_hot(given: Arguments) -> None:
-    _need(given["self"].dtype is torch.int64, "it takes int64")
-
-
-def _along_dim(given: Arguments) -> None:
-    _need(given["dim"] is None or given["indices"].dim() == given["self"].dim(), "dimensions")
 
 
 # ---- attention --------------------------------------------------------------------------------
@@ -510,7 +498,8 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
         _dims("self", 2, 3), _not_empty("self"), _WINDOW, _numbers(1, MAX_GEOMETRY, "output_size")
     ),
     "pixel_shuffle pixel_unshuffle channel_shuffle": _all_of(
-        _numbers(1, MAX_GEOMETRY, "upscale_factor", "downscale_factor", "groups"), _shuffle
+        _numbers(1, MAX_GEOMETRY, "upscale_factor", "downscale_factor", "groups"),
+        lambda g: _need(g["self"].dim() >= 3, "too few dimensions"),
     ),
     "constant_pad_nd": _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"),
     "pad": _all_of(_numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"), _closed_circle),
@@ -525,8 +514,14 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce": _SCATTER,
     "index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_": _INDEX_ROWS,
     "index index_put index_put_": _places,
-    "take_along_dim": _all_of(_indices("indices"), _along_dim),
-    "one_hot": _all_of(_numbers(1, 1 << 24, "num_classes"), _one_hot),
+    "take_along_dim": _all_of(
+        _indices("indices"),
+        lambda g: _need(g["dim"] is None or g["indices"].dim() == g["self"].dim(), "dimensions"),
+    ),
+    "one_hot": _all_of(
+        _numbers(1, 1 << 24, "num_classes"),
+        lambda g: _need(g["self"].dtype is torch.int64, "it takes int64"),
+    ),
     "bucketize": _extents(boundaries="N"),
     "scaled_dot_product_attention": _all_of(
         _floats("query", "key", "value"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +12,17 @@ from typing import Any, Final
 import pytest
 import torch
 from process_tools import ENVIRONMENT as OFTEN
-from process_tools import Checked, checked_server, finish, hurt, mlp, run_plain, until, write_script
+from process_tools import (
+    Checked,
+    checked_server,
+    command,
+    finish,
+    hurt,
+    mlp,
+    run_plain,
+    until,
+    write_script,
+)
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
@@ -113,10 +121,8 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
     arguments = [str(tmp_path / "out"), "", str(tmp_path / "never")]
 
     def planned(memory: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from pipeswitch.cli.main import main; main()", "plan",
-                   "--train", script, "--memory", memory, "--json", "--", *arguments]  # fmt: skip
-        environment = {**os.environ, **ENVIRONMENT}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        words = ("plan", "--train", script, "--memory", memory, "--json", "--", *arguments)
+        return command(*words, environment=ENVIRONMENT)
 
     made = json.loads(planned("800KiB").stdout)
     needed, (whole, limited) = made["needed_bytes"], made["plans"]

@@ -231,7 +231,7 @@ def test_streams_side_by_side_lose_nothing(running: Checked) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% include 'other' %}", "no loader"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
-        (ENDLESS, "took more than"),
+        (ENDLESS, "took too long"),
     ],
 )
 def test_a_hostile_template_costs_its_own_process_alone(

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,12 +208,8 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
 
 
 def test_doctor_examines_each_gpu(own_gpu: dict[str, str]) -> None:
-    code = "from pipeswitch.cli.main import main; main()"
     asked = {"PIPESWITCH_DEVICE__NAME": "cuda:0,cuda:1", "CUDA_FAKE_DEVICES": "2"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "doctor", "--json"],
-        env={**os.environ, **own_gpu, **asked}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = tools.command("doctor", "--json", environment={**own_gpu, **asked})
     found = {row["name"]: row["status"] for row in json.loads(done.stdout)}
     assert [found[f"cuda:{index} ipc"] for index in (0, 1)] == ["ok", "ok"]
 
@@ -263,14 +258,9 @@ def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
 
 
 def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from pipeswitch.cli.main import main; main()"
-    return subprocess.run(
-        [
-            sys.executable, "-P", "-c", code, "serve", *args, "--listen", "tcp://127.0.0.1:0",
-            "--state-dir", str(tmp_path / "state"),
-        ],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment},
-        capture_output=True, text=True, timeout=120,
+    return tools.command(
+        "serve", *args, "--listen", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path / "state"),
+        environment={"XDG_RUNTIME_DIR": str(tmp_path), **environment},
     )  # fmt: skip
 
 

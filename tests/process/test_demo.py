@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_tools import until
+from process_tools import COMMAND, command, until
 
 from pipeswitch.demo.run import DemoModel, Plan, run
 
@@ -73,8 +73,7 @@ def folder() -> Iterator[Path]:
 
 def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Path) -> None:
     demo = subprocess.Popen(
-        [*HEARING, sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
-         "demo", "--out", str(folder / "out")],
+        [*HEARING, *COMMAND, "demo", "--out", str(folder / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -103,13 +102,7 @@ def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Pa
 def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "taken"
     file.write_text("")
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
-         "demo", "--out", str(file / "below")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )  # fmt: skip
+    ended = command("demo", "--out", str(file / "below"))
     assert ended.returncode == 1
     assert "cannot write to" in ended.stderr
     assert "Traceback" not in ended.stderr

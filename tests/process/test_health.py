@@ -30,25 +30,17 @@ def running() -> Iterator[tools.Checked]:
         yield checked
 
 
-def cli(address: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
-         "--host", address, *words],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
 # ------------------------------------------------------------------------------- ping
 
 
 def test_the_command_exits_with_what_a_probe_wants_to_know(running: tools.Checked) -> None:
     address = running.running.ipc_address
-    done = cli(address, "ping", "--deep", "--json")
+    done = tools.command("--host", address, "ping", "--deep", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ready"]
-    assert cli(address, "ping").stdout.startswith("ready ")
-    assert "daemon" in cli(address, "ping", "--deep").stdout
-    assert cli("tcp://127.0.0.1:9", "ping", "--deep").returncode == 3
+    assert tools.command("--host", address, "ping").stdout.startswith("ready ")
+    assert "daemon" in tools.command("--host", address, "ping", "--deep").stdout
+    assert tools.command("--host", "tcp://127.0.0.1:9", "ping", "--deep").returncode == 3
 
 
 def test_probes_disturb_no_training_and_no_request(running: tools.Checked, tmp_path: Path) -> None:
@@ -172,7 +164,7 @@ main()
 def serve_until_it_ends(
     folder: Path,
     *,
-    program: str = "from pipeswitch.cli.main import main; main()",
+    program: str = tools.COMMAND[-1],
     environment: Mapping[str, str] | None = None,
     when_ready: object = None,
 ) -> tuple[subprocess.CompletedProcess[str], str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from frontend_rig import FakeScheduler, until
+from process_tools import command
 
 import pipeswitch as ps
 from pipeswitch.frontend.clients import Counters
@@ -204,14 +203,6 @@ def linear(seed: int) -> torch.nn.Module:
     return torch.nn.Linear(4, 4)
 
 
-def command(running: RunningServer, *words: str) -> subprocess.CompletedProcess[str]:
-    code = "from pipeswitch.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code, "--host", running.tcp_address, *words],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
 def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: Path) -> None:
     with server(state_dir=tmp_path) as running, running.client() as owner:
         owner.register("m", linear(0), example_inputs=torch.zeros(1, 4))
@@ -238,14 +229,14 @@ def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: 
                 (Role.CODE, lambda: stranger.train("pkg.train:main")),
             ):
                 denied(role, call)
-        refused = command(running, "unregister", "m")
+        refused = command("--host", running.tcp_address, "unregister", "m")
         assert refused.returncode == 1
         assert '"register"' in refused.stderr
         assert "--tcp-roles infer,register" in refused.stderr.replace("\n", " ")
-        listed = command(running, "models", "--json")
+        listed = command("--host", running.tcp_address, "models", "--json")
         assert [one["name"] for one in json.loads(listed.stdout)] == ["m"]
-        assert command(running, "models").returncode == 0
-        assert command(running, "show", "m").returncode == 0
+        assert command("--host", running.tcp_address, "models").returncode == 0
+        assert command("--host", running.tcp_address, "show", "m").returncode == 0
         assert owner.infer("m", X).outputs
 
 

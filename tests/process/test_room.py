@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_tools import command
 
-PROGRAM = "from pipeswitch.cli.main import main; main()"
-SERVE = [sys.executable, "-P", "-c", PROGRAM, "serve", "--device", "cpu",
-         "--listen", "tcp://127.0.0.1:0"]  # fmt: skip
+SERVE = ("serve", "--device", "cpu", "--listen", "tcp://127.0.0.1:0")
 
 
 def serve(state: Path, *arguments: str, group: Path | None = None) -> tuple[int, str]:
@@ -24,10 +21,7 @@ def serve(state: Path, *arguments: str, group: Path | None = None) -> tuple[int,
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    done = subprocess.run(
-        [*SERVE, "--state-dir", str(state), *arguments],
-        capture_output=True, text=True, timeout=60, preexec_fn=enter, check=False,
-    )  # fmt: skip
+    done = command(*SERVE, "--state-dir", str(state), *arguments, preexec_fn=enter)
     return done.returncode, done.stderr
 
 

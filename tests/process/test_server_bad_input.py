@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
+from process_tools import Checked, checked_server, command, eager, is_bit_equal, mlp
 
-from pipeswitch.errors import (
-    InvalidInput,
-    RegistrationRefused,
-    TaskFailed,
-)
+from pipeswitch.errors import InvalidInput, RegistrationRefused, TaskFailed
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)
 
@@ -102,31 +96,15 @@ def test_a_factory_that_raises_or_returns_nonsense_is_refused(running: Checked) 
             )
 
 
-# ------------------------------------------------------------------------------- garbage
-
-
 # ------------------------------------------------------------------------------- other servers
-
-
-def serve_once(tmp_path: Path, *args: str) -> tuple[int, str]:
-    """Run a server that cannot start; its status and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
-         "--device", "cpu", "--arena", "16MiB", "--host-store", "32MiB", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_second_server_on_the_same_state_directory_is_refused(
     running: Checked, tmp_path: Path
 ) -> None:
-    state = str(running.running.state_dir)
-    status, said = serve_once(tmp_path, "--listen", "tcp://127.0.0.1:0", "--state-dir", state)
-    assert status == 1
-    assert str(running.pid) in said
-    assert "Traceback" not in said
+    words = ("serve", "--device", "cpu", "--arena", "16MiB", "--host-store", "32MiB",
+             "--listen", "tcp://127.0.0.1:0")  # fmt: skip
+    done = command(*words, "--state-dir", str(running.running.state_dir), cwd=tmp_path)
+    assert done.returncode == 1
+    assert str(running.pid) in done.stderr
+    assert "Traceback" not in done.stderr

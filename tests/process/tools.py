@@ -12,6 +12,8 @@ import functools
 import itertools
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +23,11 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.errors import TaskFailed
@@ -39,7 +43,19 @@ ENVIRONMENT = {
 }
 """A server's that commits all the time, and starts again at once what dies."""
 
+COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
+
 T = TypeVar("T")
+
+
+def command(
+    *words: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """``pipeswitch`` in a process of its own: its status, and what it said."""
+    return subprocess.run(
+        [*COMMAND, *words], env={**os.environ, **(environment or {})}, capture_output=True,
+        text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -426,3 +442,25 @@ def is_bit_equal(one: Any, other: Any) -> bool:
         return False
     views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*views)
+
+
+@contextlib.contextmanager
+def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
+    """A folder for a Ray, whatever else runs on this machine, and a list for its processes; nothing
+    of it stays."""
+    before = dict(os.environ)  # Ray adds to it
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token), **environment}
+    started: list[psutil.Process] = []
+    try:
+        yield folder, started
+        assert not [one for one in psutil.wait_procs(started, 100)[1] if one.is_running()]
+    finally:
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -45,6 +45,7 @@ class World:
             del mine[order.job]
         elif order.verb == "send" and copy.state == "home" and order.to not in self.away:
             there = self.kept[order.to].get(order.job)
+            copy = mine[order.job] = copy._replace(sent=copy.sent | {order.node, order.to})
             if there is None or (there.state != "home" and there.life <= copy.life):
                 self.kept[order.to][order.job] = copy._replace(state="replica")
 
@@ -98,12 +99,13 @@ def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
     world.settle()
     assert sorted(kept["j"].state for kept in world.kept.values() if kept) == ["home", "replica"]
     (home,) = homes_of("j", world.copies)
-    world.kept[home]["j"] = world.kept[home]["j"]._replace(state="over")
-    world.settle()
-    assert [node for node, kept in world.kept.items() if kept] == [home]
-    world.kept[home]["j"] = world.kept[home]["j"]._replace(state="gone")
-    world.kept[next(node for node in NODES if node != home)]["j"] = Copy(1, "replica")
-    assert world.ordered()[0].node != home  # the end is known until no replica is left
+    world.away = {node for node, kept in world.kept.items() if kept} - {home}
+    for state in ("over", "gone"):  # it ends and is removed while its replica is away
+        world.kept[home]["j"] = world.kept[home]["j"]._replace(state=state)
+        world.settle()
+        assert world.kept[home]["j"].state == state
+    world.comes_back(*world.away)
+    assert all(order.verb == "drop" and order.node != home for order in world.ordered())
     world.settle()
     assert not any(world.kept.values())
 
