@@ -104,6 +104,7 @@ def _environment() -> Iterator[Path]:
     root = str(Path(__file__).parents[1])  # the nodes make the towers by name
     os.environ |= {
         "RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "XDG_RUNTIME_DIR": str(folder),  # others' nodes may have the same names
         "PYTHONPATH": os.pathsep.join(filter(None, (root, before.get("PYTHONPATH")))),
     }  # fmt: skip
     try:
@@ -122,10 +123,12 @@ def _cluster(state: Path, flags: Sequence[str]) -> Iterator[None]:
     made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        told = next((line for line in made.stdout if '"address":' in line), "")
-        if not told:
-            raise RuntimeError("no cluster: what it said stands above")
-        os.environ["RAY_ADDRESS"] = told.split('"')[3]  # Ray writes lines of its own between
+        told = [""]
+        while '"address":' not in told[-1]:
+            told.append(made.stdout.readline())
+            if not told[-1]:
+                raise RuntimeError(f"no cluster: {''.join(told)}")
+        os.environ["RAY_ADDRESS"] = told[-1].split('"')[3]
         yield
         subprocess.run([*COMMAND, "cluster", "down"], check=True, capture_output=True)
         made.wait(200)
