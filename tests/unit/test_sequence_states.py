@@ -1,0 +1,162 @@
+"""Every order of a few moves of a few sequences: no row of other tokens, no memory lost.
+
+Breadth first over small worlds, equal states once, so the first violation has a shortest story.
+Blocks, slabs and steps are small, so that few tokens meet every bound.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pipeswitch.frontend import held as held_module
+from pipeswitch.frontend import prefixes, sequences
+from pipeswitch.frontend.held import Grown, Held
+from pipeswitch.frontend.prefixes import History
+from pipeswitch.frontend.request_pool import Room
+from pipeswitch.wire import slabs
+from tests.unit.sequence_world import Key, Move, Request, World
+
+PAGE = 16  # of four rows
+STRUCTS = (Held, Grown, Room, History, Request)
+UNTOLD = ("number", "client", "announced", "steps", "made", "chosen", "choosing", "sent")
+SIZES = (
+    (prefixes, "BLOCK", 2), (sequences, "BLOCK", 2), (sequences, "ROWS_STEP", 2),
+    (slabs, "SLAB_ALIGN_BYTES", PAGE), (held_module, "TENSOR_ALIGN_BYTES", 8),
+)  # fmt: skip
+ONE, TWO, OTHER = ("a", "1"), ("a", "2"), ("b", "1")
+ONES, MIXED, MORE, APART = (1, 1, 1), (1, 1, 2, 2, 2), (1, 1, 1, 1), (2, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    keys: tuple[Key, ...] = (ONE, TWO)
+    pages: int = 40
+    depth: int
+    story: tuple[Move, ...] = ()  # that it begins with
+    steps: int = 0  # that a worker may go on
+    hows: tuple[str, ...] = ("done", "at once", "late", "refused")
+
+    def moves(self, world: World) -> Iterator[Move]:
+        held = world.sequences.held
+        for key in self.keys if held or world.told else self.keys[:1]:  # they are alike
+            request = world.under_way.get(key)
+            if request is None:
+                pieces = [(True, ONES), (True, MIXED)]
+                pieces += [(False, MORE), (False, APART)] if key in held else []
+                for (starts, piece), how in itertools.product(pieces, self.hows):
+                    yield "ask", key, starts, piece, how, self.steps
+            elif not request.is_copying:
+                yield from (("answer", key, how) for how in ("ok", "lost", "error"))
+                if self.steps:
+                    yield "answer", key, "ok", (1, 2, 1)
+            if key in held and not held[key].is_left:
+                yield "end", key
+        if world.lane:
+            yield ("carry",)
+        if world.sequences.spare:
+            yield ("give up",)
+        if not world.now_ms and (held or world.sequences.spare):
+            yield ("idle",)
+
+
+def _blank(kind: Any) -> Any:
+    return kind(**dict.fromkeys(kind.__struct_fields__))
+
+
+def _fields(one: Any) -> Any:
+    """Of a struct that is in a circle: it is made first, and filled then."""
+    fields = {name: getattr(one, name) for name in one.__struct_fields__}
+    return _blank, (type(one),), (None, fields)
+
+
+def thawed(data: bytes) -> World:
+    world: World = pickle.loads(data)
+    world.sequences.spare = {id(one): one for one in world.sequences.spare.values()}
+    return world
+
+
+def shape_of(world: World) -> int:
+    """Equal for states that nothing tells apart."""
+    numbers: dict[int, int] = {}
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, STRUCTS):
+            if id(one) in numbers:
+                return numbers[id(one)]
+            numbers[id(one)] = len(numbers)
+            names = [name for name in one.__struct_fields__ if name not in UNTOLD]
+            return [plain(getattr(one, name)) for name in names]
+        if isinstance(one, dict):
+            return [(plain(key), plain(value)) for key, value in one.items()]
+        return [plain(item) for item in one] if isinstance(one, list | tuple) else one
+
+    own, slabs = world.sequences, world.pool._slabs
+    told = (own.held, [*own.spare.values()], world.under_way, world.lane, own._prefixes._with,
+            sorted(slabs._taken.items()), world.now_ms, own._look_at_ms)  # fmt: skip
+    return hash((repr(plain(told)), bytes(world.pool.memory)))
+
+
+def explore(scope: Scope) -> int:
+    """How many states there are; an exception of a move has the story as a note."""
+    root = World(scope.pages * PAGE)
+    for move in scope.story:
+        root.move(move)
+    seen, frontier = {shape_of(root)}, [(pickle.dumps(root), scope.story)]
+    for _ in range(scope.depth):
+        following = []
+        for data, story in frontier:
+            for move in scope.moves(thawed(data)):
+                world = thawed(data)
+                try:
+                    world.move(move)
+                    shape = shape_of(world)
+                    if shape not in seen:
+                        seen.add(shape)
+                        following.append((pickle.dumps(world), (*story, move)))
+                        world.wind_down()
+                except Exception as error:
+                    error.add_note("\n".join(map(str, (*story, move))))
+                    raise
+        frontier = following
+    return len(seen)
+
+
+def done(key: Key, starts: bool, *piece: int) -> Move:
+    return "ask", key, starts, piece, "done"
+
+
+TALK = (done(ONE, True, *ONES), done(ONE, False, *MORE))
+OVER = (done(ONE, True, *MIXED), done(ONE, False, *APART), ("end", ONE))
+SCOPES = {
+    "full": Scope(depth=2, pages=12, story=(*TALK, ("end", ONE), done(TWO, True, *(2,) * 6))),
+    "spare": Scope(depth=3, story=OVER),
+    "ahead": Scope(depth=2, story=(*OVER, done(ONE, True, *MIXED), done(TWO, True, *MIXED),
+                                   done(TWO, False, *MORE))),
+    "two callers": Scope(depth=3, keys=(ONE, OTHER)),
+    "steps": Scope(depth=3, steps=3),
+    "tokens in common": Scope(depth=3, hows=("done", "at once", "refused"),
+                              story=(*TALK, done(TWO, True, *ONES))),
+    "tight": Scope(depth=4, pages=12),
+    "wide": Scope(depth=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (SCOPES[one].depth > 3)) for one in SCOPES],
+)
+def test_no_order_of_moves_lends_rows_of_other_tokens_or_loses_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, what, value in SIZES:
+        monkeypatch.setattr(module, what, value)
+    for kind in STRUCTS:
+        monkeypatch.setitem(copyreg.dispatch_table, kind, _fields)
+    assert explore(SCOPES[name]) > 100
