@@ -25,7 +25,7 @@ from pipeswitch import Client
 from pipeswitch.client.cluster import connected_ray, placement_of, told
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(900),  # a minute of rest, and machines start one after the other
     pytest.mark.skipif(importlib.util.find_spec("ray") is None,
                        reason="no Ray: pip install 'pipeswitch[ray]'"),
