@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # "More than fits" has 2.9 of 2.5 thousand, sequences 3.25 of 3, Ray 1.85 of 1.5: 0.9 too much.
 MOST_PRODUCT_LINES = 67_400
-MOST_TEST_LINES = 61_700
+MOST_TEST_LINES = 61_900
 
 
 def lines_of(*tops: str) -> int:

@@ -36,7 +36,6 @@ class Toy:
     def run(self, inputs: Any, before_group: Any) -> list[torch.Tensor]:
         before_group(0)
         ids, count, used, cache = inputs
-        assert cache.is_contiguous()
         assert cache.shape[1] <= CONTEXT
         made = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
         logits = torch.zeros(len(ids), VOCABULARY)

@@ -23,7 +23,7 @@ from pipeswitch.programs.sampling import Sampling, next_token
 from .pool import RequestPool
 
 RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
-ROWS_STEP: Final = 32  # caches lie apart by a multiple of it: most runs have the last one's shape
+ROWS_STEP: Final = 16  # most runs have the last one's shape, and few rows that are not used
 CHOSEN: Final = ValueSpec(name=TOKENS, dtype="int64", shape=("batch", "steps"))
 
 Requests = Sequence[RunInference | JoinedRequest]
@@ -48,13 +48,14 @@ class Caches:
         self, model: str, given: Sequence[torch.Tensor], known: Sequence[Known], extent: int,
         most: int,
     ) -> tuple[list[int], torch.Tensor]:  # fmt: skip
-        """All caches as one tensor with that extent or more, up to ``most``; and of each where it
-        is. One that lies there from the last run is not copied."""
+        """All caches as one tensor with that extent or some more, up to ``most``; and of each where
+        it is. One that lies there from the last run is not copied."""
         rows, width, count = self._rows, given[0].shape[2], len(given)
         is_other = (model, given[0].dtype, width) != (self.model, rows.dtype, rows.shape[2])
-        is_tight = not extent <= rows.shape[1] <= 2 * extent + ROWS_STEP
-        if is_other or is_tight or count > len(rows):
-            self._make_room(given[0], count, min(aligned(extent, ROWS_STEP) + ROWS_STEP, most))
+        does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
+        extent = min(aligned(extent, ROWS_STEP), most)
+        if is_other or not does_fit:
+            self._make_room(given[0], count, min(aligned(extent * 3 // 2, ROWS_STEP), most))
             self.model = model
         lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
         free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
@@ -67,7 +68,7 @@ class Caches:
                 self._rows[row, used:].zero_()
             order.append(row)
         self._known[:count] = [None] * count  # until the run has ended well
-        return order, self._rows[:count]
+        return order, self._rows[:count, :extent]
 
     def _make_room(self, like: torch.Tensor, count: int, extent: int) -> None:
         """On fresh pages a copy takes five times as long: the old ones are taken again."""

@@ -25,6 +25,7 @@ MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are t
 MOST_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
 AWAY_SHARE: Final = 0.25  # of a run's time, for which its sequences' next steps are waited for
 MOST_AWAY_MS: Final = 10.0  # so many clients' round trips
+STEPS_AWAY_MS: Final = 5.0  # at least, where the next run may be of many steps
 
 
 class Batch(NamedTuple):
@@ -130,7 +131,9 @@ def ended(device: DeviceState, replica: Replica, requests: Sequence[Request], ms
     """Their run took so long. Clients have the answers, and ask for the next steps now: without a
     moment for these two halves of the sequences would go on in turns."""
     away = {request.sequence: request for request in requests if request.sequence}
-    until_ms = device.core.now_ms + min(AWAY_SHARE * ms, MOST_AWAY_MS)
+    goes_on = any(one.choosing is not None and one.choosing.steps > 1 for one in requests)
+    least_ms = STEPS_AWAY_MS if goes_on else 0.0
+    until_ms = device.core.now_ms + min(max(AWAY_SHARE * ms, least_ms), MOST_AWAY_MS)
     replica.away = Away(away, until_ms)
 
 
