@@ -68,8 +68,8 @@ class Upstream:
             self._know(model)
             raise InvalidInput("it generates no text")
         if op == "stats":
-            nested = {"inference": Counter[str](), "dispatches": {}, "device_s": {}, "tenant_s": {}}
-            return defaultdict(int, nested)
+            names = ("dispatches", "device_s", "tenant_s", "sequences_by_model")
+            return defaultdict(int, {"inference": Counter[str](), **{name: {} for name in names}})
         return {"models": [ROW], "jobs": [], "rows": [], "ready": True, "trace": {}, "model": model}
 
     async def job(self, name: str, action: str, **_: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from pipeswitch.ipc.messages import InferenceDone, InferenceFailed, RunInference
 from workers import main as worker_main
+from workers.inference.steps import Stepping
 from workers.inference.task import _Groups, infer
 
 
@@ -65,7 +66,9 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )  # fmt: skip
     programs: Any = SimpleNamespace(
-        made_up=None, bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
+        made_up=None,
+        stepping=Stepping(),
+        bound=lambda _: SimpleNamespace(manifest=manifest, run=run),
     )
     pool: Any = SimpleNamespace(write=lambda *_: (), joined_for="")
     task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))
