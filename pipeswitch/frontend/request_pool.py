@@ -141,8 +141,8 @@ class RequestPool:
             )
         if tenant not in self._files:
             self._open(tenant)
+        reply_offset = self._slabs.take(reply_bytes)  # first: inputs may grow into what is behind
         input_offset = self._slabs.take(input_bytes)
-        reply_offset = self._slabs.take(reply_bytes)
         if input_offset is None or reply_offset is None:
             for offset in (input_offset, reply_offset):
                 if offset is not None:
@@ -168,6 +168,19 @@ class RequestPool:
             reply_bytes=reply_bytes,
             tenant=tenant,
         )
+
+    def grow(self, room: Room, input_bytes: int) -> bool:
+        """Make room for inputs that large where they lie; False: there is none, or it is over the
+        holder's share."""
+        more = input_bytes + room.reply_bytes - room.held_bytes
+        at = room.input_offset_bytes
+        if more > self._shares.left(room.holder) or not self._slabs.grow(at, input_bytes):
+            return False
+        self._shares.add(room.holder, more)
+        room.held_bytes += more
+        if self._file_of is not None:
+            self._files[room.tenant].slabs[at] = self._slabs.size_of(at)
+        return True
 
     def _open(self, tenant: str) -> None:
         """Map a tenant's file with its first request.

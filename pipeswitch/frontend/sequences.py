@@ -375,10 +375,14 @@ class Sequences:
             most = dim.high if dim is not None else wanted
             rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
             capacity = min(aligned(wanted, rows_more), most)
-            room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, held.announced.tenant)
-            at, size = room.input_offset_bytes, 0
-            if grown is not None:  # with what lies ahead
-                size = row_bytes * grown.capacity
+            size = 0 if grown is None else row_bytes * grown.capacity
+            if grown is not None and self._pool.grow(grown.room, row_bytes * capacity):
+                room = grown.room
+            else:
+                tenant = held.announced.tenant
+                room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant)
+            at = room.input_offset_bytes
+            if grown is not None and room is not grown.room:  # with what lies ahead
                 held.copies.append((at, grown.room.input_offset_bytes, size))
                 held.leaving.append(grown.room)
             held.copies.append((at + size, -1, row_bytes * capacity - size))

@@ -59,6 +59,22 @@ class SlabPool:
         self._taken[offset] = size
         return offset
 
+    def grow(self, offset_bytes: int, size_bytes: int) -> bool:
+        """Make a slab larger where it lies; False: what is behind it is taken, or too small."""
+        size = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
+        end, more = offset_bytes + self._taken[offset_bytes], size - self._taken[offset_bytes]
+        index = bisect_left(self._holes, (end, 0))
+        if more <= 0:
+            return True
+        if index == len(self._holes) or self._holes[index][0] != end:
+            return False
+        hole_bytes = self._holes[index][1]
+        if hole_bytes < more:
+            return False
+        self._holes[index : index + 1] = [(end + more, hole_bytes - more)] * (hole_bytes > more)
+        self._taken[offset_bytes] = size
+        return True
+
     def free(self, offset_bytes: int) -> None:
         """Give a slab back; KeyError when there is none at that offset."""
         size = self._taken.pop(offset_bytes)

@@ -50,17 +50,23 @@ def test_an_empty_request_still_gets_its_own_place() -> None:
     assert pool.take(0) != pool.take(0)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20 * PAGE)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("tfg"), st.integers(0, 20 * PAGE)), max_size=60))
 def test_any_sequence_keeps_the_invariants_and_ends_in_one_hole(
-    steps: list[tuple[bool, int]],
+    steps: list[tuple[str, int]],
 ) -> None:
     pool = SlabPool(64 * PAGE)
     live: list[int] = []
-    for is_take, number in steps:
-        if is_take:
+    for step, number in steps:
+        if step == "t":
             offset = pool.take(number)
             if offset is not None:
                 live.append(offset)
+        elif live and step == "g":
+            offset = live[number % len(live)]
+            before = pool.size_of(offset)
+            has_grown = pool.grow(offset, number)
+            assert pool.size_of(offset) == before or has_grown
+            assert pool.size_of(offset) >= number or not has_grown
         elif live:
             pool.free(live.pop(number % len(live)))
         pool.check()
