@@ -153,7 +153,7 @@ def test_releasing_inputs_twice_takes_nobody_elses_slab(pool: RequestPool) -> No
     at = room.input_offset_bytes
     pool.release_inputs(room)
     other = pool.reserve("b", PAGE, PAGE)
-    assert other.input_offset_bytes == at
+    assert at in (other.input_offset_bytes, other.reply_offset_bytes)
     slabs = pool.as_dict()["pool_slabs"]
     with pytest.raises(KeyError):
         pool.release_inputs(room)
