@@ -52,8 +52,10 @@ def up(
 
     pipeswitch cluster up --local 3 -- --device cpu --arena 256MiB
     """
-    if scale and (local or scale[0] > scale[1]):
-        raise InvalidInput("--scale is MIN MAX, on machines that Ray brings: without --local",
+    if scale and scale[0] > scale[1]:
+        raise InvalidInput(f"--scale is MIN MAX: {scale[0]} is more than {scale[1]}")
+    if scale and local:
+        raise InvalidInput("--scale is of machines that Ray brings: without --local",
                            hint="pipeswitch cluster up --scale 1 4")  # fmt: skip
     from ..cluster.actors import machines, start_nodes
 

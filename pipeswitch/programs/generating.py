@@ -113,7 +113,8 @@ class Generating:
         piece = self._ids[self._used : self._used + self._facts.piece]
         self._asked = len(piece)
         steps = min(2 * self._came, MOST_STEPS, self._most - len(self.tokens))
-        choose = {**self._choose, "steps": max(steps, 1) if len(piece) == 1 else 1}
+        is_token = len(piece) == 1 and self._used + 1 == len(self._ids)  # no piece of a prompt
+        choose = {**self._choose, "steps": max(steps, 1) if is_token else 1}
         return Step(ids=piece, used=self._used, choose=choose)
 
     def answered(self, tokens: Sequence[int]) -> list[Token]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.errors import InvalidInput
 from pipeswitch.programs.answer import Answer, Ending
+from pipeswitch.programs.generating import Facts, Generating
 from pipeswitch.programs.sampling import Sampling, next_token
 from tests.models.words import trained
 
@@ -130,3 +131,20 @@ def test_without_a_temperature_it_is_the_first_of_the_likeliest() -> None:
 def test_settings_out_of_range_are_refused(bad: Sampling | Ending, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         bad.check()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3])
+def test_only_a_token_of_the_answer_may_be_followed_by_others(piece: int) -> None:
+    """Each piece of a prompt is one step, of whatever size: what comes of it is no token yet."""
+    facts = Facts(version=1, digest="", vocabulary=9, context=40, piece=piece)
+    generating = Generating(facts, [1, 2, 3, 4, 5], Sampling(), Ending(max_new_tokens=9))
+    steps = []
+    while generating.reason is None:
+        step = generating.step()
+        begins_alone = step.used < 4
+        assert step.choose["steps"] == 1 or not begins_alone
+        generating.answered([7] * int(step.choose["steps"]))
+        steps.append((step.used, len(step.ids), step.choose["steps"]))
+    assert generating.tokens == [7] * 9
+    used, length, _ = steps[-1]
+    assert (length, used) == (1, 5 + 9 - 1 - int(steps[-1][2]))
