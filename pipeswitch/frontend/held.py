@@ -165,6 +165,8 @@ def asked_of(body: Body) -> Asked | None:
         Sampling(**sampling).check()
         if not 1 <= choosing.steps <= MOST_STEPS:
             raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
+        if choosing.rows < 0:
+            raise InvalidInput(f"infer: choose: {choosing.rows} rows, it is 0 or more")
     if len(name) > MAX_ID or printable(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
     return Asked(id=name, starts=starts, ends=ends, choosing=choosing)

@@ -100,6 +100,7 @@ class RequestPool:
         self._slabs = SlabPool(len(self.memory))
         self._shares = Shares(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
+        self.on_release: Callable[[], None] | None = None  # somebody waits for room
         self.give_up: Callable[[], bool] = lambda: False  # something that is only kept in case
 
     @property
@@ -241,6 +242,8 @@ class RequestPool:
         if self._file_of is not None:
             self._give_back(room.tenant, offset)
         self._shares.give(room.holder, room.counted_bytes)
+        if self.on_release is not None:
+            self.on_release()
 
     # ---- bytes ---------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ rows. Large copies are another thread's (``copy``), before the request is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,8 +25,8 @@ import numpy as np
 from ..errors import InvalidInput, SequenceNotFound
 from ..ipc.messages import SlabTensor
 from ..programs.dims import NoExtent, Values, shape_at
-from ..programs.generation import COUNT, IDS, USED
-from ..programs.layout import ITEM_BYTES, ValueSpec, aligned
+from ..programs.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
+from ..programs.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
 from ..scheduler.events import Announce
 from ..wire.frames import RequestHeader, WireTensor
 from .admission import check_brought
@@ -38,6 +38,8 @@ from .request_pool import RequestPool, Room
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
 SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
 MOST_SPARES: Final = 128
+PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
+SMALL_BYTES: Final = 64 << 10  # of a step's request, beside its ids and rows
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -314,6 +316,8 @@ class Sequences:
         self.held.pop(held.key, None)
         held.used_at_ms = self._now_ms()
         self.spare[id(held)] = held
+        if self._pool.on_release is not None:
+            self._pool.on_release()
         if len(self.spare) > MOST_SPARES:
             self._give_up()
 
@@ -355,6 +359,24 @@ class Sequences:
                 if not held.is_busy:
                     self.drop(held)
 
+    def longest(self, manifest: Manifest) -> tuple[int, int]:
+        """Return how many tokens an answer of a language model has at most, with its prompt, and
+        how many a step: its cache and its request fit a caller's share of the pool."""
+        high = {dim.name: dim.high for dim in manifest.dims}
+        (cache,) = [one for one in manifest.inputs if one.name == CACHE]
+        row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
+        rows = (self._pool.share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
+        piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
+        beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
+        return min(high["past"], max(0, rows - beside)), piece
+
+    def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
+        """Return whether an answer of this caller's goes on, besides those that are named."""
+        return any(
+            key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
+            for key, one in self.held.items()
+        )
+
     def _give(self, room: Room) -> None:
         self._pool.release_inputs(room)
         self._pool.release_reply(room)
@@ -394,13 +416,17 @@ class Sequences:
             )
         more = held.choosing.steps - 1 if held.choosing is not None else 0
         wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
-        if dim is not None and wanted > dim.high:
+        most = dim.high if dim is not None else wanted
+        if wanted > most:
             raise InvalidInput(
-                f'"{spec.name}" would have {wanted} rows, the model takes {dim.high}',
+                f'"{spec.name}" would have {wanted} rows, the model takes {most}',
                 hint="start another sequence",
             )
+        if held.choosing is not None:
+            wanted = max(wanted, min(held.choosing.rows, most))
         if grown is None or wanted > grown.capacity:
-            most = dim.high if dim is not None else wanted
+            if manifest.extra.get("generation"):
+                most = max(wanted, self.longest(manifest)[0])
             rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
             capacity = min(aligned(wanted, rows_more), most)
             size = 0 if grown is None else row_bytes * grown.capacity
