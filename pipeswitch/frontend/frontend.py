@@ -553,18 +553,17 @@ class Frontend:
 
     def _note_lengths(self, body: dict[str, Any]) -> None:
         """Note of language models how long an answer can be, where the pool is why."""
-        for row in (body, *body.get("models", ())):
-            if "notes" not in row:
+        manifests = {one.manifest.digest: one.manifest for one in self.inference.models.values()}
+        for row in (body, body.get("model"), *body.get("models", ())):
+            manifest = manifests.get(row.get("digest", "")) if isinstance(row, dict) else None
+            generation = manifest.extra.get("generation") if manifest is not None else None
+            if manifest is None or not generation:
                 continue
-            name = row.get("name") or row["model"]
-            announced = self.inference.models.get(name)
-            facts = announced and announced.manifest.extra.get("generation")
-            if announced and facts:
-                longest, _ = self.sequences.longest(announced.manifest)
-                if longest < facts["context"]:
-                    note = (f"an answer has at most {longest} tokens with its prompt, of "
-                            f"{facts['context']}: its cache has to fit [server] pool")  # fmt: skip
-                    row["notes"] = [*row["notes"], note]
+            longest, context = self.sequences.longest(manifest)[0], generation["context"]
+            if longest < context:
+                most = f"{longest} tokens with its prompt, of {context}"
+                note = f"an answer has at most {most}: [server] pool has room for no more"
+                row["notes"] = [*row["notes"], note]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -47,7 +46,8 @@ INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread
 _NO_RUN: Final = Epoch(0)
 AGAIN: Final = "wait for answers, or raise [server] pool"
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
-MAX_WAITING_BYTES: Final = 64 << 20  # of steps that wait for room: their inputs are small
+MAX_WAITING_BYTES: Final = 64 << 20  # of steps that wait for room
+WAITING_BYTES: Final = 64 << 10  # one counts so many at least: 1,024 wait at most
 
 
 class Waiting(msgspec.Struct, kw_only=True, eq=False):
@@ -60,6 +60,7 @@ class Waiting(msgspec.Struct, kw_only=True, eq=False):
     key: Key  # of its sequence
     starts: bool  # it holds nothing: its cache was given up
     arrived_at_ms: float
+    counted_bytes: int  # to its caller's share of all that wait
 
 
 class Inference:
@@ -125,9 +126,12 @@ class Inference:
         return admission.find_version(name, version, self._versions) if version else announced
 
     def infer(
-        self, client: Client, header: RequestHeader, tensors: Sequence[Any],
+        self,
+        client: Client,
+        header: RequestHeader,
+        tensors: Sequence[Any],
         waiting: Waiting | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take one request, or one that has waited for room."""
         arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
         version, caller = 0, client.standing.tenant
@@ -250,13 +254,21 @@ class Inference:
         Raises:
             QueueFull: too many bytes of this caller's wait so.
         """
-        self._waiting_bytes.take(key[0], sum(map(len, tensors)))
+        counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
+        self._waiting_bytes.take(key[0], counted_bytes)
         pending = self._requests.accept(client, header)
         pending.caller, pending.is_copying = key[0], True
-        self._waiting.append(Waiting(
-            pending=pending, client=client, header=header, tensors=[bytes(one) for one in tensors],
-            key=key, starts=starts, arrived_at_ms=self._now_ms(),
-        ))  # fmt: skip
+        step = Waiting(
+            pending=pending,
+            client=client,
+            header=header,
+            tensors=[bytes(one) for one in tensors],
+            key=key,
+            starts=starts,
+            arrived_at_ms=self._now_ms(),
+            counted_bytes=counted_bytes,
+        )
+        self._waiting.append(step)
         self._pool.on_release = self.look_again
         self.look_again()
 
@@ -270,6 +282,7 @@ class Inference:
         """Try each caller's steps in the order in which their answers began. The first that finds
         no room takes that of the youngest answer that waits too, whose client sends its tokens
         again: the oldest always goes on, so all come to their ends."""
+        self._sequences.expire()  # now: what it releases later in this look would be overlooked
         behind = set[str]()
         for one in sorted(self._waiting, key=self._began):
             while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
@@ -294,17 +307,16 @@ class Inference:
         except PipeSwitchError as error:
             self._answer(Answer(token=one.pending.token, error=error))
         self._waiting.remove(one)
-        self._waiting_bytes.give(one.key[0], sum(map(len, one.tensors)))
+        self._waiting_bytes.give(one.key[0], one.counted_bytes)
         return True
 
     def _give_up_for(self, one: Waiting) -> bool:
         """End the youngest sequence that waits, if it is younger than this step's; or this one,
         whose cache may lie where it cannot grow, if nothing that goes on will make room."""
         began = self._began(one)[0]
-        younger = [(began_at, other) for other in self._waiting
-                   if began < (began_at := self._began(other)[0]) < math.inf]  # fmt: skip
+        younger = [two for two in self._waiting if began < self._began(two)[0] < math.inf]
         if younger:
-            _, one = max(younger, key=operator.itemgetter(0))
+            one = max(younger, key=self._began)
         elif began == math.inf or self._sequences.is_going_on(
             one.key[0], {other.key for other in self._waiting}
         ):

@@ -125,9 +125,13 @@ class RequestPool:
     # ---- room ----------------------------------------------------------------------------------
 
     def reserve(
-        self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = "",
+        self,
+        holder: str,
+        input_bytes: int,
+        reply_bytes: int,
+        tenant: str = "",
         beside_bytes: int = 0,
-    ) -> Room:  # fmt: skip
+    ) -> Room:
         """Return room for a request's inputs and for its reply, or for neither, in a tenant's file.
 
         Args:

@@ -123,10 +123,8 @@ class Sequences:
             }
         all_frames = list(frames)
         values = check_brought(header.model, brought, [*map(len, frames)], manifest)
-        first = {
-            name: frames[brought.pop(name).frame]
-            for name, (_, axis) in held.state.items() if axis >= 0 and name in brought
-        }  # fmt: skip
+        grows = {name for name, (_, axis) in held.state.items() if axis >= 0}
+        first = {name: frames[brought.pop(name).frame] for name in grows & brought.keys()}
         if manifest.extra.get("generation"):
             self._reuse(held, brought, all_frames, values, first)
         inputs = [*brought.values()]
@@ -150,9 +148,13 @@ class Sequences:
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
     def _reuse(
-        self, held: Held, brought: dict[str, WireTensor], frames: list[Any],
-        values: dict[str, int], first: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        held: Held,
+        brought: dict[str, WireTensor],
+        frames: list[Any],
+        values: dict[str, int],
+        first: Mapping[str, Any],
+    ) -> None:
         """Take the tokens whose rows are there out of a language model's request, but for the last.
 
         What was read of its inputs is what is computed: a sender could still change its own bytes.
@@ -179,12 +181,10 @@ class Sequences:
         for grown in held.grown.values():
             grown.used += count
         held.asked, held.borrowed, values["length"] = ids, count, len(ids) - count
-        for name, numbers in (
-            (IDS, ids[count:]), (COUNT, [len(ids) - count]), (USED, [known + count])
-        ):  # fmt: skip
+        left = ids[count:]
+        for name, numbers in ((IDS, left), (COUNT, [len(left)]), (USED, [known + count])):
             frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
-        shape = (1, len(ids) - count)
-        brought[IDS] = msgspec.structs.replace(brought[IDS], shape=shape)
+        brought[IDS] = msgspec.structs.replace(brought[IDS], shape=(1, len(left)))
 
     def _take_over(self, held: Held, donor: Held) -> None:
         """All that a spare has."""

@@ -37,9 +37,14 @@ class Unread:
 
 
 def offer(
-    world: World, starts: bool, frames: dict[str, Any], model: Any = MODEL, *,
-    keep: bool = False, **shapes: Any,
-) -> Any:  # fmt: skip
+    world: World,
+    starts: bool,
+    frames: dict[str, Any],
+    model: Any = MODEL,
+    *,
+    keep: bool = False,
+    **shapes: Any,
+) -> Any:
     """Offer a request with these inputs, and refuse it as the frontend does, or keep it."""
     asked = Asked(id=KEY[1], starts=starts, ends=False)
     held = world.sequences.of(asked, world, KEY[0], model)  # type: ignore[arg-type]
@@ -79,8 +84,10 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{f"used {n}": (numbers([[1, 2]], 2, n), {"used": 20}) for n in (1 << 62, -1, 0, 19, 1000)},
     **{f"count {n}": (numbers([[1, 2]], n, 20), {"count": 2}) for n in (0, -1, 1, 3, 1 << 40)},
     **{f"id {n}": (numbers([[1, n]], 2, 20), {}) for n in (-1, 10, 1 << 31, 1 << 40, -(1 << 63))},
-    "two rows": (numbers([[1], [2]], 1, 20) | {"count": np.ones(2, np.int64),
-                                               "used": np.full(2, 20)}, {}),
+    "two rows": (
+        numbers([[1], [2]], 1, 20) | {"count": np.ones(2, np.int64), "used": np.full(2, 20)},
+        {},
+    ),
     "another batch": (GOOD | {"count": np.array([2, 2])}, {}),
     "no ids": (numbers([[]], 0, 20), {}),
     "flat ids": (numbers([1, 2], 2, 20), {}),
@@ -91,7 +98,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no used": (without("used"), {}),
     "no ids at all": (without("ids"), {}),
     "its state": (GOOD | {"cache": np.zeros((1, 20, ROW), np.uint8)}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

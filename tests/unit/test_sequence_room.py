@@ -37,7 +37,13 @@ from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 
 ROW, WORDS, CONTEXT = 512, 50, 600
 MANIFEST: Final = Manifest(
-    digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(), groups=(),
+    digest="d",
+    mode="graph",
+    mode_reason="",
+    source="bundle",
+    total_bytes=0,
+    tensors=(),
+    groups=(),
     dims=(Dim("batch", 1, 4), Dim("length", 1, 64), Dim("past", 1, CONTEXT)),
     inputs=(
         ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
@@ -50,7 +56,7 @@ MANIFEST: Final = Manifest(
         ValueSpec(name=CACHE_NEW, dtype="uint8", shape=("batch", "length", ROW)),
     ),
     extra={"state": STATE, "pads": PADS, "generation": {"vocabulary": WORDS, "context": CONTEXT}},
-)  # fmt: skip
+)
 
 
 def fed(cache: bytes, tokens: list[int]) -> tuple[bytes, int]:
@@ -74,8 +80,9 @@ class Talk:
 
     def __init__(self, rig: Rig, client: Client, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
-        facts = Facts(version=1, digest="d", vocabulary=WORDS, context=rig.longest[0],
-                      piece=rig.longest[1])  # fmt: skip
+        facts = Facts(
+            version=1, digest="d", vocabulary=WORDS, context=rig.longest[0], piece=rig.longest[1]
+        )
         ending = Ending(max_new_tokens=most)
         self.generating = Generating(facts, prompt, Sampling(), ending)
         self.is_asked = self.is_over = False
@@ -88,8 +95,10 @@ class Talk:
         body: dict[str, Any] = {"sequence": self.id, "choose": self.step.choose}
         body |= {"start": True} if self.generating.starts else {}
         arrays = self.step.inputs()
-        inputs = tuple(WireTensor(name=name, dtype="int64", shape=one.shape, frame=at)
-                       for at, (name, one) in enumerate(arrays.items()))  # fmt: skip
+        inputs = tuple(
+            WireTensor(name=name, dtype="int64", shape=one.shape, frame=at)
+            for at, (name, one) in enumerate(arrays.items())
+        )
         header = RequestHeader(v=1, op="infer", id=self.id, model="m", inputs=inputs, body=body)
         try:
             self.rig.inference.infer(
@@ -128,10 +137,16 @@ class Rig:
         self.calls: deque[Callable[[], None]] = deque()
         self.computing: list[ev.InferArrived] = []
         self.inference = Inference(
-            self.pool, self.requests, self.sequences, take=self.take, answer=self.answer,
-            call_soon=self.calls.append, now_ms=lambda: self.now_ms, max_bytes=1 << 30,
+            self.pool,
+            self.requests,
+            self.sequences,
+            take=self.take,
+            answer=self.answer,
+            call_soon=self.calls.append,
+            now_ms=lambda: self.now_ms,
+            max_bytes=1 << 30,
             deadline_ms=None,
-        )  # fmt: skip
+        )
         self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
         self.inference.copier.start()
         self.longest = self.sequences.longest(MANIFEST)
@@ -155,8 +170,9 @@ class Rig:
         """As a worker does: some of the steps that it may go on for."""
         self.computing.remove(event)
         memory, named = self.pool.memory, {one.name: one for one in event.inputs}
-        found = {name: bytes(memory[one.offset_bytes :][: one.size_bytes])
-                 for name, one in named.items()}  # fmt: skip
+        found = {
+            name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
+        }
         ids = np.frombuffer(found[IDS], np.int64).tolist()
         (used,) = np.frombuffer(found[USED], np.int64).tolist()
         assert event.choosing is not None
@@ -169,8 +185,15 @@ class Rig:
         rows = np.frombuffer(cache[ROW * used :], np.uint8).reshape(1, -1, ROW)
         for name, value in ((TOKENS, np.array([tokens])), (CACHE_NEW, rows)):
             memory[at : at + value.nbytes] = value.tobytes()
-            outputs.append(SlabTensor(name=name, dtype=str(value.dtype), shape=value.shape,
-                                      offset_bytes=at, size_bytes=value.nbytes))  # fmt: skip
+            outputs.append(
+                SlabTensor(
+                    name=name,
+                    dtype=str(value.dtype),
+                    shape=value.shape,
+                    offset_bytes=at,
+                    size_bytes=value.nbytes,
+                )
+            )
             at = aligned(at + value.nbytes, 512)
         given = () if error else tuple(outputs)
         self.answer(ev.Answer(token=event.token, outputs=given, error=error))
@@ -263,8 +286,11 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
         asking = [one for one in live if one.is_asked]
         if move < 0.1 and len(live) < 9:
             stem = prompt(chance.randrange(3), chance.choice([4, 40, 90]))
-            talk = rig.talk(clients[chance.choice("aab")], [*stem, chance.randrange(WORDS)],
-                            chance.choice([9, 150, 200]))  # fmt: skip
+            talk = rig.talk(
+                clients[chance.choice("aab")],
+                [*stem, chance.randrange(WORDS)],
+                chance.choice([9, 150, 200]),
+            )
         elif move < 0.5 and (ready := [one for one in live if not one.is_asked]):
             chance.choice(ready).ask()
         elif move < 0.96 and rig.computing:
