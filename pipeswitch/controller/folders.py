@@ -16,6 +16,7 @@ from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifes
 from ..wire.private import check_trusted
 
 DIGEST: Final = "[0-9a-f]{64}"
+TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
@@ -60,6 +61,48 @@ class Places:
         for path in (self.root, self.models, self.commits, self.logs, self.profiles):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, STATE_SETTING)
+
+    def holds_anything(self) -> bool:
+        """Return whether there are programs, commits or backups that a journal must have named."""
+        folders = (folder for folder in (self.models, self.commits) if folder.is_dir())
+        is_used = any(path.name[0] != "." for folder in folders for path in folder.iterdir())
+        return is_used or any(self.root.glob("journal.backup*"))
+
+    def unnamed(self, digests: Collection[str], jobs: Collection[str]) -> list[Path]:
+        """Return the programs and commits that no model and no job names."""
+        programs = [p for p in _folders(self.models) if re.fullmatch(DIGEST, p.name)]
+        commits = [p for p in _folders(self.commits) if p.name[0] != "."]
+        found = [path for path in programs if path.name not in digests]
+        return found + [path for path in commits if path.name not in jobs]
+
+    def set_orphans_aside(
+        self, digests: Collection[str], jobs: Collection[str], *, stamp_s: float
+    ) -> list[Path]:
+        """Move what no entry names to a folder that no server removes; return the new places."""
+        return self._move(self.unnamed(digests, jobs), self.root / "orphans" / f"{stamp_s:.0f}")
+
+    def throw_away(
+        self, digests: Collection[str], jobs: Collection[str], *, now_s: float
+    ) -> list[Path]:
+        """Move what a sound journal does not name to the trash; return what of that is a day old.
+
+        The caller removes it.
+        """
+        trash = self.root / "trash"
+        old = [p for p in _folders(trash) if now_s - _stamp(p) >= TRASH_KEPT_S]
+        self._move(self.unnamed(digests, jobs), trash / f"{now_s:.0f}")
+        return old
+
+    @staticmethod
+    def _move(paths: Collection[Path], target: Path) -> list[Path]:
+        moved = []
+        for path in paths:
+            place = target / path.parent.name / path.name
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # it stays until the next start
+                os.rename(path, place)
+                moved.append(place)
+        return moved
 
     def sweep(self) -> None:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
@@ -107,11 +150,24 @@ class Places:
 
         No builder may run: it may have found its program there already.
         """
-        away = []
-        for path in self.models.iterdir():
-            if re.fullmatch(DIGEST, path.name) and path.name not in kept:
-                target = path.with_name(f".build-gone-{path.name}")
-                with contextlib.suppress(OSError):  # it stays, until the next sweep
-                    os.rename(path, target)
-                    away.append(target)
-        return away
+        names = [path.name for path in self.models.iterdir()]
+        gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in kept]
+        return [path for name in gone for path in self.take_away_program(name)]
+
+    def take_away_program(self, digest: str) -> list[Path]:
+        """Rename one program, so that its place is free; the caller removes it."""
+        target = self.models / f".build-gone-{digest}"
+        try:
+            os.rename(self.models / digest, target)
+        except OSError:  # it stays, until the next sweep
+            return []
+        return [target]
+
+
+def _folders(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def _stamp(path: Path) -> float:
+    """Return when a folder of the trash was filled, in seconds since 1970."""
+    return float(path.name) if path.name.isdecimal() else path.stat().st_mtime
