@@ -202,7 +202,8 @@ class Effects:
     def sweep(self, jobs: Collection[str], now_s: float) -> None:
         """At the start: move to the trash what the journal does not name; remove what a crash left
         beside commits, and what has been in the trash for a day."""
-        old = self._places.throw_away(self._disk.digests(), jobs, now_s=now_s)
+        old = self._places.old_trash(now_s)
+        self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():
             if path.name.startswith(".gone-"):
                 old.append(path)

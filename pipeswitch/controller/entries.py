@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ import msgspec
 
 from ..config import NAME_PATTERN
 from ..ipc.sparse import open_plain
+
+log = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
 Key = tuple[str, str]  # kind and name
@@ -65,7 +68,6 @@ _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a mo
 _SEPARATOR: Final = "~"  # between name and kind; no name has it
 _OF_MODELS: Final = ("model", "serving", "chain")
 _DIGEST_CHARS: Final = 64  # in front of a copy's content
-_MAX_COPY_BYTES: Final = 64 << 20
 
 
 def key_of(entry: Entry) -> Key:
@@ -111,20 +113,19 @@ class EntryCopies:
         self._root = root
 
     def read(self) -> tuple[dict[Key, Entry], set[Key]]:
-        """Return the sound copies, and the keys of the damaged ones."""
+        """Return the sound copies in the order of acceptance, and the keys of the damaged ones."""
+        paths = [p for folder in ("models", "commits") for p in self._root.glob(f"{folder}/*~*")]
         sound: dict[Key, Entry] = {}
         damaged: set[Key] = set()
-        for folder in ("models", "commits"):
-            with contextlib.suppress(FileNotFoundError):
-                for path in sorted((self._root / folder).iterdir(), key=_written_at):
-                    name, _, kind = path.name.partition(_SEPARATOR)
-                    if kind not in FIELDS:
-                        continue
-                    entry = _read(path)
-                    if entry is None or key_of(entry) != (kind, name):
-                        damaged.add((kind, name))
-                    else:
-                        sound[kind, name] = entry
+        for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns):
+            name, _, kind = path.name.partition(_SEPARATOR)
+            if kind in FIELDS:
+                [entry] = _unpacked(path) or [{}]
+                is_own = (entry.get("kind"), entry.get("name")) == (kind, name)
+                if is_own and _is_sound(entry):
+                    sound[kind, name] = entry
+                else:
+                    damaged.add((kind, name))
         return sound, damaged
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -144,56 +145,70 @@ class EntryCopies:
         Raises:
             OSError: the disk is full or gone; the copy before is as it was.
         """
-        kind, name = key_of(entry)
-        data = _packed({"kind": kind, "name": name, **{f: entry[f] for f in FIELDS[kind]}})
-        path = self._path(kind, name)
-        with contextlib.suppress(OSError), open(path, "rb", opener=open_plain) as file:
-            if file.read() == data:
-                return
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_whole(path, data)
+        path = self._path(*key_of(entry))
+        data = packed([{"kind": entry["kind"], "name": entry["name"],
+                        **{field: entry[field] for field in FIELDS[entry["kind"]]}}])  # fmt: skip
+        if _content(path) != data:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _write_whole(path, data)
 
     def _path(self, kind: str, name: str) -> Path:
         folder = "models" if kind in _OF_MODELS else "commits"
         return self._root / folder / f"{name}{_SEPARATOR}{kind}"
 
 
-def _written_at(path: Path) -> int:
-    return path.lstat().st_mtime_ns  # entries come back in the order of acceptance
-
-
-def _packed(entry: Entry) -> bytes:
-    content = msgspec.msgpack.encode(entry)
+def packed(entries: list[Entry]) -> bytes:
+    """Return the content of a file that holds these entries: a digest, then MessagePack."""
+    content = msgspec.msgpack.encode(entries)
     return hashlib.sha256(content).hexdigest().encode() + content
 
 
-def _read(path: Path) -> Entry | None:
-    """Return the entry of a copy; None if the copy is damaged."""
+def _unpacked(path: Path) -> list[Entry]:
+    """Return what ``packed`` was given; nothing if the file is damaged or missing."""
+    data = _content(path)
+    content = data[_DIGEST_CHARS:]
+    if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:
+        return []
+    found: list[Entry] = msgspec.msgpack.decode(content)
+    return found
+
+
+def _content(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=open_plain) as file:
-            data = file.read(_MAX_COPY_BYTES)
-        content = data[_DIGEST_CHARS:]
-        if data[:_DIGEST_CHARS] != hashlib.sha256(content).hexdigest().encode():
-            return None
-        entry: Entry = msgspec.msgpack.decode(content)
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read_backup(path: Path) -> dict[Key, Entry]:
+    """Return the entries of a backup; none if it is damaged or missing."""
+    return {key_of(entry): entry for entry in _unpacked(path) if _is_sound(entry)}
+
+
+def write_backup(data: bytes, newest: Path, older: Path) -> None:
+    """Make packed entries the newest backup, unless they are that already."""
+    try:
+        if _content(newest) != data:
+            if _unpacked(newest):
+                os.replace(newest, older)
+            _write_whole(newest, data)
+    except OSError as error:
+        log.warning("journal has no new backup: %s", error)
+
+
+def _is_sound(entry: Entry) -> bool:
+    """Return whether this release can use an entry that was written whole."""
+    with contextlib.suppress(ValueError):
         check(entry)
-    except (OSError, ValueError, TypeError, AttributeError, msgspec.MsgspecError):
-        return None
-    return entry
+        return True
+    return False
 
 
-def write_whole(path: Path, data: bytes, *, is_synced: bool = False) -> None:
+def _write_whole(path: Path, data: bytes) -> None:
     """Replace a file by another one of mode 0600, whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            if is_synced:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)

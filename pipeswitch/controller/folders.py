@@ -62,47 +62,28 @@ class Places:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, STATE_SETTING)
 
-    def holds_anything(self) -> bool:
-        """Return whether there are programs, commits or backups that a journal must have named."""
-        folders = (folder for folder in (self.models, self.commits) if folder.is_dir())
-        is_used = any(path.name[0] != "." for folder in folders for path in folder.iterdir())
-        return is_used or any(self.root.glob("journal.backup*"))
-
     def unnamed(self, digests: Collection[str], jobs: Collection[str]) -> list[Path]:
         """Return the programs and commits that no model and no job names."""
-        programs = [p for p in _folders(self.models) if re.fullmatch(DIGEST, p.name)]
-        commits = [p for p in _folders(self.commits) if p.name[0] != "."]
+        programs = [path for path in self.models.glob("*") if re.fullmatch(DIGEST, path.name)]
+        commits = [path for path in self.commits.glob("[!.]*") if path.is_dir()]
         found = [path for path in programs if path.name not in digests]
         return found + [path for path in commits if path.name not in jobs]
 
-    def set_orphans_aside(
-        self, digests: Collection[str], jobs: Collection[str], *, stamp_s: float
-    ) -> list[Path]:
-        """Move what no entry names to a folder that no server removes; return the new places."""
-        return self._move(self.unnamed(digests, jobs), self.root / "orphans" / f"{stamp_s:.0f}")
-
-    def throw_away(
-        self, digests: Collection[str], jobs: Collection[str], *, now_s: float
-    ) -> list[Path]:
-        """Move what a sound journal does not name to the trash; return what of that is a day old.
-
-        The caller removes it.
-        """
-        trash = self.root / "trash"
-        old = [p for p in _folders(trash) if now_s - _stamp(p) >= TRASH_KEPT_S]
-        self._move(self.unnamed(digests, jobs), trash / f"{now_s:.0f}")
-        return old
-
-    @staticmethod
-    def _move(paths: Collection[Path], target: Path) -> list[Path]:
+    def set_aside(self, digests: Collection[str], jobs: Collection[str], folder: str) -> list[Path]:
+        """Move what no entry names to a folder under ``root``; return the new places."""
         moved = []
-        for path in paths:
-            place = target / path.parent.name / path.name
+        for path in self.unnamed(digests, jobs):
+            place = self.root / folder / path.relative_to(self.root)
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # it stays until the next start
                 os.rename(path, place)
                 moved.append(place)
         return moved
+
+    def old_trash(self, now_s: float) -> list[Path]:
+        """Return what a start threw away a day ago; the caller removes it."""
+        stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
+        return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 
     def sweep(self) -> None:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
@@ -162,12 +143,3 @@ class Places:
         except OSError:  # it stays, until the next sweep
             return []
         return [target]
-
-
-def _folders(path: Path) -> list[Path]:
-    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-
-
-def _stamp(path: Path) -> float:
-    """Return when a folder of the trash was filled, in seconds since 1970."""
-    return float(path.name) if path.name.isdecimal() else path.stat().st_mtime

@@ -37,8 +37,10 @@ from .entries import (
     digest_of,
     is_name,
     key_of,
+    packed,
+    read_backup,
     superseded_by,
-    write_whole,
+    write_backup,
 )
 from .folders import Places
 
@@ -49,7 +51,7 @@ SCHEMA_VERSION: Final = 11
 # In the file's user_version; 0 is a file without tables, 1 had no holds,
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
 # 8 no chains, 9 no defaults of job.steps, 10 no digests
-BACKUPS: Final = ("journal.backup.sqlite", "journal.backup-1.sqlite")  # the newest first
+BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # at most, while entries come; at once when one goes
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 DIGEST_COLUMN: Final = "sha256"
@@ -78,85 +80,83 @@ class JournalFile:
             OSError: it can be neither read nor written.
             ConfigError: a later release wrote it.
         """
-        self._path, self._wall_clock = path, wall_clock
+        self._path, self._places = path, Places(root=path.parent)
         self._owed: dict[Key, Entry] = {}  # could not be written yet; the latest each
         self._copies = EntryCopies(path.parent)
+        self._backups = [path.with_name(name) for name in BACKUPS]
         self._backed_up_at_s, self._is_backed_up = 0.0, True
         self.run_later: Callable[[Callable[[], None]], None] = lambda work: work()
         self.losses: list[str] = []
         self.lost: list[Key] = []
         try:
-            found = self._read()
-            try:
-                (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed,
-                 self.ended) = (
-                    {name: entry for (known, name), entry in found.items() if known == kind}
-                    for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
-                )  # fmt: skip
-                with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
-                    for entry in found.values():
-                        self._copies.keep(entry)
-                    self._back_up()
-                sync_directory(path.parent)
-            except BaseException:
-                self._database.close()
-                raise
+            self._entries = self._read(f"{wall_clock():.0f}")
         except sqlite3.DatabaseError as problem:
             raise _os_error(problem) from None
+        (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed, self.ended) = (
+            {name: entry for (known, name), entry in self._entries.items() if known == kind}
+            for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
+        )
+        with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
+            for entry in self._entries.values():
+                self._copies.keep(entry)
+            self._back_up()
+            sync_directory(path.parent)
+        for text in self.losses:
+            log.warning("journal=%s %s", path, text)
 
-    def _read(self) -> dict[Key, Entry]:
+    def _read(self, stamp: str) -> dict[Key, Entry]:
         """Open the database and return its entries. Outcomes, the first that applies:
 
         1. It is sound and has all entries of which there are copies.
         2. It is sound and lacks some, as its log was damaged: they are written to it again.
         3. It is damaged or missing: another one is written from all that can be read.
         """
-        path, places = self._path, Places(root=self._path.parent)
-        copies, spoiled = self._copies.read()
-        problem, sound, bad = "", dict[Key, Entry](), set[Key]()
-        if not path.exists() and (copies or spoiled or places.holds_anything()):
+        copies, bad = self._copies.read()
+        saved = next(filter(None, map(read_backup, self._backups)), {})
+        problem, sound = "", dict[Key, Entry]()
+        is_used = bool(copies or bad or saved or self._places.unnamed((), ()))
+        if is_used and not self._path.exists():
             problem = "it is missing"
         else:
             try:
-                self._database = _opened(path)
-                sound, bad = _entries(self._database)
-                if bad:
-                    problem = f"{len(bad)} of its entries are damaged"
+                self._database = _opened(self._path)
+                sound, wrong = _entries(self._database)
+                if wrong:
+                    problem = f"{len(wrong)} of its entries are damaged"
+                elif saved and not sound:  # a backup follows at once when an entry goes
+                    problem = "it is empty"
+                if problem:
                     self._database.close()
             except sqlite3.DatabaseError as error:
                 if _errno(error) != errno.EIO:
                     raise
                 problem = str(error)
-                sound, bad = _salvaged(path)
-        saved = next(filter(None, map(_backup, self._backup_paths)), {})
-        if saved and not (problem or sound):
-            problem = "it is empty"  # a backup follows at once when the last entry goes
-            self._database.close()
-        missed = [entry for key, entry in copies.items() if key not in sound]
+                with contextlib.closing(_connect(self._path)) as database:
+                    sound, wrong = _entries(database, is_damaged=True)
+            bad |= wrong
+        missed = copies.keys() - sound.keys()
         if problem:
-            saved_alone = {key: one for key, one in saved.items() if key not in copies | sound}
+            missed |= saved.keys() - sound.keys()
+            older = [entry for key, entry in saved.items() if key not in copies | sound]
             # Entries that come later replace those before them, and those that they supersede.
-            aside = self._rewrite([*saved_alone.values(), *sound.values(), *copies.values()])
-            self.losses.append(f"the journal {path.name} is damaged ({problem}): {aside}")
-            missed += saved_alone.values()
-        elif missed:
-            self._take_over(missed)
+            self._rewrite(problem, [*older, *sound.values(), *copies.values()])
+        else:
+            self._take_over(copies[key] for key in missed)
         found, _ = _entries(self._database)
-        back = sorted(found.keys() & {key_of(entry) for entry in missed})
-        if back:
-            names = ", ".join(f"{kind} {name}" for kind, name in back)
-            self.losses.append(f"entries that the journal lacked were read from copies: {names}")
-        if self.losses:
-            self._tell_lost(bad | spoiled, found)
-            orphans = places.set_orphans_aside(*_named(found), stamp_s=self._wall_clock())
+        if problem or missed:
+            replaced = {key for entry in found.values() for key in superseded_by(entry)}
+            lost = sorted(bad - found.keys() - replaced)
+            self.lost = [(kind, name) for kind, name in lost if is_name(name)]
+            for what, keys in (("read from copies", found.keys() & missed), ("lost", lost)):
+                if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
+                    self.losses.append(f"entries that the journal lacked are {what}: {names}")
+            orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
-        for text in self.losses:
-            log.warning("journal=%s %s", path, text)
         return found
 
-    def _rewrite(self, entries: Iterable[Entry]) -> str:
-        """Put a new file in the place of a damaged one; return what became of that."""
-        fresh = self._path.with_name("journal.new.sqlite")
+    def _rewrite(self, problem: str, entries: Iterable[Entry]) -> None:
+        """Put a new file in the place of a damaged one, which is set aside."""
+        path, fresh = self._path, self._path.with_name("journal.new.sqlite")
         for suffix in ("", "-wal"):  # of a start that was cut short
             Path(f"{fresh}{suffix}").unlink(missing_ok=True)
         self._database = _opened(fresh)
@@ -164,17 +164,14 @@ class JournalFile:
             self._take_over(entries)
         finally:
             self._database.close()  # which moves its log into the file
-        told = _set_aside(self._path)
-        os.replace(fresh, self._path)
-        self._database = _opened(self._path)
-        return told
-
-    def _tell_lost(self, damaged: set[Key], found: dict[Key, Entry]) -> None:
-        """Name what no copy could bring back; an ended job's earlier entry is no loss."""
-        replaced = {key for entry in found.values() for key in superseded_by(entry)}
-        lost = sorted(damaged - found.keys() - replaced)
-        self.losses += [f"the entry of {kind} {name!r:.80} is lost" for kind, name in lost]
-        self.lost = [(kind, name) for kind, name in lost if is_name(name)]
+        aside = path.with_suffix(f".damaged-{time.time_ns()}")
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+        os.replace(fresh, path)
+        self._database = _opened(path)
+        what = f", set aside as {aside.name}" if aside.exists() else ""
+        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is written again")
 
     def _take_over(self, entries: Iterable[Entry]) -> None:
         """All of them or none."""
@@ -197,12 +194,13 @@ class JournalFile:
         except sqlite3.Error as problem:
             raise _os_error(problem) from None
         self._owed.clear()
-        try:
-            for one in entries:
-                if one["kind"] in FIELDS:
+        for one in entries:
+            for key in superseded_by(one):
+                self._entries.pop(key, None)
+            if one["kind"] in FIELDS:
+                self._entries[key_of(one)] = one
+                with contextlib.suppress(OSError):  # the next start writes it
                     self._copies.keep(one)
-        except OSError as problem:  # the next start writes it
-            log.warning("journal=%s no copy of an entry: %s", self._path, problem.strerror)
         self._is_backed_up = False
         if entry["kind"] in ENDS or began_s - self._backed_up_at_s > BACKUP_EVERY_S:
             self._back_up()
@@ -219,16 +217,11 @@ class JournalFile:
         about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
         self._owed[about[0], str(entry["name"])] = entry
 
-    @property
-    def _backup_paths(self) -> list[Path]:
-        return [self._path.with_name(name) for name in BACKUPS]
-
     def _back_up(self) -> None:
-        """Copy the database in memory; the file is written beside the loop."""
+        """Pack all entries; the file is written beside the loop."""
         self._backed_up_at_s, self._is_backed_up = time.monotonic(), True
-        image = bytearray(self._database.serialize())
-        image[18:20] = b"\x01\x01"  # without a write-ahead log, which a copy in memory has not
-        self.run_later(functools.partial(_write_backup, bytes(image), *self._backup_paths))
+        data = packed([*self._entries.values()])
+        self.run_later(functools.partial(write_backup, data, *self._backups))
 
     def close(self) -> None:
         if self._owed:
@@ -238,8 +231,7 @@ class JournalFile:
                 log.error("journal=%s is behind: %s", self._path, problem.strerror)
         self.run_later = lambda work: work()
         if not self._is_backed_up:
-            with contextlib.suppress(sqlite3.Error):
-                self._back_up()
+            self._back_up()
         self._database.close()
 
 
@@ -277,7 +269,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _connect(path: Path | str) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None)
     # The log's index then lies in this process's memory, not in a mapped file: where the disk is
     # full, such a mapping ends in a SIGBUS.
@@ -378,81 +370,31 @@ def _rows(database: sqlite3.Connection, kind: str) -> Iterator[tuple[Key, Entry 
             yield (kind, name), entry
 
 
-def _entries(database: sqlite3.Connection) -> tuple[dict[Key, Entry], set[Key]]:
+def _entries(
+    database: sqlite3.Connection, *, is_damaged: bool = False
+) -> tuple[dict[Key, Entry], set[Key]]:
     """Return the sound entries, and the keys of the damaged ones.
+
+    ``is_damaged``: of each kind as many as can be read.
 
     Raises:
         sqlite3.DatabaseError: the file is damaged.
     """
-    rows = [row for kind in FIELDS for row in _rows(database, kind)]
-    sound = {key: entry for key, entry in rows if entry is not None}
-    return sound, {key for key, entry in rows if entry is None}
-
-
-def _named(found: dict[Key, Entry]) -> tuple[set[str], set[str]]:
-    """Return the digests of models, and the names of jobs."""
-    digests = {entry["digest"] for (kind, _), entry in found.items() if kind == "model"}
-    return digests, {name for kind, name in found if kind in ("job", "ended")}
-
-
-def _set_aside(path: Path) -> str:
-    """Rename a damaged file and its log; return what became of it."""
-    aside = path.with_suffix(f".damaged-{time.time_ns()}")
-    told = "it is written again"
-    for suffix in ("", "-wal"):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(f"{path}{suffix}", f"{aside}{suffix}")
-            told = f"set aside as {aside.name}, written again"
-    return told
-
-
-def _salvaged(path: Path) -> tuple[dict[Key, Entry], set[Key]]:
-    """Return what ``_entries`` would, of each kind as far as it can be read."""
     rows: list[tuple[Key, Entry | None]] = []
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path)) as database:
-        for kind in FIELDS:
-            with contextlib.suppress(sqlite3.Error):
-                for row in _rows(database, kind):
-                    rows.append(row)
+    for kind in FIELDS:
+        with contextlib.suppress(*[sqlite3.Error] * is_damaged):
+            for row in _rows(database, kind):
+                rows.append(row)
     sound = {key: entry for key, entry in rows if entry is not None}
     return sound, {key for key, entry in rows if entry is None}
 
 
-def _in_memory(image: bytes) -> tuple[dict[Key, Entry], set[Key]]:
-    """Return the entries of a serialized database.
-
-    Raises:
-        sqlite3.Error, ValueError: it is damaged.
-    """
-    with contextlib.closing(_connect(":memory:")) as database:
-        database.deserialize(image)
-        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        if state != "ok":
-            raise ValueError(state)
-        return _entries(database)
+def _digests(found: dict[Key, Entry]) -> set[str]:
+    return {entry["digest"] for (kind, _), entry in found.items() if kind == "model"}
 
 
-def _backup(path: Path) -> dict[Key, Entry]:
-    """Return the sound entries of a backup; none if the file is damaged or missing."""
-    try:
-        return _in_memory(path.read_bytes())[0]
-    except (OSError, sqlite3.Error, ValueError):
-        return {}
-
-
-def _write_backup(image: bytes, newest: Path, older: Path) -> None:
-    """Make a database the newest backup, if it is sound and not that already."""
-    try:
-        if newest.exists() and newest.read_bytes() == image:
-            return
-        _, damaged = _in_memory(image)
-        if damaged:
-            raise ValueError(f"{len(damaged)} damaged entries")
-        if newest.exists() and _backup(newest):
-            os.replace(newest, older)
-        write_whole(newest, image, is_synced=True)
-    except (OSError, sqlite3.Error, ValueError) as error:
-        log.warning("journal=%s no backup: %s", newest, error)
+def _jobs(found: dict[Key, Entry]) -> set[str]:
+    return {name for kind, name in found if kind in ("job", "ended")}
 
 
 def _errno(problem: sqlite3.Error) -> int:

@@ -132,13 +132,14 @@ def read_bundle(path: str | os.PathLike[str] | int, head_sha256: str = "") -> Bu
     """Read and check a bundle's header. Tensor bytes are not touched.
 
     Args:
-        head_sha256: what ``head_digest`` of the file must be; empty: it is not known.
+        head_sha256: what the digest of its head must be; empty: it is not known.
 
     Raises:
         RegistrationRefused: the file is not a bundle we accept; says which part.
     """
-    check_head(path, head_sha256)
-    tensors, metadata = read_safetensors_header(path)
+    tensors, metadata, digest = read_safetensors_header(path)
+    if head_sha256 not in ("", digest):
+        _refuse("bundle", "its head is damaged: it does not match the digest in the manifest")
     text = metadata.get(METADATA_KEY)
     if text is None:
         _refuse("bundle", f"its metadata has no {METADATA_KEY!r}: these are bare weights")
@@ -342,28 +343,16 @@ def weights_of_node(graph: Graph, node: Node) -> list[int]:
 # --- safetensors: an 8-byte length, a JSON header, the bytes -------------------------------------
 
 
-def check_head(path: str | os.PathLike[str] | int, head_sha256: str) -> None:
-    """Refuse a bundle whose head is another one than when it was built.
+def read_safetensors_header(
+    path: str | os.PathLike[str] | int,
+) -> tuple[tuple[FileTensor, ...], dict[str, str], str]:
+    """Return the tensors in file order, the metadata, and the sha256 of the head in hex.
+
+    Needs no torch and reads no tensor bytes.
 
     Raises:
-        RegistrationRefused: it is damaged.
+        RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
     """
-    if head_sha256 and head_digest(path) != head_sha256:
-        _refuse("bundle", "its head is damaged: it does not match the digest in the manifest")
-
-
-def head_digest(path: str | os.PathLike[str] | int) -> str:
-    """Return the sha256 of a safetensors file's head in hex.
-
-    Raises:
-        RegistrationRefused: the file cannot be read, or has no head.
-    """
-    prefix, text, _ = _read_head(path)
-    return hashlib.sha256(prefix + text).hexdigest()
-
-
-def _read_head(path: str | os.PathLike[str] | int) -> tuple[bytes, bytes, int]:
-    """Return the length in front, the JSON and the size of the file."""
     try:
         with open(path, "rb", closefd=not isinstance(path, int)) as file:
             file_bytes = file.seek(0, os.SEEK_END)  # a confined process may not ask for its size
@@ -374,25 +363,14 @@ def _read_head(path: str | os.PathLike[str] | int) -> tuple[bytes, bytes, int]:
             [header_bytes] = struct.unpack("<Q", prefix)
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 _refuse("weights header", f"{header_bytes} bytes; limit {MAX_HEADER_BYTES} or file")
-            return prefix, file.read(header_bytes), file_bytes
+            text = file.read(header_bytes)
     except (OSError, ValueError) as error:
         _refuse("weights file", f"cannot be read: {error}")
-
-
-def read_safetensors_header(
-    path: str | os.PathLike[str] | int,
-) -> tuple[tuple[FileTensor, ...], dict[str, str]]:
-    """The tensors in file order, and the metadata. Needs no torch and reads no tensor bytes.
-
-    Raises:
-        RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
-    """
-    prefix, text, file_bytes = _read_head(path)
     header = _json_object(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         _refuse("weights header", "__metadata__ is not a mapping of texts")
-    data_start = len(prefix) + len(text)
+    data_start = 8 + header_bytes
     if len(header) > MAX_WEIGHTS:
         _refuse("weights header", f"more than {MAX_WEIGHTS} tensors")
     tensors = [_file_tensor(name, entry, data_start) for name, entry in header.items()]
@@ -404,7 +382,7 @@ def read_safetensors_header(
         position += tensor.size_bytes
     if position != file_bytes:
         _refuse("weights file", f"{file_bytes} bytes long, its header speaks of {position}")
-    return tuple(tensors), metadata
+    return tuple(tensors), metadata, hashlib.sha256(prefix + text).hexdigest()
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
