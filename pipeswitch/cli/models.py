@@ -270,9 +270,12 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
     """List registered models."""
     if ctx.invoked_subcommand is None:
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
-        common.listing(
-            lambda c: c.models(versions=versions), lambda r: views.table(r, columns), as_json, watch
-        )
+
+        def shown(rows: list[dict[str, Any]]) -> Any:
+            is_told = any(row.get("reason") for row in rows)
+            return views.table(rows, (*columns, *["reason"] * is_told))
+
+        common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
 
 @models.command("rollback")

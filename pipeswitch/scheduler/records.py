@@ -67,6 +67,7 @@ class Registration:
     build_epoch: Epoch
     storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
+    is_known: bool = False  # an earlier server had it: it is listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
     error: PipeSwitchError | None = None  # why it was refused

@@ -74,7 +74,7 @@ def build_module(
         (tensor_bytes(tensors[n].contiguous()) for n in names),
         {},
     )
-    file_tensors, _ = read_safetensors_header(path)
+    file_tensors, *_ = read_safetensors_header(path)
     weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     specs, layer_specs, groups, total_bytes = place(

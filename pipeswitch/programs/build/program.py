@@ -20,7 +20,7 @@ from torch import nn
 from ...commits.weights import Weight, load_weights
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
-from ..bundle import Bundle, Graph, read_bundle
+from ..bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
 from ..generation import PADS, STATE, Generation
@@ -76,6 +76,9 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
+        if manifest.mode == "graph":
+            *_, head_sha256 = read_safetensors_header(out_dir / BUNDLE_FILE)
+            manifest = msgspec.structs.replace(manifest, head_sha256=head_sha256)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
