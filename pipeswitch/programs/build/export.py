@@ -259,10 +259,12 @@ def _checked_program(
         return list(flat(*values))
 
     def verify(program: Program) -> None:
-        check_program(program, plain, example.tensors)
+        check_program(program, plain, fresh, example.tensors)
 
     with _served(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # What TorchScript keeps of a call is none of Python's attributes.
+        fresh = Fresh(nn.Module(), plain) if _is_scripted(module) else Fresh(flat)
         return export_module(
             _traceable(module, example),
             example_inputs,

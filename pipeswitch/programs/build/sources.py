@@ -30,6 +30,7 @@ from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
 from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
+from .fresh import Fresh
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -79,6 +80,12 @@ class Loaded:
     generation: Generation | None = None  # of a language model that is built to answer in tokens
     notes: list[str] = field(default_factory=list)  # what was decided on the way
 
+    def __post_init__(self) -> None:
+        """Keep the module's state: it has not been called yet."""
+        self.fresh = Fresh(
+            self.module, lambda inputs: flatten_outputs(self.nested(inputs)).values()
+        )
+
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
         return list(arguments(self.takes, dict(zip(self.inputs, inputs, strict=True))).values())
@@ -88,8 +95,8 @@ class Loaded:
         return self.module(*self.arguments(inputs), **without_cache(self.module))
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Its tensors, in order."""
-        return list(flatten_outputs(self.nested(inputs)).values())
+        """Return what the module answers that was never called before, in order."""
+        return self.fresh(inputs)
 
 
 def load_source(spec: BuildSpec) -> Loaded:
