@@ -38,6 +38,31 @@ _FUSED: Final = (
 )
 
 
+ALIGNED_BYTES: Final = 64  # where torch's own tensors begin; the arena's begin at multiples of it
+
+
+def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy weights that begin elsewhere than torch's own: kernels may give them other last bits.
+
+    Those that a library maps from a file begin anywhere.
+
+    Returns:
+        The weights that were copied, each with its former memory.
+    """
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    found = []
+    for weight in (*module.parameters(), *module.buffers()):
+        former = weight.data
+        is_usual = type(former) is torch.Tensor and former.layout is torch.strided
+        if is_usual and former.device.type == "cpu" and former.data_ptr() % ALIGNED_BYTES:
+            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # tied ones
+            if key not in copies:
+                copies[key] = former.clone()
+            weight.data = copies[key]
+            found.append((weight, former))
+    return found
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
     if left.dtype != right.dtype or left.shape != right.shape:

@@ -106,6 +106,10 @@ def _build_bundle(
             "generate", "the bundle is no language model's",
             hint="give the model itself, with generate=True",
         )  # fmt: skip
+    if spec.weights and weights is None:
+        raise RegistrationRefused(
+            f"weights {spec.weights!r}", "a bundle brings its own", hint="leave weights out"
+        )
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
