@@ -18,6 +18,7 @@ from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
+from .packing import DERIVED_FILE, fingerprint
 from .signature import signature_text
 from .stages import Stage, stage
 
@@ -59,6 +60,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # inputs of a sequence's request: the outputs of its last one, and the dimension along which
     # they are appended; -1: they take its place
     state: dict[str, tuple[str, int]] = {}
+    precision: str = "exact"  # one of packing.PRECISIONS
+    max_error: float = 0.0  # of a precision, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -149,7 +152,9 @@ def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
 
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
-    return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE
+    if manifest.mode == "module":
+        return WEIGHTS_FILE
+    return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
 
 
 def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
@@ -199,6 +204,8 @@ def is_checked(manifest: Manifest) -> bool:
     weight last; a module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
+    if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
+        return False  # packed for another machine: it is derived again
     return manifest.mode == "module" or is_known
 
 

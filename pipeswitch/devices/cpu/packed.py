@@ -1,18 +1,16 @@
-"""Matrix products and convolutions over packed weights: the one place with private operators of torch.
+"""Matrix products and convolutions over packed weights: the only place with torch's private operators.
 
 A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system it
 is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those bytes,
-where they lie, as an opaque tensor of torch (that is how AOTInductor binds packed constants).
+where they lie, as an opaque tensor of torch; AOTInductor binds its packed constants in the same way.
 
-The layout depends on torch's oneDNN and on the processor: ``fingerprint`` names both, and bytes of
-another fingerprint must be packed again.
+The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -28,78 +26,112 @@ from ...programs.packing import (
     PackedLayout,
 )
 
-ALIGN_BYTES: Final = 64  # oneDNN's kernels load whole cache lines
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
-_DTYPES: Final = {torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
-_LARGEST_ERROR: Final = 1e-5  # of the self-test, relative to the largest output
+_SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
+_SELF_TEST_ERROR: Final = 1e-5  # relative to the largest output
 
 
-def pack_linear(weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
-    """Pack the weight of a linear layer, ``[out, in]``, for about ``rows`` rows of input.
+class CpuKernels:
+    """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
-    Returns:
-        Its layout, and its bytes (uint8, on the host).
-    """
-    return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows))
+    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
+        """As ``PackedKernels``."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+        return _taken_apart(packed)
+
+    def pack_convolution(
+        self,
+        weight: torch.Tensor,
+        padding: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        input_shape: Sequence[int],
+    ) -> tuple[PackedLayout, torch.Tensor]:
+        """As ``PackedKernels``."""
+        packed = torch.ops.mkldnn._reorder_convolution_weight(
+            weight.contiguous(), padding, stride, dilation, groups, input_shape
+        )
+        return _taken_apart(packed)
+
+    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """As ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
+        create, new_capsule = _library()
+        dims = len(layout.shape)
+        handle = ctypes.c_void_p()
+        status = create(
+            ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_int64(dims),
+            (ctypes.c_int64 * dims)(*layout.shape),
+            (ctypes.c_int64 * dims)(*[0] * dims),
+            ctypes.c_int64(0),
+            ctypes.c_int32(_SCALAR_TYPES[layout.dtype]),
+            ctypes.c_int32(0),  # the host
+            ctypes.c_int32(0),
+            ctypes.byref(handle),
+            ctypes.c_int32(_MKLDNN_LAYOUT),
+            ctypes.c_char_p(layout.description),
+            ctypes.c_int64(len(layout.description)),
+        )
+        if status:
+            raise RegistrationRefused("weights", "torch cannot wrap them where they are packed")
+        capsule = new_capsule(handle.value, None, None)
+        tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
+        return tensor
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """As ``PackedKernels``."""
+        return {
+            LINEAR: torch.ops.mkldnn._linear_pointwise.default,
+            LINEAR_ADD: _linear_add,
+            CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
+            CONVOLUTION_ADD: _convolution_add,
+        }
 
 
-def pack_convolution(
+KERNELS: Final = CpuKernels()
+
+
+def _linear_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "add")
+    return result
+
+
+def _convolution_add(
+    x: torch.Tensor,
+    other: torch.Tensor,
     weight: torch.Tensor,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
+    bias: torch.Tensor | None,
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
     groups: int,
-    input_shape: Sequence[int],
-) -> tuple[PackedLayout, torch.Tensor]:
-    """Pack the weight of a two-dimensional convolution, ``[out, in / groups, height, width]``."""
-    packed = torch.ops.mkldnn._reorder_convolution_weight(
-        weight.contiguous(), padding, stride, dilation, groups, input_shape
+    activation: str,
+    scalars: list[float],
+    algorithm: str,
+) -> torch.Tensor:
+    after = None if activation == "none" else activation
+    fused = torch.ops.mkldnn._convolution_pointwise.binary
+    result: torch.Tensor = fused(
+        *(x, other, weight, bias, padding, stride, dilation, groups),
+        *("add", 1.0, after, scalars, algorithm or None),
     )
-    return _taken_apart(packed)
+    return result
 
 
 def _taken_apart(packed: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
     size_bytes = int(torch.ops.mkldnn._nbytes(packed))
     data = torch.empty(size_bytes, dtype=torch.uint8)
     ctypes.memmove(data.data_ptr(), int(torch.ops.mkldnn.data_ptr(packed)), size_bytes)
+    description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
     layout = PackedLayout(
         dtype=str(packed.dtype).removeprefix("torch."),
         shape=tuple(packed.shape),
-        description=bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist()),
+        description=bytes(description.tolist()),
     )
     return layout, data
-
-
-def wrap(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Wrap packed bytes, where they lie, as a weight that the packed operators take.
-
-    The result is a view: ``data``'s memory must outlive it, which a worker's arena does.
-
-    Args:
-        data: uint8, contiguous, ``ALIGN_BYTES``-aligned.
-    """
-    create, new_capsule = _library()
-    dims = len(layout.shape)
-    handle = ctypes.c_void_p()
-    status = create(
-        ctypes.c_void_p(data.data_ptr()),
-        ctypes.c_int64(dims),
-        (ctypes.c_int64 * dims)(*layout.shape),
-        (ctypes.c_int64 * dims)(*[0] * dims),
-        ctypes.c_int64(0),
-        ctypes.c_int32(_DTYPES[getattr(torch, layout.dtype)]),
-        ctypes.c_int32(0),
-        ctypes.c_int32(0),
-        ctypes.byref(handle),
-        ctypes.c_int32(_MKLDNN_LAYOUT),
-        ctypes.c_char_p(layout.description),
-        ctypes.c_int64(len(layout.description)),
-    )
-    if status:
-        raise RegistrationRefused("weights", "torch cannot wrap packed ones")
-    capsule = new_capsule(handle.value, None, None)
-    tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
-    return tensor
 
 
 @cache
@@ -112,44 +144,32 @@ def _library() -> tuple[Any, Any]:
 
 
 @cache
-def fingerprint() -> str:
-    """Name what a layout depends on: torch, its oneDNN, and what the processor can do."""
-    said = [torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
-    flags = [line for line in _cpu_facts() if line.startswith(("flags", "model name"))]
-    return hashlib.sha256("\n".join([*said, *sorted(set(flags))]).encode()).hexdigest()[:16]
+def missing() -> str:
+    """Pack, wrap and compute one linear layer and one convolution.
 
-
-def _cpu_facts() -> list[str]:
+    Returns:
+        Why packed weights cannot be used here; empty: they can.
+    """
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
+        found = _self_test()
+    except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return "" if found <= _SELF_TEST_ERROR else f"results differ by {found:.1e} of the largest"
 
 
-def operators() -> dict[str, Any]:
-    """Return the packed operators by their targets in a derived graph."""
-    linear = torch.ops.mkldnn._linear_pointwise
-    convolution = torch.ops.mkldnn._convolution_pointwise
-
-    def linear_add(
-        x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return linear.binary(x, other, weight, bias, "add")
-
-    def convolution_add(
-        x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        padding: list[int], stride: list[int], dilation: list[int], groups: int,
-        activation: str, scalars: list[float], algorithm: str,
-    ) -> torch.Tensor:  # fmt: skip
-        unary = None if activation == "none" else activation
-        return convolution.binary(
-            x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, unary, scalars,
-            algorithm or None,
-        )  # fmt: skip
-
-    return {
-        LINEAR: linear.default,
-        LINEAR_ADD: linear_add,
-        CONVOLUTION: convolution.default,
-        CONVOLUTION_ADD: convolution_add,
-    }
+def _self_test() -> float:
+    values = torch.linspace(-1.0, 1.0, 16 * 8 * 3 * 3)
+    operators, error = KERNELS.operators(), 0.0
+    with torch.no_grad():
+        weight, x = values[:512].reshape(32, 16), values[:64].reshape(4, 16)
+        layout, data = KERNELS.pack_linear(weight, 4)
+        ours = operators[LINEAR](x, KERNELS.wrap(data, layout), None, "none", [], "")
+        theirs = torch.nn.functional.linear(x, weight)
+        error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
+        weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
+        how = [1, 1], [1, 1], [1, 1], 1
+        layout, data = KERNELS.pack_convolution(weight, *how, list(x.shape))
+        wrapped = KERNELS.wrap(data, layout)
+        ours = operators[CONVOLUTION](x, wrapped, None, *how, "none", [], "")
+        theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)
+        return max(error, float((ours - theirs).abs().max() / theirs.abs().max()))

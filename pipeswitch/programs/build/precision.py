@@ -8,39 +8,169 @@ from a client: a bundle stays plain, and what is packed is derived from it here.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
+import msgspec
 import torch
 
-from ..bundle import Graph, Node, node_references, references
-from ..graph import CompiledGraph
-from ..packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
+from ...errors import RegistrationRefused
+from ..bundle import Bundle, Graph, Node, node_references, read_bundle, references, write_bundle
+from ..dims import Values, corners
+from ..executor import GraphProgram, PackedKernels
+from ..graph import CompiledGraph, last_readers
+from ..layout import BUNDLE_FILE, Manifest
+from ..packing import (
+    CONVOLUTION,
+    CONVOLUTION_ADD,
+    DERIVED_FILE,
+    LINEAR,
+    LINEAR_ADD,
+    PackedLayout,
+    Precision,
+    fingerprint,
+)
+from ..partition import Weight, default_plan, layers_of_graph, place
+from ..values import tensor_bytes
+from ..views import tensor_over
+from .checking import workers_default_dtype
+from .verify import acceptable_inputs, load_image
 
 ROUNDS: Final = 7  # of a timing; the least counts
 GAIN: Final = 0.97  # of the plain time that a packed call may take at most
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
+MAX_ERROR: Final = {"fast": 1e-3}  # relative to the largest output, where no option says another
+MAX_SHAPES: Final = 6  # at which the two forms are compared
 
 
-class Kernels(Protocol):
-    """Packed operators of one kind of device."""
+Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
-    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in]``."""
 
-    def pack_convolution(
-        self, weight: torch.Tensor, padding: Sequence[int], stride: Sequence[int],
-        dilation: Sequence[int], groups: int, input_shape: Sequence[int],
-    ) -> tuple[PackedLayout, torch.Tensor]:  # fmt: skip
-        """Pack a weight ``[out, in / groups, height, width]``."""
+def derive(
+    manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
+    kernels: PackedKernels,
+) -> Manifest:  # fmt: skip
+    """Return the manifest of the program in that precision, whose file is written into ``folder``.
 
-    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Wrap packed bytes as a weight."""
+    Where nothing becomes faster it is the plain program's, with a note.
 
-    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Return the packed operators by target."""
+    Raises:
+        RegistrationRefused: the derived form differs from the plain one by more than
+            ``max_error`` (0: the default) of the largest output, or is not a number.
+    """
+    bundle = read_bundle(folder / BUNDLE_FILE)
+    image = load_image(folder / BUNDLE_FILE, manifest)
+    storage = image.untyped_storage()
+    weights = [tensor_over(storage, spec, 0) for spec in manifest.tensors]
+    plain = _runner(GraphProgram(manifest, bundle.graph, "cpu"), storage)
+    shapes = _shapes(manifest)
+    inputs = [acceptable_inputs(manifest.inputs, values, plain) for values in shapes]
+    derived = Rewriter(bundle.graph, weights, inputs[0], kernels).run()
+    if not derived.packed_count:
+        return with_note(manifest, f"precision {name}: no call becomes faster; it stays exact")
+    path = folder / DERIVED_FILE
+    ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
+    fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
+    found = _compared(plain, fast, inputs, name, max_error or MAX_ERROR[name])
+    plain_ms, ms = least_ms([lambda: plain(inputs[0]), lambda: fast(inputs[0])])
+    if ms >= plain_ms:
+        path.unlink()
+        why = f"it takes {ms:.2f} ms in place of {plain_ms:.2f}"
+        return with_note(manifest, f"precision {name}: {why}; it stays exact")
+    precision = Precision(
+        name="fast", fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
+        plain_bytes=manifest.total_bytes, max_error=found[0], mean_error=found[1],
+        agreement=found[2], packed_count=derived.packed_count, plain_count=derived.plain_count,
+    )  # fmt: skip
+    digest = hashlib.sha256(
+        f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}".encode()
+    )
+    return msgspec.structs.replace(ours, precision=precision, digest=digest.hexdigest())
+
+
+def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
+    bound = program.bind(lambda spec: tensor_over(storage, spec, 0))
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with workers_default_dtype():
+            return bound.run([value.clone() for value in inputs], lambda index: None)
+
+    return run
+
+
+def _shapes(manifest: Manifest) -> list[Values]:
+    """Return the example's dimensions, then others at the ends of the ranges."""
+    example: Values = manifest.extra["example_dims"]
+    others = [values for values in corners(manifest.dims) if values != example]
+    return [example, *others[: MAX_SHAPES - 1]]
+
+
+def with_note(manifest: Manifest, note: str) -> Manifest:
+    notes = [*manifest.extra.get("notes", ()), note]
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
+
+
+def _written(
+    manifest: Manifest, bundle: Bundle, derived: Derived, path: Path, bucket_bytes: int
+) -> tuple[Manifest, torch.Tensor]:
+    """Write the derived bundle; its manifest, and the image of its region."""
+    graph = derived.graph
+    tensors = [
+        (name, str(data.dtype).removeprefix("torch."), tuple(data.shape))
+        for name, data in zip(graph.weights, derived.weights, strict=True)
+    ]
+    data = (tensor_bytes(weight.contiguous()) for weight in derived.weights)
+    write_bundle(path, graph, tensors, data, bundle.generation)
+    read = read_bundle(path, is_derived=True)
+    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in read.tensors]
+    layers = layers_of_graph(read.graph)
+    plan = default_plan(layers, weights, bucket_bytes)
+    offsets = [tensor.file_offset_bytes for tensor in read.tensors]
+    specs, layer_specs, groups, total_bytes = place(layers, weights, plan, offsets)
+    ours = msgspec.structs.replace(
+        manifest, tensors=specs, layers=layer_specs, groups=groups, total_bytes=total_bytes,
+        extra={**manifest.extra, "last_readers": last_readers(read.graph)},
+    )  # fmt: skip
+    image = load_image(path, ours)
+    sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
+    return msgspec.structs.replace(ours, weights_sha256=sha256), image
+
+
+def _compared(
+    plain: Run, fast: Run, inputs: Sequence[Sequence[torch.Tensor]], name: str, limit: float
+) -> tuple[float, float, float]:
+    """Return the largest and the mean error, relative to the largest output, and the share of rows
+    whose largest element is the same."""
+    errors, means, agreed = [0.0], [0.0], [1.0]
+    for given in inputs:
+        for number, (theirs, ours) in enumerate(zip(plain(given), fast(given), strict=True)):
+            if not theirs.is_floating_point():
+                agreed.append(float((theirs == ours).float().mean()) if theirs.numel() else 1.0)
+                continue
+            if bool((ours.isfinite() != theirs.isfinite()).any()):
+                raise RegistrationRefused(
+                    f"precision {name!r}", f"output {number} is no longer finite",
+                    hint="register it with precision exact",
+                )  # fmt: skip
+            is_real = theirs.isfinite()
+            difference = (ours - theirs).abs()[is_real].double()
+            scale = float(theirs[is_real].abs().max()) if bool(is_real.any()) else 0.0
+            if difference.numel():
+                errors.append(float(difference.max()) / (scale or 1.0))
+                means.append(float(difference.mean()) / (scale or 1.0))
+            if theirs.dim() and theirs.shape[-1] > 1 and theirs.numel():
+                agreed.append(float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()))
+    if max(errors) > limit:
+        raise RegistrationRefused(
+            f"precision {name!r}",
+            f"its answers differ by {max(errors):.1e} of the largest output, the limit is {limit:g}",
+            hint="register it with precision exact, or with a larger max_error",
+        )
+    return max(errors), max(means), min(agreed)
 
 
 @dataclass
@@ -49,7 +179,6 @@ class Derived:
 
     graph: Graph
     weights: list[torch.Tensor]  # uint8 where packed
-    packed: dict[str, PackedLayout]  # by the name of a weight
     packed_count: int = 0
     plain_count: int = 0  # calls that could be packed, and are faster plain
     saved_ms: float = 0.0
@@ -112,7 +241,7 @@ class Rewriter:
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
-        kernels: Kernels,
+        kernels: PackedKernels,
     ) -> None:  # fmt: skip
         """``inputs``: an example, at the shape for which calls are timed."""
         self._graph, self._weights, self._kernels = graph, weights, kernels
@@ -127,7 +256,7 @@ class Rewriter:
         self._new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {}
         self._calls: dict[int, Node] = {}  # by position; weights are named: {"w": name}
         self._verdicts: dict[Any, float] = {}
-        self._found = Derived(graph, [], {})
+        self._found = Derived(graph, [])
 
     # ---- what may be fused -------------------------------------------------------------------
 
@@ -305,7 +434,9 @@ class Rewriter:
             else:
                 operators[CONVOLUTION](x, wrapped, bias, *rest)
 
-        plain = self._plain(chain, plain_weight, plain_bias, x, other, (stride, padding, dilation, groups))
+        plain = self._plain(
+            chain, plain_weight, plain_bias, x, other, (stride, padding, dilation, groups)
+        )
         key = (
             "c", tuple(x.shape), x.is_contiguous(), tuple(weight.shape), str(rest), other is None,
             chain.norm is None,
@@ -330,7 +461,9 @@ class Rewriter:
         def run() -> None:
             if isinstance(how, tuple):
                 stride, padding, dilation, groups = how
-                y = torch.ops.aten.conv2d.default(x, weight, bias, stride, padding, dilation, groups)
+                y = torch.ops.aten.conv2d.default(
+                    x, weight, bias, stride, padding, dilation, groups
+                )
             else:
                 y = torch.ops.aten.linear.default(x, weight, bias)
             if norm is not None:
@@ -342,7 +475,9 @@ class Rewriter:
                 y = y.add_(other)
             if activation is not None:
                 name, overload = activation.target.split(".")[1:]
-                getattr(getattr(torch.ops.aten, name), overload)(y, *activation.args[1:], **activation.kwargs)
+                getattr(getattr(torch.ops.aten, name), overload)(
+                    y, *activation.args[1:], **activation.kwargs
+                )
 
         return run
 
@@ -475,12 +610,12 @@ class Rewriter:
             version=graph.version, inputs=graph.inputs, weights=tuple(order), nodes=nodes,
             results=tuple(renumbered[value] for value in graph.results), outputs=graph.outputs,
             dims=graph.dims, takes=graph.takes, returns=graph.returns,
+            packed={name: one[1] for name in order if (one := self._new.get(name)) and one[1]},
         )  # fmt: skip
         for name in order:
-            data, layout = self._new.get(name) or (self._weights[own[name]], None)
-            found.weights.append(data)
-            if layout is not None:
-                found.packed[name] = layout
+            found.weights.append(
+                self._new[name][0] if name in self._new else self._weights[own[name]]
+            )
         return found
 
 
