@@ -163,6 +163,10 @@ class Uploads:
         chunk = _Chunk((session, tenant, f"{digest}.{kind}"), digest, size, offset, data, reply)
         self._writer.put(functools.partial(self._answer, chunk))
 
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Do other file work on the writer's thread; it raises nothing."""
+        self._writer.put(work)
+
     def remove(self, paths: Sequence[Path]) -> None:
         """Files and folders that are of no use any more."""
         if paths:
