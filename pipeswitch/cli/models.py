@@ -97,8 +97,9 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
-    from ..client.client import FILES
+    from ..client.client import FILES, check_program_options
 
+    check_program_options(source, options["weights"], inputs)
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw", texts=True)
     options["returns"] = _signature(returns, "--returns", texts=True)

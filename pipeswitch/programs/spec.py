@@ -116,12 +116,15 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
         if axis >= 0 and all(axis < len(shape) for shape in shapes):
             for shape in shapes:
                 del shape[axis]
-        if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
+        is_fixed = 0 <= axis < len(into.shape) and not isinstance(into.shape[axis], str)
+        is_unlike = into.dtype != out.dtype or shapes[0] != shapes[1]
+        if is_unlike or is_fixed or axis >= len(into.shape):
             texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
             raise RegistrationRefused(
                 "state",
                 f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
                 + (f", to be appended along dimension {axis}" if axis >= 0 else ""),
+                hint=f'dynamic={{"{name}": {{{axis}: (1, 400)}}}}, up to how many' * is_fixed,
             )
     if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
         raise RegistrationRefused("state", "an output is one input, and one input is no state")

@@ -365,6 +365,11 @@ class Job:
         """The devices that it may be on now; none named: all."""
         return (self.sent_to,) if self.sent_to else self.devices
 
+    @property
+    def has_trained(self) -> bool:
+        """A step of it is done, here or before the server's last restart."""
+        return max(self.step, self.committed_step) > 0
+
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
         left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
