@@ -116,10 +116,22 @@ class ForkServer:
 
             if exports(settings):
                 self._import_later()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes, or no memory: the controller tries again
+            traceback.print_exc()
+            self._channel.send(msg.Forked(ticket=order.ticket, pid=0))
+            return
         if pid == 0:
             _child(order.name, settings, descriptors)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # its end could not be seen
+            traceback.print_exc()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._channel.send(msg.Forked(ticket=order.ticket, pid=0))
+            return
         self._children[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
         self._channel.send(msg.Forked(ticket=order.ticket, pid=pid))
