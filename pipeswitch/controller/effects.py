@@ -167,14 +167,18 @@ class Effects:
 
     def _create_commits(self, command: ev.CreateCommits) -> None:
         reach("commits.create")
-        if command.loaded < 0:
-            self._memory.create_commits(command.job, command.slot_bytes)
-            return
-        self._memory.commits[command.job] = os.dup(command.loaded)
-        target = self._places.commits / command.job
-        shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
-        shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
-                        copy_function=os.link)  # fmt: skip
+        try:
+            if command.loaded < 0:
+                self._memory.create_commits(command.job, command.slot_bytes)
+                return
+            self._memory.commits[command.job] = os.dup(command.loaded)
+            target = self._places.commits / command.job
+            shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
+            shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
+                            copy_function=os.link)  # fmt: skip
+        except OSError as error:  # no descriptor, memory or disk: a job commits, or does not train
+            log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
+            self._take(ev.JobAsked(token=_SERVER, job=command.job, action="cancel"))
 
     def restore_commits(self, job: JobName) -> tuple[int, int] | None:
         """Load a job's persisted commit; (slot bytes, step), or None when there is none."""
@@ -226,9 +230,17 @@ class Tracer:
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-        if not self._lane.is_started:
-            self._lane.start()
-        self._lane.put(functools.partial(self._tell, token, since_ms))
+
+        def failed(error: PipeSwitchError) -> None:
+            self._answer(ev.Answer(token=token, error=error))
+
+        try:
+            if not self._lane.is_started:
+                self._lane.start()
+        except RuntimeError as error:  # no thread is left
+            failed(ServerUnavailable(f"no timeline can be made now: {error}", hint="try again"))
+        else:
+            self._lane.put(functools.partial(self._tell, token, since_ms), failed)
 
     def stop(self) -> None:
         """Answer what is asked, join."""

@@ -108,10 +108,11 @@ class Places:
         No builder may run: it may have found its program there already.
         """
         away = []
-        for path in self.models.iterdir():
-            if re.fullmatch(DIGEST, path.name) and path.name not in kept:
-                target = path.with_name(f".build-gone-{path.name}")
-                with contextlib.suppress(OSError):  # it stays, until the next sweep
-                    os.rename(path, target)
-                    away.append(target)
+        with contextlib.suppress(OSError):  # no descriptor is left: they stay, until the next sweep
+            for path in list(self.models.iterdir()):
+                if re.fullmatch(DIGEST, path.name) and path.name not in kept:
+                    target = path.with_name(f".build-gone-{path.name}")
+                    with contextlib.suppress(OSError):  # it stays as well
+                        os.rename(path, target)
+                        away.append(target)
         return away

@@ -7,7 +7,6 @@ reaches the scheduler as one event whether the process said goodbye or not.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
@@ -25,13 +24,13 @@ from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
 from ..launch import command, without_threads
+from ..machine import SHORTAGES
 from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["worker", "builder", "daemon", "stage"]
 MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
-SHORTAGES = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 LOOK_EVERY_S = 0.5  # for processes that were stopped from outside
 URGENT_LOOK_EVERY_S = 0.03  # while a request has waited that long: it may wait for one of them
 STOPPED_LOOKS = 5  # in a row, then it is as good as dead: two seconds, or 150 ms

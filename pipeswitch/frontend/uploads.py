@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ..errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
-from ..lane import Lane
+from ..lane import Failed, Lane, Work
 from ..machine import sync_directory
 from ..programs.spec import files_of
 from ..shares import Shares
@@ -162,6 +162,10 @@ class Uploads:
             self._queued += 1
         chunk = _Chunk((session, tenant, f"{digest}.{kind}"), digest, size, offset, data, reply)
         self._writer.put(functools.partial(self._answer, chunk))
+
+    def beside(self, work: Work, failed: Failed) -> None:
+        """Have the writer's thread do what a disk holds up; as ``Lane.put``."""
+        self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:
         """Files and folders that are of no use any more."""
