@@ -146,10 +146,9 @@ class Sequences:
         """A language model need not compute the tokens whose rows are there: they leave the
         request, but for the last."""
         ids = _ids_of(held, brought, frames)
-        if ids is None:
+        if ids is None or held.history is None:
             self._forget_tokens(held)
             return
-        assert held.history is not None
         known = len(held.history.tokens)
         count = common(held.ahead, ids[:-1])
         found = None
@@ -179,9 +178,8 @@ class Sequences:
 
     def _take_over(self, held: Held, donor: Held) -> None:
         """All that a spare has."""
-        assert donor.history is not None
         held.grown, donor.grown = donor.grown, {}
-        held.ahead = donor.history.tokens
+        held.ahead = donor.history.tokens if donor.history is not None else []
         for grown in held.grown.values():
             grown.stale, grown.used = max(grown.stale, grown.used), 0
         self.drop(donor)
@@ -484,11 +482,11 @@ def _ids_of(
     named = [brought.get(name) for name in ("ids", "count", "used")]
     given = [one for one in named if one is not None and one.dtype == "int64"]
     places = {one.frame for one in given if 0 <= one.frame < len(frames)}
-    if len(places) != len(named) or any(len(frames[place]) % 8 for place in places):
+    is_whole = len(places) == len(named) and not any(len(frames[place]) % 8 for place in places)
+    if held.history is None or not is_whole:
         return None
     ids, count, used = (np.frombuffer(frames[one.frame], np.int64).tolist() for one in given)
     shapes = [one.shape for one in given]
-    assert held.history is not None
     is_next = (count, used) == ([len(ids)], [len(held.history.tokens)])
     return ids if is_next and shapes == [(1, len(ids)), (1,), (1,)] else None
 

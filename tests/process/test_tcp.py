@@ -184,8 +184,8 @@ class HeldCopier(Lane):
         super().__init__("held")
         self.held: list[Callable[[], None]] = []
 
-    def put(self, copy: Callable[[], None]) -> None:
-        self.held.append(lambda: Lane.put(self, copy))
+    def put(self, *work: Any) -> None:
+        self.held.append(lambda: Lane.put(self, *work))
 
 
 @pytest.fixture
