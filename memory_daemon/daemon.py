@@ -49,8 +49,6 @@ class Daemon:
         self._store_lane, self._to_host_lane, self._disk_lane = self._lanes = [
             Lane(name) for name in ("store", "to-host", "disk")
         ]
-        for lane in self._lanes:
-            lane.start()
 
     def run(self) -> bool:
         """Announce readiness, serve. True after Exit, with all work finished.

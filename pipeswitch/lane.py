@@ -15,41 +15,33 @@ Work = Callable[[], object]
 Failed = Callable[[PipeSwitchError], object]
 
 
-def _nobody_waits(_: PipeSwitchError) -> None:
-    """The log has the error."""
-
-
 class Lane:
     """A thread that does its work in order and outlives any of it that fails."""
 
     def __init__(self, name: str) -> None:
-        """``name``: of the thread."""
+        """``name``: of the thread, which begins with the first work."""
         self._queue: queue.SimpleQueue[tuple[Work, Failed] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Start the thread, before or after the first ``put``.
-
-        Raises:
-            RuntimeError: the system has no room for another thread.
-        """
-        self._thread.start()
-
-    @property
-    def is_started(self) -> bool:
-        return self._thread.ident is not None
-
     def stop(self) -> None:
         """Finish what is queued, join."""
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            self._thread.join()
 
-    def put(self, work: Work, failed: Failed = _nobody_waits) -> None:
-        """Queue work; never blocks. Both are called on the lane's thread.
+    def put(self, work: Work, failed: Failed = lambda _: None) -> None:
+        """Queue work; never blocks. One thread calls this.
 
         Args:
-            failed: answers whoever waits for the work, with the error that it raised.
+            failed: answers whoever waits for the work, with the error that it raised, on the
+                lane's thread; or here if the system has no room for that thread.
         """
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                failed(_as_ours(error))
+                return
         self._queue.put((work, failed))
 
     def _run(self) -> None:
@@ -66,5 +58,4 @@ class Lane:
 def _as_ours(error: BaseException) -> PipeSwitchError:
     if isinstance(error, PipeSwitchError):
         return error
-    what = "no memory is left" if isinstance(error, MemoryError) else "internal error"
-    return ServerUnavailable(f"the server could not do this: {what}", hint="see its log; try again")
+    return ServerUnavailable("the server could not do this now", hint="its log says why; try again")

@@ -116,24 +116,20 @@ class ForkServer:
 
             if exports(settings):
                 self._import_later()
+        pid = 0
         try:
             pid = os.fork()
-        except OSError:  # too many processes, or no memory: the controller tries again
-            traceback.print_exc()
-            self._channel.send(msg.Forked(ticket=order.ticket, pid=0))
-            return
-        if pid == 0:
-            _child(order.name, settings, descriptors)
-        try:
+            if pid == 0:
+                _child(order.name, settings, descriptors)
             pidfd = os.pidfd_open(pid)
-        except OSError:  # its end could not be seen
+            self._children[pidfd] = pid
+            self._selector.register(pidfd, selectors.EVENT_READ)
+        except OSError:  # processes, descriptors or memory are short: the controller tries again
             traceback.print_exc()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            self._channel.send(msg.Forked(ticket=order.ticket, pid=0))
-            return
-        self._children[pidfd] = pid
-        self._selector.register(pidfd, selectors.EVENT_READ)
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            pid = 0
         self._channel.send(msg.Forked(ticket=order.ticket, pid=pid))
 
     def _import_later(self) -> None:

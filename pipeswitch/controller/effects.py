@@ -217,10 +217,7 @@ class Effects:
 
 
 class Tracer:
-    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s.
-
-    On a lane, which the first question starts.
-    """
+    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s."""
 
     def __init__(self, timeline: Timeline, answer: Callable[[ev.Answer], None]) -> None:
         """``answer`` may be called from any thread."""
@@ -230,22 +227,14 @@ class Tracer:
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-
-        def failed(error: PipeSwitchError) -> None:
-            self._answer(ev.Answer(token=token, error=error))
-
-        try:
-            if not self._lane.is_started:
-                self._lane.start()
-        except RuntimeError as error:  # no thread is left
-            failed(ServerUnavailable(f"no timeline can be made now: {error}", hint="try again"))
-        else:
-            self._lane.put(functools.partial(self._tell, token, since_ms), failed)
+        self._lane.put(
+            functools.partial(self._tell, token, since_ms),
+            lambda error: self._answer(ev.Answer(token=token, error=error)),
+        )
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        if self._lane.is_started:
-            self._lane.stop()
+        self._lane.stop()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

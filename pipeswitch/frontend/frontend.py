@@ -181,7 +181,6 @@ class Frontend:
         self._listeners = open_listeners(self._config.server)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.uploads.start()
-        self.inference.copier.start()
         return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:

@@ -69,23 +69,18 @@ class Talk:
 
     @staticmethod
     async def open(facts: Facts) -> Talk:
-        """
-        Raises:
-            ServerUnavailable: the system has no room for another process.
-        """
-        try:
-            ours, theirs = socket.socketpair()
-            with theirs, contextlib.ExitStack() as undo:
-                undo.enter_context(ours)
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
                 process = subprocess.Popen(
                     COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
                 )  # fmt: skip
-                undo.pop_all()
-        except OSError as error:
-            raise ServerUnavailable(f"no process for this model's texts: {error.strerror}",
-                                    hint=AGAIN) from error  # fmt: skip
+            except OSError as error:
+                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+            undo.pop_all()
+        theirs.close()
         talk = Talk(process, *await asyncio.open_connection(sock=ours))
         talk.tell(facts)
         return talk

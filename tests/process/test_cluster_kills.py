@@ -23,6 +23,7 @@ from process_tools import ray_of_its_own, until
 from pipeswitch import Client
 from pipeswitch.client.cluster import connected_ray, placement_of, told
 from pipeswitch.errors import PipeSwitchError
+from tests.process.figures import publish
 
 pytestmark = [
     pytest.mark.soak,
@@ -132,24 +133,36 @@ def kill_raylet(raylet: subprocess.Popen[str]) -> None:
             process.kill()
 
 
+def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
+    """The holders, once it is so."""
+    until_s = time.monotonic() + RETURN_S
+    while not is_so(found := holders()):
+        assert time.monotonic() < until_s, f"{what}: {status()}"
+    return found
+
+
 def test_of_two_nodes_that_die_in_turn_the_first_is_found_again(client: Client) -> None:
     """The client's table has the first one's former port, and the second one's, which is dead."""
     expected = client.infer("m", X).outputs["y"].tobytes()
     waits_s = []
-    for _ in range(REPEATS):
-        first = until(lambda: found if len(found := holders()) >= 2 else None,
-                              "two holders", RETURN_S)[0]  # fmt: skip
+    for number in range(REPEATS):
+        first = wait_for(lambda found: len(found) >= 2, f"{number}: two holders")[0]
         kill_server(first)
-        until(lambda one=first: any(  # type: ignore[misc]
-            node["name"] == one["name"] and node["pid"] != one["pid"] for node in holders()
-        ), "the first is back", RETURN_S)  # fmt: skip
-        for node in holders():
+        back = (first["name"], first["pid"])
+        others = wait_for(
+            lambda found, back=back: any(  # type: ignore[misc]
+                one["name"] == back[0] and one["pid"] != back[1] for one in found
+            ),
+            f"{number}: the first is back",
+        )
+        for node in others:
             if node["name"] != first["name"]:
                 kill_server(node)
         began_s = time.monotonic()
         assert client.infer("m", X).outputs["y"].tobytes() == expected
         waits_s.append(time.monotonic() - began_s)
-    sys.stdout.write(f"{REPEATS} times: slowest answer {max(waits_s):.1f} s")
+        sys.stdout.write(f"{number}: {waits_s[-1]:.1f} s\n")
+    publish("cluster_deaths_in_turn", {"repeats": REPEATS, "slowest_s": max(waits_s)})
 
 
 def test_kills_of_all_kinds_cost_no_request(
@@ -168,7 +181,7 @@ def test_kills_of_all_kinds_cost_no_request(
     errors, waits_s, answers = [], [], set()
     for number in range(REQUESTS):
         if number in moments:
-            until(holders, "a holder", RETURN_S)
+            wait_for(bool, "a holder")
             kinds.pop(0)()
         began_s = time.monotonic()
         try:
@@ -178,8 +191,10 @@ def test_kills_of_all_kinds_cost_no_request(
             errors.append((number, error))
         waits_s.append(time.monotonic() - began_s)
     late = sum(wait_s > 1.0 for wait_s in waits_s)
-    sys.stdout.write(f"seed {SEED}: {REQUESTS} requests, {KILLS} kills, {len(errors)} errors, "
-          f"{late} over 1 s, slowest {max(waits_s):.1f} s")  # fmt: skip
+    figures = {"seed": SEED, "requests": REQUESTS, "kills": KILLS, "errors": len(errors),
+               "over_1_s": late, "slowest_s": max(waits_s)}  # fmt: skip
+    sys.stdout.write(f"{figures}\n")
+    publish("cluster_kills", figures)
     assert not errors
     assert answers == {expected}
     assert not kinds

@@ -193,7 +193,6 @@ def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
     server.announce("wide", width=1 << 18)
     copier, before = HeldCopier(), server.tcp.inference.copier
-    copier.start()
     server.tcp.inference.copier = copier
     yield copier
     server.tcp.inference.copier = before

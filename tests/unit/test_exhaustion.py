@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import selectors
@@ -16,12 +17,15 @@ import pytest
 from pipeswitch import launch
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
+from pipeswitch.errors import ServerUnavailable
+from pipeswitch.gateway.texts import Talk
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
 from pipeswitch.ipc.messages import CheckStage, Epoch, Fork, Forked, ForkServerReady, Ping
 from tests.open_files import open_files
 
 SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)
 PING = Ping(epoch=Epoch(1))
+LOOP_SOCKETS = 2  # of asyncio itself
 SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -149,6 +153,20 @@ def test_a_fork_server_is_tried_again_as_long_as_something_is_short(
             if not hopeless:
                 processes.start_server()
     assert bool(hopeless) == is_hopeless
+
+
+def test_a_text_process_that_cannot_be_started_is_an_error_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", refuse(errno.EAGAIN))
+    before = open_files("socket")
+
+    async def opens() -> None:
+        with pytest.raises(ServerUnavailable):
+            await Talk.open(None)  # type: ignore[arg-type]
+        assert open_files("socket") == before + LOOP_SOCKETS
+
+    asyncio.run(opens())
 
 
 @pytest.mark.parametrize("call", ["fork", "pidfd_open"])

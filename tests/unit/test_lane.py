@@ -19,18 +19,15 @@ from pipeswitch.scheduler.timeline import Timeline
 from tests.open_files import open_files
 
 
-def test_what_is_put_before_the_start_and_before_the_end_is_done_in_order() -> None:
+def test_what_is_put_before_the_end_is_done_in_order() -> None:
     lane, done = Lane("test-lane"), list[tuple[int, str]]()
 
     def work(number: int) -> None:
         done.append((number, threading.current_thread().name))
 
     lane.put(functools.partial(work, 1))
-    assert not lane.is_started
-    lane.start()
     lane.put(functools.partial(work, 2))
     lane.stop()
-    assert lane.is_started
     assert done == [(1, "test-lane"), (2, "test-lane")]
 
 
@@ -47,7 +44,6 @@ def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) 
     lane.put(fails, answers.append)
     lane.put(fails)
     lane.put(functools.partial(done.append, "next"))
-    lane.start()
     lane.stop()
     assert done == ["next"]
     expected = HostStoreFull if isinstance(error, HostStoreFull) else ServerUnavailable
@@ -92,7 +88,6 @@ def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     weakref.finalize(payload, gone.set)
     lane.put(functools.partial(lambda held: is_done.set(), payload))
     del payload
-    lane.start()
     assert is_done.wait(10)
     assert gone.wait(10), "nothing else was put, and it is free"
     lane.put(is_looking.set)
