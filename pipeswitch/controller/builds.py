@@ -226,6 +226,8 @@ class Builds:
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)
                 save_manifest(self._places.models / message.folder, built)
+            if self._disk.digest_of(command.model) == digest:  # its files were damaged
+                self._remove_files(self._places.take_away_program(digest))
             self._places.publish(message.folder, digest)
         except RegistrationRefused as error:
             self._refuse(command, error)

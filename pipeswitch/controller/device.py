@@ -7,7 +7,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
 from ..ipc import messages as msg
 from ..ipc.board import ring
@@ -182,7 +184,10 @@ class DeviceEffects:
         if not isinstance(message, msg.PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
-        refusal = self._ground.frontend.disk.refusal("", size_bytes, f'a commit of "{message.job}"')
+        disk, what = self._ground.frontend.disk, f'a commit of "{message.job}"'
+        if refusal := disk.refusal("", size_bytes, what):  # the one before the newest gives way
+            remove_unnamed(Path(message.directory), keeps_older=False)
+            refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
             return False
         failed = msg.CommitPersisted(

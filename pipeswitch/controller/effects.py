@@ -180,9 +180,14 @@ class Effects:
             log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
             self._take(ev.JobAsked(token=_SERVER, job=command.job, action="cancel"))
 
-    def restore_commits(self, job: JobName) -> tuple[int, int] | None:
-        """Load a job's persisted commit; (slot bytes, step), or None when there is none."""
-        loaded = load_commit(self._places.commits / job)
+    def restore_commits(
+        self, job: JobName, damaged: Callable[[str], None]
+    ) -> tuple[int, int] | None:
+        """Load a job's persisted commit; (slot bytes, step), or None when there is none.
+
+        ``damaged`` is called with what is wrong with a newer one, for each that is left out.
+        """
+        loaded = load_commit(self._places.commits / job, damaged)
         if loaded is None:
             return None
         descriptor, slot_bytes, record = loaded
@@ -198,13 +203,17 @@ class Effects:
             return -1
         return -1 if record is None else record.step
 
-    def sweep_commits(self, jobs: Collection[str]) -> None:
-        """At the start: commits of other jobs, and what a crash left beside those of these."""
+    def sweep(self, jobs: Collection[str], now_s: float) -> None:
+        """At the start: move to the trash what the journal does not name; remove what a crash left
+        beside commits, and what has been in the trash for a day."""
+        old = self._places.old_trash(now_s)
+        self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():
-            if path.name not in jobs:
-                shutil.rmtree(path, ignore_errors=True)
+            if path.name.startswith(".gone-"):
+                old.append(path)
             elif path.is_dir():
                 remove_unnamed(path)
+        self._frontend.uploads.remove(old)
 
     def _remove_job(self, job: JobName) -> None:
         """Its commits under a name that no job has; another thread removes them."""

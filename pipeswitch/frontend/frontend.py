@@ -383,6 +383,7 @@ class Frontend:
     def _take_back(self, pending: Pending) -> None:
         if pending.is_copying:
             pending.is_cancelled = True
+            self.inference.look_again()
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
             self._take(ev.CancelAsked(token=pending.token))
@@ -421,10 +422,15 @@ class Frontend:
                 f'"{header.model}" generates no text',
                 hint=f"pipeswitch register {header.model} hf:NAME --generate",
             )
-        high = {dim.name: dim.high for dim in announced.manifest.dims}
-        told = {key: facts[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
+        told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        told["context"], told["piece"] = self.sequences.longest(announced.manifest)
+        if told["context"] < 2:
+            raise InvalidInput(
+                f'the request pool has no room for an answer of "{header.model}"',
+                hint="raise [server] pool",
+            )
         digest = announced.manifest.digest
-        told |= {"version": announced.version, "piece": high["length"], "digest": digest}
+        told |= {"version": announced.version, "digest": digest}
         file = self._state_directory / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
@@ -486,7 +492,7 @@ class Frontend:
                 pending.uploads = self.uploads.pin(asked.spec)
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
-                self.uploads.beside(
+                self.uploads.run_later(
                     functools.partial(self._load, pending, asked),
                     lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
                 )
@@ -524,6 +530,8 @@ class Frontend:
             known = self.sequences.by_model()  # once each, where a model has a row for each device
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
+        if pending.op in ("register", "models", "show"):
+            self._note_lengths(answer.body)
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())
@@ -546,6 +554,20 @@ class Frontend:
         outgoing = self.requests.end(pending, answer)
         if outgoing is not None:
             self._outbox.send(client, outgoing)
+
+    def _note_lengths(self, body: dict[str, Any]) -> None:
+        """Note of language models how long an answer can be, where the pool is why."""
+        manifests = {one.manifest.digest: one.manifest for one in self.inference.models.values()}
+        for row in (body, body.get("model"), *body.get("models", ())):
+            manifest = manifests.get(row.get("digest", "")) if isinstance(row, dict) else None
+            generation = manifest.extra.get("generation") if manifest is not None else None
+            if manifest is None or not generation:
+                continue
+            longest, context = self.sequences.longest(manifest)[0], generation["context"]
+            if longest < context:
+                most = f"{longest} tokens with its prompt, of {context}"
+                note = f"an answer has at most {most}: [server] pool has room for no more"
+                row["notes"] = [*row["notes"], note]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""

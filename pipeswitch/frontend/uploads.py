@@ -164,8 +164,8 @@ class Uploads:
             functools.partial(self._answer, chunk), functools.partial(self._end, chunk, {})
         )
 
-    def beside(self, work: Work, failed: Failed) -> None:
-        """Have the writer's thread do what a disk holds up; as ``Lane.put``."""
+    def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
+        """Do other file work on the writer's thread; as ``Lane.put``."""
         self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:

@@ -100,7 +100,7 @@ class Talk:
         found = await reply
         late.cancel()
         if isinstance(found, Wrong):
-            raise InvalidInput(found.message, hint=found.hint)
+            raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
         return found
 
     def tell(self, asked: Asked | Facts) -> None:

@@ -83,8 +83,8 @@ MAY_IMPORT: Mapping[str, str] = {
 PURE = (
     "__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "datetime",
     "enum", "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator",
-    "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct", "threading.Condition",
-    "threading.RLock", "typing",
+    "os.EX_IOERR", "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct",
+    "threading.Condition", "threading.RLock", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 
