@@ -179,9 +179,9 @@ def load_commit(
             problems.setdefault(record.image, error)
             continue
         problems.pop(record.image, None)  # its record alone is damaged, its name has the same
-        for problem in problems.values():
-            assert damaged is not None
-            damaged(problem.message)
+        if damaged is not None:
+            for problem in problems.values():
+                damaged(problem.message)
         return loaded
     raise next(iter(problems.values()))
 

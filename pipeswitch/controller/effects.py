@@ -167,14 +167,18 @@ class Effects:
 
     def _create_commits(self, command: ev.CreateCommits) -> None:
         reach("commits.create")
-        if command.loaded < 0:
-            self._memory.create_commits(command.job, command.slot_bytes)
-            return
-        self._memory.commits[command.job] = os.dup(command.loaded)
-        target = self._places.commits / command.job
-        shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
-        shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
-                        copy_function=os.link)  # fmt: skip
+        try:
+            if command.loaded < 0:
+                self._memory.create_commits(command.job, command.slot_bytes)
+                return
+            self._memory.commits[command.job] = os.dup(command.loaded)
+            target = self._places.commits / command.job
+            shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
+            shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
+                            copy_function=os.link)  # fmt: skip
+        except OSError as error:  # no descriptor, memory or disk: a job commits, or does not train
+            log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
+            self._take(ev.JobAsked(token=_SERVER, job=command.job, action="cancel"))
 
     def restore_commits(
         self, job: JobName, damaged: Callable[[str], None]
@@ -222,10 +226,7 @@ class Effects:
 
 
 class Tracer:
-    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s.
-
-    On a lane, which the first question starts.
-    """
+    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s."""
 
     def __init__(self, timeline: Timeline, answer: Callable[[ev.Answer], None]) -> None:
         """``answer`` may be called from any thread."""
@@ -235,14 +236,14 @@ class Tracer:
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-        if not self._lane.is_started:
-            self._lane.start()
-        self._lane.put(functools.partial(self._tell, token, since_ms))
+        self._lane.put(
+            functools.partial(self._tell, token, since_ms),
+            lambda error: self._answer(ev.Answer(token=token, error=error)),
+        )
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        if self._lane.is_started:
-            self._lane.stop()
+        self._lane.stop()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

@@ -136,7 +136,10 @@ class Places:
 
         No builder may run: it may have found its program there already.
         """
-        names = [path.name for path in self.models.iterdir()]
+        try:
+            names = [path.name for path in self.models.iterdir()]
+        except OSError:  # no descriptor is left: they stay, until the next sweep
+            return []
         gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in kept]
         return [path for name in gone for path in self.take_away_program(name)]
 

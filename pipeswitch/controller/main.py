@@ -66,11 +66,16 @@ def serve(config: Config) -> int:
         _log_to(places.logs / LOG_NAME, config.log.max_bytes)
         for device in devices:
             log.info("device=%s: %s", device.name, "; ".join([device.why, *device.reasons]))
-        server = Server(config, devices, places)
         try:
-            return _run(server)
-        finally:
-            server.close()
+            server = Server(config, devices, places)
+            try:
+                return _run(server)
+            finally:
+                server.close()
+        except OSError as error:  # out of descriptors, memory or disk; errors of the loop end there
+            raise ConfigError(
+                f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
+            ) from error
 
 
 def _run(server: Server) -> int:

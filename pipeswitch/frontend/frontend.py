@@ -10,12 +10,12 @@ scheduler, an answer becomes a message. Its parts: ``Peers`` (the connections) a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import select
 import selectors
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +181,6 @@ class Frontend:
         self._listeners = open_listeners(self._config.server)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.uploads.start()
-        self.inference.copier.start()
         return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -219,7 +218,7 @@ class Frontend:
         """How long the loop may wait; None: until a descriptor wakes it."""
         if self._calls or self.peers.turns:
             return 0.0
-        until_s = self.connections.next_at_s
+        until_s = min(self.connections.next_at_s, self.peers.rests_until_s)
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
         if self.sequences.held or self.sequences.spare:
             idle_s = self.sequences.expire() / 1000
@@ -238,6 +237,8 @@ class Frontend:
             self.peers.turn()
         if self._outbox.backlogged:
             self._outbox.sweep()
+        if self.peers.resting and self._now_ms() / 1000 >= self.peers.rests_until_s:
+            self.peers.wake()
         if self.connections.next_at_s != math.inf:
             self.connections.tick(self._now_ms() / 1000)
 
@@ -434,17 +435,17 @@ class Frontend:
 
         def read() -> None:
             """On the copier's thread: a tokenizer may have 30 MB."""
-            error: PipeSwitchError | None = None
-            try:
-                found = read_bundle(file).generation if wants_tokenizer else None
-                if found is not None:
-                    told.update(
-                        tokenizer=found.tokenizer,
-                        chat_template=found.chat_template,
-                        special=found.special,
-                    )
-            except (PipeSwitchError, OSError) as failed:
-                _logger.warning("model=%s tokenizer unread cause=%s", header.model, failed)
+            found = read_bundle(file).generation if wants_tokenizer else None
+            if found is not None:
+                told.update(
+                    tokenizer=found.tokenizer,
+                    chat_template=found.chat_template,
+                    special=found.special,
+                )
+            reply(None)
+
+        def reply(error: PipeSwitchError | None) -> None:
+            if error is not None:
                 error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
             self._call_soon(
                 lambda: (
@@ -454,7 +455,7 @@ class Frontend:
                 )
             )
 
-        self.inference.copier.put(read)
+        self.inference.copier.put(read, reply)
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
@@ -491,7 +492,10 @@ class Frontend:
                 pending.uploads = self.uploads.pin(asked.spec)
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
-                threading.Thread(target=self._load, args=(pending, asked), name="load").start()
+                self.uploads.run_later(
+                    functools.partial(self._load, pending, asked),
+                    lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
+                )
                 return
             self._take(asked)
 

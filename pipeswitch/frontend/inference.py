@@ -231,9 +231,7 @@ class Inference:
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            if held is not None:
-                self.copier.put(functools.partial(self._sequences.copy, held))
-            self.copier.put(functools.partial(self._copy, placed, payload, event.tenant, copied))
+            self._copy(placed, payload, event.tenant, copied, held)
 
     # ---- steps that wait for room --------------------------------------------------------------
 
@@ -283,14 +281,18 @@ class Inference:
         no room takes that of the youngest answer that waits too, whose client sends its tokens
         again: the oldest always goes on, so all come to their ends."""
         self._sequences.expire()  # now: what it releases later in this look would be overlooked
-        behind = set[str]()
+        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
         for one in sorted(self._waiting, key=self._began):
             while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
                 if not self._goes_on(one) and not self._give_up_for(one):
                     behind.add(one.key[0])
         if not self._waiting:
             self._pool.on_release = None
-        self._is_looking = False  # what was tried in vain has released what it took
+        self._is_looking = False
+        # What is released by a look is not looked at by it: of an answer that was given up, or a
+        # spare that a step wanted to copy from, so that it had to stay until the step had failed.
+        if len(self._waiting) < count or self._pool.free_bytes > free_bytes:
+            self.look_again()
 
     def _began(self, one: Waiting) -> tuple[float, int]:
         held = None if one.starts else self._sequences.held.get(one.key)
@@ -357,13 +359,23 @@ class Inference:
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
-        then: Callable[[], None],
+        then: Callable[[PipeSwitchError | None], None], held: Held | None = None,
     ) -> None:  # fmt: skip
-        """On the copier's thread: a large payload into the pool."""
-        self._pool.fill(placed, payload, tenant)
-        self._call_soon(then)
+        """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
 
-    def _copied(self, pending: Pending, event: InferArrived) -> None:
+        Args:
+            then: called by the loop's thread afterwards, with the error if it could not be copied.
+        """
+
+        def copy() -> None:
+            if held is not None:
+                self._sequences.copy(held)
+            self._pool.fill(placed, payload, tenant)
+            self._call_soon(functools.partial(then, None))
+
+        self.copier.put(copy, lambda error: self._call_soon(functools.partial(then, error)))
+
+    def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
         """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
         pending.is_copying = False
         reach("frontend.copied")
@@ -371,6 +383,7 @@ class Inference:
             self._sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
+        if error is not None:
             self._answer(Answer(token=pending.token, error=error))
         elif pending.run is None:
             self._take(event)
@@ -410,13 +423,15 @@ class Inference:
             digest=announced.manifest.digest,
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
-        taken = functools.partial(self._take, prepared)
+
+        def taken(error: PipeSwitchError | None) -> None:
+            self._take(msgspec.structs.replace(prepared, error=error))
+
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
             self._pool.fill(prepared.inputs, payload, room.tenant)
-            taken()
+            taken(None)
         else:
-            copy = functools.partial(self._copy, prepared.inputs, payload, room.tenant, taken)
-            self.copier.put(copy)
+            self._copy(prepared.inputs, payload, room.tenant, taken)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
         """Whether a model takes what its function returned.
@@ -507,8 +522,7 @@ class Inference:
                 run.event.tenant,
             )  # fmt: skip
         except PipeSwitchError as error:
-            self._take(CancelAsked(token=pending.token))  # if it is waited for there
-            self._answer(Answer(token=pending.token, error=error))
+            self._end_run(pending, error)
             return
         placed = room.place(admitted.inputs) if is_copied else [
             msgspec.structs.replace(values[item.frame], name=item.name) for item in admitted.inputs
@@ -523,14 +537,25 @@ class Inference:
         )  # fmt: skip
         if announced.stage is not None and announced.stage.after:
             pending.after = event
-        taken = functools.partial(self._take, event)
         if not is_copied:
-            taken()
+            self._take(event)
             return
         memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
-        self.copier.put(functools.partial(self._copy, event.inputs, payload, event.tenant, taken))
+
+        def taken(error: PipeSwitchError | None) -> None:
+            if error is None:
+                self._take(event)
+            else:
+                self._end_run(pending, error)
+
+        self._copy(event.inputs, payload, event.tenant, taken)
+
+    def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
+        """Answer a request of which a step cannot be asked for."""
+        self._take(CancelAsked(token=pending.token))  # if it is waited for there
+        self._answer(Answer(token=pending.token, error=error))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:

@@ -188,9 +188,8 @@ class Sequences:
 
     def _take_over(self, held: Held, donor: Held) -> None:
         """All that a spare has."""
-        assert donor.history is not None
         held.grown, donor.grown = donor.grown, {}
-        held.ahead = donor.history.tokens
+        held.ahead = donor.history.tokens if donor.history is not None else NO_TOKENS
         for grown in held.grown.values():
             grown.stale, grown.used = max(grown.stale, grown.used), 0
         self.drop(donor)

@@ -69,11 +69,17 @@ class Talk:
 
     @staticmethod
     async def open(facts: Facts) -> Talk:
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                process = subprocess.Popen(
+                    COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
+                )  # fmt: skip
+            except OSError as error:
+                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+            undo.pop_all()
         theirs.close()
         talk = Talk(process, *await asyncio.open_connection(sock=ours))
         talk.tell(facts)

@@ -48,7 +48,7 @@ class Forked(Message, frozen=True):
     """fork server -> controller: the child's pid."""
 
     ticket: int
-    pid: int
+    pid: int  # 0: the system had no room for another process
 
 
 class ChildExited(Message, frozen=True):

@@ -122,6 +122,7 @@ class Listing:
             "outputs": {v.name: _shown(v) for v in chain.outputs},
             "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
             "batch": list(chain.manifest.batch), "batching": None,
+            "precision": None,
         }  # fmt: skip
 
     @staticmethod
@@ -151,6 +152,7 @@ class Listing:
             "dims": {},
             "batch": [1, 1],
             "batching": None,
+            "precision": None,
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
@@ -181,6 +183,7 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
+                "precision": msgspec.to_builtins(manifest.precision),
             }
         streams = self._machine.stream_of(model)
         if streams is not None:

@@ -29,7 +29,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "texts": "errors",
     "machine": "",
     "failpoints": "",
-    "lane": "",
+    "lane": "errors",
     "sandbox": "",
     "roles": "errors",
     "shares": "errors",
@@ -51,7 +51,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
-    "memory_daemon/": "commits devices errors failpoints ipc programs units",
+    "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
     "programs units",

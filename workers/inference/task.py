@@ -36,6 +36,7 @@ from pipeswitch.programs.executor import (
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
+from pipeswitch.programs.packing import fingerprint
 from pipeswitch.programs.padding import cut
 from pipeswitch.programs.spec import MANIFEST_FILE, is_checked, load_manifest, weights_file
 from pipeswitch.programs.torch_settings import construct_on_meta
@@ -167,7 +168,7 @@ def make_program(
     """
     if graph is not None:
         return GraphProgram(manifest, graph, device, kernels)
-    module, settings = construct_on_meta(manifest.source)
+    module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
     return ModuleProgram(manifest, module, device, settings)
 
 
@@ -175,6 +176,7 @@ def warm_up() -> None:
     """What torch reads and starts when it first computes, before the sandbox forbids it: all
     compute threads of this one; the libraries look at the processor."""
     checked_by()  # reads torch's version from a file
+    fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()
     torch.nn.functional.conv2d(torch.ones(1, 16, 16, 16), torch.ones(16, 16, 3, 3))
