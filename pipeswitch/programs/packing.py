@@ -1,7 +1,8 @@
-"""What a packed weight is, which calls take one, and on which machine it can be read. Pure, no torch."""
+"""Packed weights: how their bytes are read, by which calls, on which machine. Pure, no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from importlib.metadata import version
@@ -54,9 +55,8 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def fingerprint() -> str:
     """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
     lines: list[str] = []
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        pass
-    facts = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+    wanted = ("flags", "model name", "Features")
+    facts = sorted({line for line in lines if line.startswith(wanted)})
     return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]

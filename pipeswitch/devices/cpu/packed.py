@@ -1,8 +1,8 @@
-"""Matrix products and convolutions over packed weights: the only place with torch's private operators.
+"""Matrix products and convolutions over packed weights; torch's private operators are here alone.
 
-A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system it
-is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those bytes,
-where they lie, as an opaque tensor of torch; AOTInductor binds its packed constants in the same way.
+A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system
+it is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those
+bytes, where they lie, as an opaque tensor of torch, as AOTInductor does with packed constants.
 
 The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
 """
