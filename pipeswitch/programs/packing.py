@@ -1,12 +1,7 @@
-"""Packed weights: how their bytes are read, by which calls, on which machine. Pure, no torch."""
+"""Packed weights: how their bytes are read, by which calls, in which precision. Pure, no torch."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-from importlib.metadata import version
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -49,14 +44,3 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     agreement: float  # share of rows with the same largest class, or next token; 1.0: all
     packed_count: int  # calls over packed weights
     plain_count: int  # calls that could have been packed, and are faster plain
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    wanted = ("flags", "model name", "Features")
-    facts = sorted({line for line in lines if line.startswith(wanted)})
-    return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]

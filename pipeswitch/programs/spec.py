@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +21,7 @@ from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
-from .packing import DERIVED_FILE, fingerprint
+from .packing import DERIVED_FILE
 from .signature import signature_text
 from .stages import Stage, stage
 
@@ -197,6 +200,17 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     content = msgspec.json.encode(manifest)
     digest = hashlib.sha256(content).hexdigest().encode()
     (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    wanted = ("flags", "model name", "Features")
+    facts = sorted({line for line in lines if line.startswith(wanted)})
+    return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]
 
 
 def is_checked(manifest: Manifest) -> bool:

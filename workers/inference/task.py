@@ -36,9 +36,14 @@ from pipeswitch.programs.executor import (
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
-from pipeswitch.programs.packing import fingerprint
 from pipeswitch.programs.padding import cut
-from pipeswitch.programs.spec import MANIFEST_FILE, is_checked, load_manifest, weights_file
+from pipeswitch.programs.spec import (
+    MANIFEST_FILE,
+    fingerprint,
+    is_checked,
+    load_manifest,
+    weights_file,
+)
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 

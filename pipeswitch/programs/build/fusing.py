@@ -321,7 +321,8 @@ class _Fusing:
         return folded.to(weight.dtype), shift.to(weight.dtype)
 
     def _name_of(self, argument: Any) -> str:
-        return self._graph.weights[argument["v"] - len(self._graph.inputs)]
+        index: int = argument["v"] - len(self._graph.inputs)
+        return self._graph.weights[index]
 
     def _timed(self, chain: _Chain, form: _Form, x: torch.Tensor) -> tuple[float, ...]:
         """Milliseconds of the chain's plain calls, and of its packed one."""
@@ -407,6 +408,8 @@ class _Fusing:
             case list() | tuple():
                 for one in argument:
                     yield from self._names_in(one)
+            case _:
+                pass
 
 
 def _activation(node: Node) -> Activation | None:
@@ -426,6 +429,8 @@ def _activation(node: Node) -> Activation | None:
             return ("hardtanh", [float(one) for one in rest], "")
         case "leaky_relu":
             return ("leaky_relu", [float(rest[0]) if rest else 0.01], "")
+        case _:
+            pass
     return (_ACTIVATIONS[name], [], "") if name in _ACTIVATIONS and not rest else None
 
 

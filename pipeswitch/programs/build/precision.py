@@ -21,8 +21,9 @@ from ..dims import Values, corners
 from ..executor import GraphProgram, PackedKernels
 from ..graph import last_readers
 from ..layout import BUNDLE_FILE, Manifest
-from ..packing import DERIVED_FILE, Precision, fingerprint
+from ..packing import DERIVED_FILE, Precision
 from ..partition import Weight, default_plan, layers_of_graph, place
+from ..spec import fingerprint
 from ..values import tensor_bytes
 from ..views import tensor_over
 from .checking import workers_default_dtype
