@@ -107,10 +107,11 @@ class Inference:
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """One request."""
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
-        trace_id, asked, held = "", None, None
+        trace_id, asked, held, connection = "", None, None, client.session
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
+            connection = admission.address_of(body, caller) or connection
             caller = admission.tenant_of(body, caller)
             trace_id = admission.trace_id_of(body)
             asked = asked_of(body)
@@ -165,6 +166,7 @@ class Inference:
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             caller=caller,
+            connection=connection,
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,

@@ -18,6 +18,7 @@ class Windowed(Order):
     """The oldest heads, in the order that ``arrange`` finds for their models' loads and work."""
 
     window = WINDOW
+    ranks_runs = False
 
     def __init__(self, arrange: Arrange) -> None:
         self._arrange = arrange

@@ -63,6 +63,7 @@ class Admission:
             sequence=event.sequence,
             choosing=event.choosing,
             after=event.after,
+            connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)

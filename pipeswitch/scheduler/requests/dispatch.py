@@ -374,8 +374,14 @@ class Dispatch:
         rows = Counter[str]()
         for one in batch.requests:
             rows[one.caller] += one.batch
+        accounts, now_ms = self._device.accounts, self._core.now_ms
         predicted = self._device.predictions.predict(replica.name, batch.size)
-        return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
+        charge = accounts.charge(rows, predicted.compute_ms, now_ms)
+        for account in charge.parts:
+            if account.connections is not None:
+                asked = [(one.caller, one.connection, one.batch) for one in batch.requests]
+                return accounts.charge_connections(charge, asked, now_ms)
+        return charge
 
     def at_once(self, request: Request) -> bool:
         """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
