@@ -21,7 +21,7 @@ from ..training.training import Training
 from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
-from .forecast import is_hopeless, note_end, too_late
+from .forecast import MOST_AHEAD, MOST_BLOCKED, is_hopeless, note_end, too_late
 from .lines import shown
 
 
@@ -134,8 +134,6 @@ class Turns:
 
 IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
 READY: Final = ModelState.READY
-MOST_AHEAD = 4  # requests among which the next cold one is looked for
-MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
 
 class Dispatch:

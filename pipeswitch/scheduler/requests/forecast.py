@@ -16,49 +16,104 @@ is taken as a probe once they are old.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+from itertools import islice
+from typing import Final
 
 from ...errors import DeadlineExceeded
 from ...ipc.messages import ModelName
 from ...programs.dims import BATCH
 from ..device_state import DeviceState
+from ..events import Token
 from ..records import Request
 from ..states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
+MOST_AHEAD: Final = 4  # requests among which the next cold one is looked for
+MOST_BLOCKED: Final = 8  # models without memory that are looked past, each at the price of a search
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
-    """Of one that comes now, or that waits and is next; without a margin."""
-    ends_ms, square = _end(device, request)
+    """Return when a request ends that comes now, or that waits and is next; without a margin."""
+    is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
+    if sorts_by and not is_next:
+        return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[0]
+    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
+    count, batch = (0, 1) if is_next else device.queue.ahead(request)
+    runs = _runs(device, request.model, count * batch, count)
+    mean_ms, more_ms = _run_ms(device, request.model, batch)
+    ends_ms = free_at_ms(device, is_safe=not is_next) + runs * mean_ms + own_ms
+    if _is_absent(device, request):
+        # Groups are computed as they come: the first request ends after the last one came.
+        if not count:
+            own_ms /= _groups(device, request.model)
+        load_ms = device.predictions.safe(request.model, request.batch).load_ms
+        ends_ms = max(ends_ms, _link_free_at_ms(device) + load_ms + own_ms)
+    square = 0.0 if is_next else runs * more_ms**2 + spread_ms**2
     return ends_ms + SURE * math.sqrt(square)
 
 
-def _end(device: DeviceState, request: Request) -> tuple[float, float]:
-    """When it ends in the mean, and the squares of what runs until then take more (next: 0)."""
-    now_ms, is_next = device.core.now_ms, request.token in device.queue
-    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
-    ahead_ms, square = (0.0, 0.0) if is_next else _ahead_ms(device, request)
-    ends_ms = free_at_ms(device, is_safe=not is_next) + ahead_ms + own_ms
-    if _is_absent(device, request):
-        # Groups are computed as they come: the first request ends after the last one came.
-        load_ms = device.predictions.safe(request.model, request.batch).load_ms
-        is_first = is_next or not device.queue.ahead(request)[0]
-        ends_ms = max(ends_ms, now_ms + load_ms + (0.0 if is_first else own_ms))
-    return ends_ms, 0.0 if is_next else square + spread_ms**2
+def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> list[float]:
+    """Return when each of ``then`` ends, the first of which comes now.
 
-
-def _ahead_ms(device: DeviceState, request: Request) -> tuple[float, float]:
-    """What those that go before one that comes now will compute, and the squares."""
-    queue, sorts_by = device.queue, device.core.judge.sorts_by
-    if not sorts_by:
-        count, batch = queue.ahead(request)
-        runs = _runs(device, request.model, count * batch, count)
-        mean_ms, spread_ms = _run_ms(device, request.model, batch)
-        return runs * mean_ms, runs * spread_ms**2
-    own_ms, square = _all_ms(device, queue.around(request, sorts_by)[0])
-    return own_ms + _others_ms(device, request, own_ms), square
+    Simulates dispatcher and link for one caller whose requests are sorted. A request is dispatched
+    when the one before it begins: the first whose model is there, is coming, or can be sent since
+    the link is free. Until it begins, absent models that are wanted next come. Of ``before`` what
+    can be joined is, at the best.
+    """
+    overtakes = device.core.judge.sorts_by == "deadline"
+    free_ms, at_ms, link_ms = free_at_ms(device), device.core.now_ms, _link_free_at_ms(device)
+    if device.upcoming is not None:
+        at_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
+    free_ms += _others_ms(device, then[0], _all_ms(device, before)[0])
+    waiting, square = deque([*before, *then]), 0.0
+    ends_ms: dict[Token, float] = dict.fromkeys([one.token for one in then], math.inf)
+    runs = {(one.model, one.batch): _run_ms(device, one.model, one.batch) for one in waiting}
+    counts = Counter[tuple[ModelName, int]]()  # of ``before``
+    load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in runs}
+    comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
+    for name in load_ms:
+        replica = device.replicas[name]
+        if replica.is_on_device and replica.landings is None:
+            is_coming = replica.is_being_sent
+            comes_ms[name] = replica.transmit_started_at_ms + load_ms[name] if is_coming else 0.0
+    for _ in range(len(waiting)):
+        place = 0
+        if link_ms > at_ms:
+            first = waiting if overtakes else [waiting[0]]
+            found = (
+                i for i, one in enumerate(islice(first, MOST_BLOCKED)) if one.model in comes_ms
+            )
+            place = next(found, -1)
+        if place < 0:
+            place, at_ms = 0, link_ms
+        one = waiting[place]
+        del waiting[place]
+        arrives_ms = comes_ms.get(one.model)
+        if arrives_ms is None:
+            arrives_ms = link_ms = at_ms + load_ms[one.model]
+            comes_ms[one.model] = arrives_ms
+        begins_ms = max(free_ms, at_ms)
+        for other in islice(waiting, MOST_AHEAD if device.settings.look_ahead else 0):
+            if other.model not in comes_ms and max(link_ms, at_ms) < begins_ms:
+                link_ms = max(link_ms, at_ms) + load_ms[other.model]
+                comes_ms[other.model] = link_ms
+        mean_ms, spread_ms = runs[one.model, one.batch]
+        count = 1
+        if one.token not in ends_ms:
+            key, known = (one.model, one.batch), counts[one.model, one.batch]
+            counts[key] += 1
+            count = _runs(device, one.model, (known + 1) * one.batch, known + 1) - _runs(
+                device, one.model, known * one.batch, known
+            )
+        last_ms = mean_ms / _groups(device, one.model)
+        free_ms = max(begins_ms + count * mean_ms, arrives_ms + last_ms)
+        square += count * spread_ms**2
+        at_ms = begins_ms
+        if one.token in ends_ms:
+            ends_ms[one.token] = free_ms + SURE * math.sqrt(square)
+    return list(ends_ms.values())
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
@@ -104,21 +159,25 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
     return -(-rows // manifest.batching.limit)
 
 
-def delays_another(device: DeviceState, request: Request) -> bool:
-    """Whether one of its caller's that was accepted before would be late if it went before that."""
+def is_refused(device: DeviceState, request: Request) -> bool:
+    """Whether a request that comes would be late, or make one of its caller's late that was
+    accepted before and would be in time without it."""
     sorts_by = device.core.judge.sorts_by
-    if not _is_asked(device, request) or sorts_by != "deadline":
+    if not sorts_by or not _is_asked(device, request):
+        return is_hopeless(device, request)
+    before, behind = device.queue.around(request, sorts_by)
+    ends_ms = _ends_ms(device, before, [request, *behind])
+    may_end_ms = MARGIN_MS - device.predictions.margin_ms
+    if ends_ms.pop(0) > request.due_ms + may_end_ms:
+        return True
+    late = [end_ms > one.due_ms + may_end_ms for end_ms, one in zip(ends_ms, behind, strict=True)]
+    if not any(late):
         return False
-    own_ms, _ = _run_ms(device, request.model, request.batch)
-    ends_ms, square = _end(device, request)
-    ends_ms += device.predictions.margin_ms
-    for other in device.queue.around(request, sorts_by)[1]:
-        mean_ms, spread_ms = _run_ms(device, other.model, other.batch)
-        ends_ms, square = ends_ms + mean_ms, square + spread_ms**2
-        late_ms = ends_ms + SURE * math.sqrt(square) - other.due_ms - MARGIN_MS
-        if 0.0 < late_ms <= own_ms:
-            return True
-    return False
+    alone_ms = _ends_ms(device, before, behind)
+    return any(
+        is_late and end_ms <= one.due_ms + may_end_ms
+        for is_late, end_ms, one in zip(late, alone_ms, behind, strict=True)
+    )
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
@@ -191,6 +250,21 @@ def _is_asked(device: DeviceState, request: Request) -> bool:
 def _is_absent(device: DeviceState, request: Request) -> bool:
     replica = device.replicas[request.model]
     return replica.residency.state is Residency.HOST or replica.landings is not None
+
+
+def _groups(device: DeviceState, model: ModelName) -> int:
+    """How many layer groups it has; each computes about as long."""
+    manifest = device.replicas[model].manifest
+    return len(manifest.groups) if manifest is not None and manifest.groups else 1
+
+
+def _link_free_at_ms(device: DeviceState) -> float:
+    """When the copies that travel have come."""
+    free_ms = device.core.now_ms
+    for name in device.sending:
+        load_ms = device.predictions.safe(name, 1).load_ms
+        free_ms = max(free_ms, device.replicas[name].transmit_started_at_ms + load_ms)
+    return free_ms
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
