@@ -21,7 +21,14 @@ from ..training.training import Training
 from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
-from .forecast import MOST_AHEAD, MOST_BLOCKED, is_hopeless, note_end, too_late
+from .forecast import (
+    MOST_AHEAD,
+    MOST_BLOCKED,
+    absent_until_ms,
+    is_hopeless,
+    note_end,
+    too_late,
+)
 from .lines import shown
 
 
@@ -261,6 +268,7 @@ class Dispatch:
                 if self._send(request, replica):
                     return True
                 is_link_busy = self._is_link_busy()
+            self._look_again(absent_until_ms(device, request))
             blocked.append(view)
         # Time alone may change who goes first, and who may overtake.
         again_at_ms = device.accounts.again_at_ms

@@ -31,6 +31,8 @@ from ..states import Residency
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
 MOST_AHEAD: Final = 4  # requests among which the next cold one is looked for
 MOST_BLOCKED: Final = 8  # models without memory that are looked past, each at the price of a search
+MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
+ROUNDING_MS: Final = 1e-6  # then a look finds it too late
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
@@ -38,24 +40,21 @@ def predicted_end_ms(device: DeviceState, request: Request) -> float:
     """Return when a request ends that comes now, or that waits and is next; without a margin."""
     is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
     if sorts_by and not is_next:
-        return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[0]
+        return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[request.token]
     own_ms, spread_ms = _run_ms(device, request.model, request.batch)
     count, batch = (0, 1) if is_next else device.queue.ahead(request)
     runs = _runs(device, request.model, count * batch, count)
     mean_ms, more_ms = _run_ms(device, request.model, batch)
     ends_ms = free_at_ms(device, is_safe=not is_next) + runs * mean_ms + own_ms
     if _is_absent(device, request):
-        # Groups are computed as they come: the first request ends after the last one came.
-        if not count:
-            own_ms /= _groups(device, request.model)
-        load_ms = device.predictions.safe(request.model, request.batch).load_ms
-        ends_ms = max(ends_ms, _link_free_at_ms(device) + load_ms + own_ms)
+        link_ms = device.core.now_ms if is_next else _link_free_at_ms(device)
+        ends_ms = max(ends_ms, link_ms + _sent_ms(device, request) + (own_ms if count else 0.0))
     square = 0.0 if is_next else runs * more_ms**2 + spread_ms**2
     return ends_ms + SURE * math.sqrt(square)
 
 
-def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> list[float]:
-    """Return when each of ``then`` ends, the first of which comes now.
+def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> dict[Token, float]:
+    """Return when each one ends, if nothing else comes.
 
     Simulates dispatcher and link for one caller whose requests are sorted. A request is dispatched
     when the one before it begins: the first whose model is there, is coming, or can be sent since
@@ -63,57 +62,49 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     can be joined is, at the best.
     """
     overtakes = device.core.judge.sorts_by == "deadline"
-    free_ms, at_ms, link_ms = free_at_ms(device), device.core.now_ms, _link_free_at_ms(device)
+    at_ms = begins_ms = device.core.now_ms
+    free_ms, link_ms = free_at_ms(device), _link_free_at_ms(device)
     if device.upcoming is not None:
-        at_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
-    free_ms += _others_ms(device, then[0], _all_ms(device, before)[0])
-    waiting, square = deque([*before, *then]), 0.0
-    ends_ms: dict[Token, float] = dict.fromkeys([one.token for one in then], math.inf)
-    runs = {(one.model, one.batch): _run_ms(device, one.model, one.batch) for one in waiting}
-    counts = Counter[tuple[ModelName, int]]()  # of ``before``
-    load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in runs}
+        begins_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
+    free_ms += _others_ms(device, [*then, *before][0], _all_ms(device, before)[0])
+    waiting, alone, square = deque([*before, *then]), {one.token for one in then}, 0.0
+    times = {(one.model, one.batch): one for one in waiting}
+    times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in times.items()}
+    load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in times}
     comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
     for name in load_ms:
         replica = device.replicas[name]
         if replica.is_on_device and replica.landings is None:
             is_coming = replica.is_being_sent
             comes_ms[name] = replica.transmit_started_at_ms + load_ms[name] if is_coming else 0.0
-    for _ in range(len(waiting)):
-        place = 0
-        if link_ms > at_ms:
-            first = waiting if overtakes else [waiting[0]]
-            found = (
-                i for i, one in enumerate(islice(first, MOST_BLOCKED)) if one.model in comes_ms
-            )
-            place = next(found, -1)
-        if place < 0:
-            place, at_ms = 0, link_ms
+    counts, ends_ms = Counter[tuple[ModelName, int]](), dict[Token, float]()
+    while True:
+        if device.settings.look_ahead and len(comes_ms) < len(load_ms):
+            ahead = dict.fromkeys([one.model for one in islice(waiting, MOST_LOOKED_AT)])
+            for name in islice(ahead, MOST_AHEAD):
+                if name not in comes_ms and max(link_ms, at_ms) < begins_ms:
+                    comes_ms[name] = link_ms = max(link_ms, at_ms) + load_ms[name]
+        if not waiting:
+            return ends_ms
+        place, at_ms = 0, begins_ms
+        if link_ms > at_ms and waiting[0].model not in comes_ms:
+            looked_at = enumerate(islice(waiting, MOST_BLOCKED if overtakes else 0))
+            place = next((index for index, one in looked_at if one.model in comes_ms), 0)
+            at_ms = at_ms if place else link_ms
         one = waiting[place]
         del waiting[place]
-        arrives_ms = comes_ms.get(one.model)
-        if arrives_ms is None:
-            arrives_ms = link_ms = at_ms + load_ms[one.model]
-            comes_ms[one.model] = arrives_ms
+        if one.model not in comes_ms:
+            comes_ms[one.model] = link_ms = at_ms + load_ms[one.model]
+        key, runs = (one.model, one.batch), 1
+        mean_ms, spread_ms, sent_ms = times[key]
+        if one.token not in alone:
+            rows, counts[key] = counts[key] * one.batch, counts[key] + 1
+            known = _runs(device, one.model, rows, counts[key] - 1)
+            runs = _runs(device, one.model, rows + one.batch, counts[key]) - known
         begins_ms = max(free_ms, at_ms)
-        for other in islice(waiting, MOST_AHEAD if device.settings.look_ahead else 0):
-            if other.model not in comes_ms and max(link_ms, at_ms) < begins_ms:
-                link_ms = max(link_ms, at_ms) + load_ms[other.model]
-                comes_ms[other.model] = link_ms
-        mean_ms, spread_ms = runs[one.model, one.batch]
-        count = 1
-        if one.token not in ends_ms:
-            key, known = (one.model, one.batch), counts[one.model, one.batch]
-            counts[key] += 1
-            count = _runs(device, one.model, (known + 1) * one.batch, known + 1) - _runs(
-                device, one.model, known * one.batch, known
-            )
-        last_ms = mean_ms / _groups(device, one.model)
-        free_ms = max(begins_ms + count * mean_ms, arrives_ms + last_ms)
-        square += count * spread_ms**2
-        at_ms = begins_ms
-        if one.token in ends_ms:
-            ends_ms[one.token] = free_ms + SURE * math.sqrt(square)
-    return list(ends_ms.values())
+        arrives_ms = comes_ms[one.model] - load_ms[one.model] + sent_ms
+        free_ms, square = max(begins_ms + runs * mean_ms, arrives_ms), square + runs * spread_ms**2
+        ends_ms[one.token] = free_ms + SURE * math.sqrt(square)
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
@@ -166,18 +157,13 @@ def is_refused(device: DeviceState, request: Request) -> bool:
     if not sorts_by or not _is_asked(device, request):
         return is_hopeless(device, request)
     before, behind = device.queue.around(request, sorts_by)
-    ends_ms = _ends_ms(device, before, [request, *behind])
     may_end_ms = MARGIN_MS - device.predictions.margin_ms
-    if ends_ms.pop(0) > request.due_ms + may_end_ms:
+    ends_ms = _ends_ms(device, before, [request, *behind])
+    if ends_ms[request.token] > request.due_ms + may_end_ms:
         return True
-    late = [end_ms > one.due_ms + may_end_ms for end_ms, one in zip(ends_ms, behind, strict=True)]
-    if not any(late):
-        return False
-    alone_ms = _ends_ms(device, before, behind)
-    return any(
-        is_late and end_ms <= one.due_ms + may_end_ms
-        for is_late, end_ms, one in zip(late, alone_ms, behind, strict=True)
-    )
+    late = [one for one in (*before, *behind) if ends_ms[one.token] > one.due_ms + may_end_ms]
+    ends_ms = _ends_ms(device, before, behind) if late else {}
+    return any(ends_ms[one.token] <= one.due_ms + may_end_ms for one in late)
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
@@ -187,6 +173,13 @@ def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
     assert request.deadline_at_ms is not None
     own_ms, _ = _run_ms(device, request.model, request.batch)
     return request.deadline_at_ms - own_ms + MARGIN_MS
+
+
+def absent_until_ms(device: DeviceState, request: Request) -> float:
+    """Return until when a request that is next can be in time though its model is absent."""
+    if not _is_asked(device, request) or not _is_absent(device, request):
+        return math.inf
+    return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
 
 
 def is_hopeless(device: DeviceState, request: Request) -> bool:
@@ -252,10 +245,15 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
     return replica.residency.state is Residency.HOST or replica.landings is not None
 
 
-def _groups(device: DeviceState, model: ModelName) -> int:
-    """How many layer groups it has; each computes about as long."""
-    manifest = device.replicas[model].manifest
-    return len(manifest.groups) if manifest is not None and manifest.groups else 1
+def _sent_ms(device: DeviceState, request: Request) -> float:
+    """Return what copy and computing take together, if nothing else is in the way. Groups are
+    computed as they come: the last one, which is like the others, after it came."""
+    manifest, own_ms = (
+        device.replicas[request.model].manifest,
+        _run_ms(device, request.model, request.batch)[0],
+    )
+    last_ms = own_ms / len(manifest.groups) if manifest is not None and manifest.groups else own_ms
+    return device.predictions.safe(request.model, request.batch).load_ms + last_ms
 
 
 def _link_free_at_ms(device: DeviceState) -> float:
