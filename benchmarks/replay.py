@@ -7,7 +7,7 @@ are up, one is asked at a time. Then the simulator replays the very instants at 
 were sent, with the models' measured profiles, and the decisions of both are compared. The picture
 is each policy's 99th percentile over the median of a model that is ready.
 
-Before, and in the simulator alone: six traces that ask for too much of the device, the link or
+Before, and in the simulator alone: seven traces that ask for too much of the device, the link or
 both, ``edf`` with admission beside two plain servers (``reference.py``), exact times in all.
 """
 

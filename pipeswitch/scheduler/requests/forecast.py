@@ -91,10 +91,18 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
             looked_at = enumerate(islice(waiting, MOST_BLOCKED if overtakes else 0))
             place = next((index for index, one in looked_at if one.model in comes_ms), 0)
             at_ms = at_ms if place else link_ms
-        one = waiting[place]
-        del waiting[place]
+        one, may_begin_ms = waiting[place], max(free_ms, at_ms)
         if one.model not in comes_ms:
             comes_ms[one.model] = link_ms = at_ms + load_ms[one.model]
+        mean_ms, _, sent_ms = times[one.model, one.batch]
+        idle_ms = comes_ms[one.model] - load_ms[one.model] + sent_ms - mean_ms - may_begin_ms
+        if overtakes and idle_ms > 0.0:
+            for index, other in enumerate(islice(waiting, MOST_BLOCKED)):
+                is_there = comes_ms.get(other.model, math.inf) <= at_ms
+                if is_there and 0.0 < sum(times[other.model, other.batch][:2]) <= idle_ms:
+                    place, one = index, other
+                    break
+        del waiting[place]
         key, runs = (one.model, one.batch), 1
         mean_ms, spread_ms, sent_ms = times[key]
         if one.token not in alone:
@@ -180,6 +188,20 @@ def absent_until_ms(device: DeviceState, request: Request) -> float:
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
+
+
+def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
+    """Return how long the device would wait for the model of a request that has its turn next."""
+    arrives_ms = device.replicas[request.model].transmit_started_at_ms + _sent_ms(device, request)
+    own_ms, _ = _run_ms(device, request.model, request.batch)
+    return arrives_ms - own_ms - free_at_ms(device)
+
+
+def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
+    """Whether a run of the request is known to end in that time; one that may be joined is not."""
+    run_ms = sum(_run_ms(device, request.model, request.batch))
+    is_joined = device.replicas[request.model].built.batching is not None
+    return not is_joined and 0.0 < run_ms <= idle_ms
 
 
 def is_hopeless(device: DeviceState, request: Request) -> bool:
