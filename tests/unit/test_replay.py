@@ -371,5 +371,5 @@ def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promise
     in time, and 97 % as many in all as on the plain server."""
     found = {who: share for who, (share, _) in beside_plain(name, seed=0, count=1800).items()}
     assert found["ours, of the accepted"] >= 0.95
-    assert found["ours"] >= 0.98 * found["keeping"]
+    assert found["ours"] >= 0.97 * found["keeping"]
     assert found["ours"] >= 0.94 * found["greedy"], "which drops what it has accepted"
