@@ -1,9 +1,9 @@
 """Two plain servers to hold the scheduler against: exact times, one link, one device. Pure.
 
-``greedy``: copies and computations overlap. Whenever the device is free it takes the request whose deadline is
-next, of those whose model is there; whenever the link is free it brings the model of the next of
-the others. Models leave least recently used. A request that can no longer be in time, its copy
-included, is dropped, however long ago it came.
+``greedy``: copies and computations overlap. Whenever the device is free it takes the request whose
+deadline is next, of those whose model is there; whenever the link is free it brings the model of
+the next of the others. Models leave least recently used. A request that can no longer be in time,
+its copy included, is dropped, however long ago it came.
 
 ``keeping``: the same device and link, but what is accepted is kept. When a request comes, all that
 wait are simulated to their ends with it, copies included; it is refused if any of them is late.

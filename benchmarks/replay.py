@@ -108,11 +108,13 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     for name in list(TRACES)[: 1 if bench.is_quick else None]:
         bench.say(f"{name}: two plain servers beside the simulated one")
         found = beside_plain(name, bench.seed, PAPER_REQUESTS)
-        for whose, (share, _) in found.items():
-            bench.find(f"{name}: in time, {whose}", share)
+        for whose, (in_time, _) in found.items():
+            bench.find(f"{name}: in time, {whose}", in_time)
         for whose in ("greedy", "keeping"):
-            ratio = found["ours"][1] / found[whose][1]
-            bench.find(f"{name}: computed in time / by a {whose} server", ratio)
+            bench.find(
+                f"{name}: computed in time / by a {whose} server",
+                found["ours"][1] / found[whose][1],
+            )
     inputs = {"x": np.full((BATCH, WIDTH), 0.01, np.float32)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="pipeswitch-bench-")))

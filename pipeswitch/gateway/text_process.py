@@ -27,6 +27,7 @@ from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
+MAX_MESSAGES: Final = 1024
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 
@@ -41,7 +42,7 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     """A new one."""
 
     prompt: str | list[int] = ""
-    messages: list[dict[str, Any]] | None = None  # instead: the template makes the prompt of them
+    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
     sampling: Sampling
     ending: Ending
 
@@ -74,6 +75,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     message: str
     hint: str = ""
+    param: str = ""
 
 
 Asked = Begin | Came | Lost | Drop
@@ -93,7 +95,9 @@ class Texts:
         try:
             return self._step(asked)
         except InvalidInput as error:
-            return Wrong(message=error.message, hint=error.hint)
+            return Wrong(
+                message=error.message, hint=error.hint, param=error.data.get("param") or ""
+            )
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
@@ -117,7 +121,7 @@ class Texts:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(asked.messages)
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
         if len(text) > CHARS_PER_TOKEN * self._facts.context:
             raise InvalidInput(
                 f"a prompt of {len(text)} characters: the model takes {self._facts.context} tokens"
@@ -137,6 +141,28 @@ class Texts:
     @cached_property
     def _template(self) -> Callable[..., str]:
         return compiled(self._facts.chat_template)
+
+
+def parsed(messages: bytes) -> list[dict[str, Any]]:
+    """Return a chat's messages as templates take them: each content is one text.
+
+    Raises:
+        InvalidInput: they are not a list of messages, or a content is not text.
+    """
+    try:
+        chat = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+    if not 0 < len(chat) <= MAX_MESSAGES:
+        raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
+    return [{**one, "content": _content(one.get("content"))} for one in chat]
+
+
+def _content(given: Any) -> str:
+    parts = given if isinstance(given, list) else [{"text": given or ""}]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
+        raise InvalidInput("a message's content is text", param="messages")
+    return "".join(one["text"] for one in parts)
 
 
 def compiled(template: str) -> Callable[..., str]:

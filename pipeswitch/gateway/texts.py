@@ -69,11 +69,17 @@ class Talk:
 
     @staticmethod
     async def open(facts: Facts) -> Talk:
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                process = subprocess.Popen(
+                    COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
+                )  # fmt: skip
+            except OSError as error:
+                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+            undo.pop_all()
         theirs.close()
         talk = Talk(process, *await asyncio.open_connection(sock=ours))
         talk.tell(facts)
@@ -94,7 +100,7 @@ class Talk:
         found = await reply
         late.cancel()
         if isinstance(found, Wrong):
-            raise InvalidInput(found.message, hint=found.hint)
+            raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
         return found
 
     def tell(self, asked: Asked | Facts) -> None:

@@ -68,8 +68,8 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
         begins_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
     free_ms += _others_ms(device, [*then, *before][0], _all_ms(device, before)[0])
     waiting, alone, square = deque([*before, *then]), {one.token for one in then}, 0.0
-    times = {(one.model, one.batch): one for one in waiting}
-    times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in times.items()}
+    kinds = {(one.model, one.batch): one for one in waiting}
+    times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in kinds.items()}
     load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in times}
     comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
     for name in load_ms:
