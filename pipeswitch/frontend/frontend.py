@@ -423,6 +423,7 @@ class Frontend:
         high = {dim.name: dim.high for dim in announced.manifest.dims}
         told = {key: facts[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
         digest = announced.manifest.digest
+        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
         told |= {"version": announced.version, "piece": high["length"], "digest": digest}
         file = self._state_directory / "models" / digest / BUNDLE_FILE
 
