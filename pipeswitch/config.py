@@ -33,9 +33,7 @@ NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
-POLICIES: Final = (
-    "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
-)  # fmt: skip
+POLICIES: Final = ("priority", "fifo", "edf", "sjf", "collate", "alternating")
 PLACEMENTS: Final = ("least-finish", "spread", "pack")
 JOB_ORDERS: Final = ("rotate", "fair", "srtf", "fifo", "pack", "coshift")
 POLICY_GROUP: Final = "pipeswitch.policies"

@@ -27,15 +27,20 @@ from ..roles import Standing
 from ..units import nearest
 from .feed import CONTENT_TYPE
 from .http import Answer, Head, Work, json_answer, refusal
+from .oip import LONG_BYTES
 from .refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
 from .service import Service
+from .sharing import Aside
 from .text_process import Begin
 from .texts import Answering, Texts
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
-MAX_MESSAGES: Final = 1024
+MAX_FIELDS: Final = 256
+NEUTRAL_BYTES: Final = 256  # of a value that asks for nothing
+NULL: Final = msgspec.Raw(b"null")
+ABSENT: Final = msgspec.Raw()
 SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
 WHOLE_CONTEXT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
@@ -94,7 +99,7 @@ class Said(Asked, frozen=True, kw_only=True):
 
     model: str
     prompt: Any = None
-    messages: list[dict[str, Any]] | None = None
+    messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
@@ -102,8 +107,8 @@ class Said(Asked, frozen=True, kw_only=True):
 class Completions:
     """The paths below ``/v1``, and two of a model."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._texts = service, Texts(service)
+    def __init__(self, service: Service, aside: Aside) -> None:
+        self._service, self._texts, self._aside = service, Texts(service), aside
         self._began_s = int(time.time())
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -147,26 +152,34 @@ class Completions:
         return json_answer(rows[name])
 
     async def _complete(self, caller: Standing, head: Head, body: Any, *, is_chat: bool) -> Answer:
-        said = _said(body, Said)
+        said = await self._read(head, body, Said)
         wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
-        if getattr(said, wanted) is None or getattr(said, other) is not None:
+        absent = None, ABSENT
+        if getattr(said, wanted) in absent or getattr(said, other) not in absent:
             raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
         if said.max_completion_tokens is not None:
             said = replace(said, max_tokens=said.max_completion_tokens)
         prompt = "" if is_chat else _prompt(said.prompt)
-        messages = None if said.messages is None else _messages(said.messages)
+        messages = bytes(said.messages) if is_chat else None
         tokens = None if is_chat else SHORT_TOKENS
         begin = partial(_begin, said, prompt, messages, tokens=tokens)
         answering = await self._texts.begin(caller, head, said.model, begin)
         form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
         return await self._answer(answering, form, is_stream=bool(said.stream))
 
+    async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
+        """Decode a request; a long one beside the loop, in its address's turn."""
+        _check_size(len(body))
+        if len(body) <= LONG_BYTES:
+            return _said(body, kind)
+        return await self._aside.run(head.peer, _said, body, kind)
+
     async def generate(
         self, caller: Standing, model: str, version: str, head: Head, body: Any,
         *, is_stream: bool,
     ) -> Answer:  # fmt: skip
         """Triton's, of one model."""
-        asked = _said(body, Asked)
+        asked = await self._read(head, body, Asked)
         begin = partial(_begin, asked, asked.text_input, temperature=0.0)
         answering = await self._texts.begin(caller, head, model, begin, version=version)
         return await self._answer(answering, _Triton(answering), is_stream=is_stream)
@@ -204,7 +217,7 @@ class _OpenAi:
     def __init__(self, answering: Answering, said: Said, *, has_ids: bool) -> None:
         """``has_ids``: who asks in token ids is told them, beside the text."""
         self._answering, self._has_ids = answering, has_ids
-        self._is_chat, self._created_s = said.messages is not None, int(time.time())
+        self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
         self._role = {"role": "assistant"}
         self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
 
@@ -325,19 +338,21 @@ def _said(body: Any, kind: type[S]) -> S:
     Raises:
         InvalidInput: it is no such request, or asks for what is not done here.
     """
-    _check_size(len(body))
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-        if kind is Asked:
-            given |= msgspec.convert(given.pop("parameters", {}), dict[str, Any])
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _fields(body)
+        if kind is Asked and "parameters" in given:
+            given |= _fields(given.pop("parameters"))
+        if len(given) > MAX_FIELDS:
+            raise InvalidInput(f"{len(given)} fields: a request has {MAX_FIELDS} at most")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
         for name in given.keys() - {*known}:
             _check_neutral(name, given[name], known, is_chat="messages" in given)
-        if isinstance(options := given.get("stream_options"), dict):
-            for name in options.keys() - {*StreamOptions.__struct_fields__}:
-                _check_neutral(f"stream_options.{name}", options[name], known)
-        return msgspec.convert(given, kind)
+        options = bytes(given.get("stream_options", b""))
+        for name, value in _fields(options).items() if options[:1] == b"{" else ():
+            if name not in StreamOptions.__struct_fields__:
+                _check_neutral(f"stream_options.{name}", value, known)
+        wanted = {name: given[name] for name in known if name in given}
+        return msgspec.json.decode(msgspec.json.encode(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
         raise InvalidInput(
@@ -345,12 +360,22 @@ def _said(body: Any, kind: type[S]) -> S:
         ) from None
 
 
-def _check_neutral(name: str, value: Any, known: Iterable[str], *, is_chat: bool = False) -> None:
+def _fields(data: Any) -> dict[str, msgspec.Raw]:
+    """Return an object's fields that are not null, undecoded: nobody knows how much they become."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return {name: value for name, value in fields.items() if value != NULL}
+
+
+def _check_neutral(
+    name: str, raw: msgspec.Raw, known: Iterable[str], *, is_chat: bool = False
+) -> None:
     """Raises InvalidInput: an option that is not done asks for something."""
     neutral = NEUTRAL.get(f"chat.{name}" if is_chat else name, NEUTRAL.get(name, ()))
+    if "*" in neutral:
+        return
+    value = msgspec.json.decode(raw) if len(raw) <= NEUTRAL_BYTES else ...
     is_flag = isinstance(value, bool)  # which equals a number
-    is_same = any(value == one and isinstance(one, bool) is is_flag for one in neutral)
-    if value is not None and not is_same and "*" not in neutral:
+    if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
         near = nearest(name, known)
         hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
         raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
@@ -359,7 +384,7 @@ def _check_neutral(name: str, value: Any, known: Iterable[str], *, is_chat: bool
 def _begin(
     asked: Asked,
     prompt: str | list[int],
-    messages: list[dict[str, Any]] | None = None,
+    messages: bytes | None = None,
     *,
     own: Mapping[str, Any],
     tokens: int | None = None,
@@ -405,17 +430,3 @@ def _prompt(given: Any) -> str | list[int]:
         raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")
     found: str | list[int] = given
     return found
-
-
-def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As templates take them: a content of several texts is one."""
-    if not 0 < len(given) <= MAX_MESSAGES:
-        raise InvalidInput(f"{len(given)} messages: 1 to {MAX_MESSAGES}", param="messages")
-    return [{**one, "content": _content(one.get("content"))} for one in given]
-
-
-def _content(given: Any) -> str:
-    parts = given if isinstance(given, list) else [{"text": given or ""}]
-    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
-        raise InvalidInput("a message's content is text", param="messages")
-    return "".join(one["text"] for one in parts)

@@ -51,7 +51,7 @@ class Rest:
         self, service: Service, callers: Callers, api: Api, page: Page, aside: Aside
     ) -> None:
         self._service = service
-        self._completions = completions = Completions(service)
+        self._completions = completions = Completions(service, aside)
         self._aside = aside
         self._callers = callers
         self._api = api

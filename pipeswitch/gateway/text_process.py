@@ -32,6 +32,7 @@ USUAL_CHARS: Final = 4  # of a token: a prompt that should not fit is tried by i
 SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
 GROWTH: Final = 4  # of that beginning
 NICENESS: Final = 10  # behind workers: they have nine times as much of a processor
+MAX_MESSAGES: Final = 1024
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 
@@ -46,7 +47,7 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     """A new one."""
 
     prompt: str | list[int] = ""
-    messages: list[dict[str, Any]] | None = None  # instead: the template makes the prompt of them
+    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
     sampling: Sampling
     ending: Ending
     # Of an answer that another process began: tokens that came, those of them whose text is known,
@@ -89,6 +90,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     message: str
     hint: str = ""
+    param: str = ""
 
 
 Asked = Begin | Came | Lost | Drop
@@ -108,7 +110,9 @@ class Texts:
         try:
             return self._step(asked)
         except InvalidInput as error:
-            return Wrong(message=error.message, hint=error.hint)
+            return Wrong(
+                message=error.message, hint=error.hint, param=error.data.get("param") or ""
+            )
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
@@ -141,7 +145,7 @@ class Texts:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(asked.messages)
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
         context = self._facts.context
         check_length(text, context)
         with_special = asked.messages is None  # a template writes its own
@@ -178,6 +182,28 @@ def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
         f"a prompt of {what}: the model takes {context} tokens, with those of the answer"
     )
+
+
+def parsed(messages: bytes) -> list[dict[str, Any]]:
+    """Return a chat's messages as templates take them: each content is one text.
+
+    Raises:
+        InvalidInput: they are not a list of messages, or a content is not text.
+    """
+    try:
+        chat = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+    if not 0 < len(chat) <= MAX_MESSAGES:
+        raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
+    return [{**one, "content": _content(one.get("content"))} for one in chat]
+
+
+def _content(given: Any) -> str:
+    parts = given if isinstance(given, list) else [{"text": given or ""}]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
+        raise InvalidInput("a message's content is text", param="messages")
+    return "".join(one["text"] for one in parts)
 
 
 def compiled(template: str) -> Callable[..., str]:

@@ -302,6 +302,7 @@ class Answering:
         self._begin = msgspec.structs.replace(asked, answer=self._number)
         await self._ask(self._begin)
         self._prompt = self.step.prompt
+        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
 
     async def next(self) -> Token | None:
         """The next token; None: that was the last. A sequence that the server forgot is begun
@@ -347,7 +348,6 @@ class Answering:
                     asked = msgspec.structs.replace(
                         self._begin,
                         prompt=ids,
-                        messages=None,
                         so_far=self._made,
                         told=self._told,
                         used=self._used,
@@ -494,7 +494,7 @@ def _lost() -> ProcessLost:
 def _step(found: Hello | Step | Wrong | None) -> Step:
     """Raises InvalidInput: the process says so."""
     if isinstance(found, Wrong):
-        raise InvalidInput(found.message, hint=found.hint)
+        raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
     assert isinstance(found, Step)
     return found
 

@@ -241,7 +241,7 @@ def test_a_hostile_template_costs_its_own_process_alone(
     facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
                   chat_template=template,
                   tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
-    asked = Begin(answer=1, messages=[{"role": "user"}], sampling=Sampling(),
+    asked = Begin(answer=1, messages=b'[{"role": "user"}]', sampling=Sampling(),
                   ending=Ending(max_new_tokens=4))  # fmt: skip
 
     async def asks() -> Any:

@@ -230,7 +230,7 @@ def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None)
 
 
 @pytest.mark.parametrize("arena_mib", [8, 64])
-@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "neh"])
+@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "alternating"])
 def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: int) -> None:
     """Each refused one is taken all the same, in a life that is the same until then: it is late, or
     one that had been accepted before is late because of it."""

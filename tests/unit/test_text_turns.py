@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral
+from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral, _said
 from pipeswitch.gateway.sharing import MOST_PASSES, Turns
 from pipeswitch.gateway.texts import TURN_S, Place, next_place, turn_of
 from pipeswitch.programs.answer import Ending
@@ -156,10 +157,35 @@ def test_an_answer_goes_on_in_another_process_where_it_was() -> None:
         assert (other.step().ids, other.step().used) == (whole.step().ids, whole.step().used)
 
 
+def test_options_are_read_of_the_whole_request() -> None:
+    asked = {
+        "model": "m",
+        "prompt": "a",
+        "n": 1,
+        "top_k": -1,
+        "cache_salt": None,
+        "user": "u" * 999,
+    }
+    options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
+    assert _said(json.dumps({**asked, "stream_options": options}).encode(), Said).model == "m"
+    for more, param in (
+        ({"top_k": 5}, "top_k"),
+        ({"echo": "x" * 999}, "echo"),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            _said(json.dumps({**asked, **more}).encode(), Said)
+        assert caught.value.data["param"] == param
+
+
 def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
     found = None
     try:
-        _check_neutral(name, value, OPTIONS, is_chat=is_chat)
+        _check_neutral(name, Raw(json.dumps(value).encode()), OPTIONS, is_chat=is_chat)
     except InvalidInput as error:
         found = error.data["param"]
     assert found in (None, name)
@@ -181,14 +207,11 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
         "continue_final_message": false, "documents": [], "chat_template_kwargs": {},
         "include_reasoning": true, "bad_words": [], "return_token_ids": false,
         "return_tokens_as_token_ids": false, "request_id": "r", "kv_transfer_params": {},
-        "truncate_prompt_tokens": null, "prompt_logprobs": null, "guided_json": null,
-        "structured_outputs": null, "audio": null, "prediction": null, "cache_salt": null,
         "stream_options.continuous_usage_stats": false, "stream_options.include_obfuscation": true
     }""")
     for is_chat in (True, False):
         for name, value in both.items():
             assert not refused(name, value, is_chat=is_chat), name
-            assert not refused(name, None, is_chat=is_chat)
         assert refused("add_special_tokens", is_chat, is_chat=is_chat)
         assert not refused("add_special_tokens", not is_chat, is_chat=is_chat)
     for name, values in NEUTRAL.items():
