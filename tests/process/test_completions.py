@@ -28,7 +28,6 @@ from pipeswitch.roles import ANYONE
 from tests.models.words import trained
 
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
 transformers = pytest.importorskip("transformers")
 
 CONTEXT = 2048  # so that an answer is long enough to be hung up on
@@ -392,17 +391,20 @@ def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bo
         asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 2000, "stream": True}
         if path != "/v1/completions":
             asked = {"text_input": PROMPT, "max_tokens": 2000}
-        url, lines, is_whole = f"http://{checked.running.http_address}{path}", [], True
+        connection = http.client.HTTPConnection(checked.running.http_address, timeout=60)
+        connection.request("POST", path, json.dumps(asked).encode())
+        answer, body, is_whole = connection.getresponse(), b"", True
+        assert answer.headers["Transfer-Encoding"] == "chunked"
         try:
-            with httpx.stream("POST", url, json=asked, timeout=60) as answer:
-                assert answer.headers["Transfer-Encoding"] == "chunked"
-                for line in filter(None, answer.iter_lines()):
-                    lines.append(line)
-                    if len(lines) == 3:
-                        act(checked)
-        except httpx.TransportError:
+            while piece := answer.read1():
+                has_begun, body = b"\n\n" in body, body + piece
+                if not has_begun and b"\n\n" in body:
+                    act(checked)
+        except (http.client.IncompleteRead, OSError):
             is_whole = False
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")], is_whole
+        connection.close()
+    lines = [line for line in body.splitlines() if line.startswith(b"data: {")]
+    return [json.loads(line[6:]) for line in lines], is_whole
 
 
 def gateway_gets(number: int, checked: Checked) -> None:
