@@ -62,6 +62,7 @@ COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
 PROCESS_CLOCK: Final = 2  # Linux' clock of the processor time of a process: ~pid << 3 | this
 _numbers = count(1)
 _reply = msgspec.msgpack.Decoder(Hello | Step | Wrong)
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ProcessLost(ServerUnavailable):
@@ -130,14 +131,9 @@ class Talk:
     """
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        facts: Facts,
-        owner: str = "",
+        self, process: subprocess.Popen[bytes], stream: _Stream, facts: Facts, owner: str = ""
     ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process, (self._reader, self._writer) = process, stream
         self._turns: Turns[_Request] = Turns()
         self._owner, self._since_s = owner, time.monotonic()
         self.idle_since_s = self._since_s
@@ -151,14 +147,11 @@ class Talk:
         """Start a process; requests may be asked before it says hello."""
         ours, theirs = socket.socketpair()
         process = subprocess.Popen(
-            COMMAND,
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
-        )
+        )  # fmt: skip
         theirs.close()
-        return Talk(process, *await asyncio.open_connection(sock=ours), facts, owner)
+        return Talk(process, await asyncio.open_connection(sock=ours), facts, owner)
 
     @property
     def place(self) -> Place:
@@ -344,13 +337,9 @@ class Answering:
                     self._caller, self._turn, self.model, self._facts
                 )
                 if self._prompt:
-                    ids = array("i", self._prompt).tolist()
+                    ids, made = array("i", self._prompt).tolist(), self._made
                     asked = msgspec.structs.replace(
-                        self._begin,
-                        prompt=ids,
-                        so_far=self._made,
-                        told=self._told,
-                        used=self._used,
+                        self._begin, prompt=ids, so_far=made, told=self._told, used=self._used
                     )
             try:
                 self.step = await self._talk.ask(asked, self._turn)
@@ -394,7 +383,6 @@ class Texts:
         head: Head,
         model: str,
         asked: Callable[..., Begin],
-        *,
         version: str = "",
     ) -> Answering:
         """Return an answer of that model, whose tokens ``next`` gives.
@@ -462,8 +450,9 @@ class Texts:
             talk = self._talks[name] = await Talk.open(facts, owner)
             return talk
         finally:
-            self._wanted.pop(name, None)
-            self._starting.pop(name, None)
+            for places in (self._wanted, self._starting):
+                if places.get(name) is place:  # not that of a later one
+                    del places[name]
             self._news.set()
 
     def _next_place(self) -> tuple[str, str] | None:
