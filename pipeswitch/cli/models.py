@@ -97,8 +97,9 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
-    from ..client.client import FILES
+    from ..client.client import FILES, check_program_options
 
+    check_program_options(source, options["weights"], inputs)
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw", texts=True)
     options["returns"] = _signature(returns, "--returns", texts=True)
@@ -270,9 +271,12 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
     """List registered models."""
     if ctx.invoked_subcommand is None:
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
-        common.listing(
-            lambda c: c.models(versions=versions), lambda r: views.table(r, columns), as_json, watch
-        )
+
+        def shown(rows: list[dict[str, Any]]) -> Any:
+            is_told = any(row.get("reason") for row in rows)
+            return views.table(rows, (*columns, *["reason"] * is_told))
+
+        common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
 
 @models.command("rollback")

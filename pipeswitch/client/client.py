@@ -55,6 +55,23 @@ _NO_PROGRAMS: Final = {
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
+def check_program_options(source: str, weights: str, inputs: object) -> None:
+    """Refuse what a program in a file would leave aside.
+
+    Raises:
+        InvalidInput: it has weights of its own, or says itself what it takes.
+    """
+    suffix = os.path.splitext(source)[1]
+    if weights and suffix in (".bundle", *FILES):
+        raise InvalidInput(
+            f"{source!r} brings its own weights, so weights {weights!r} would not be used",
+            hint="leave weights out; other weights go into the module's code: pipeswitch register "
+            f"NAME package.module:function --weights {weights}",
+        )
+    if inputs and suffix in (".bundle", ".pt2"):
+        raise InvalidInput(f"{source!r} says what it takes", hint="leave inputs out")
+
+
 class Client(Verbs):
     """A connection to a server. Use it as a context manager, from any number of threads.
 
@@ -372,6 +389,8 @@ class Client(Verbs):
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            if isinstance(source, str | os.PathLike):
+                check_program_options(os.fspath(source), weights, inputs)
             notes: list[str] = []
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)

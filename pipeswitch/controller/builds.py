@@ -226,6 +226,8 @@ class Builds:
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)
                 save_manifest(self._places.models / message.folder, built)
+            if self._disk.digest_of(command.model) == digest:  # its files were damaged
+                self._remove_files(self._places.take_away_program(digest))
             self._places.publish(message.folder, digest)
         except RegistrationRefused as error:
             self._refuse(command, error)
@@ -235,9 +237,8 @@ class Builds:
             self._refuse(command, RegistrationRefused("build", reason))
             return
         over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
-        if over_bytes > 0:  # another one was built meanwhile
-            refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
-            assert refusal is not None
+        refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
+        if over_bytes > 0 and refusal is not None:  # another one was built meanwhile
             self._refuse(command, refusal)
         else:
             self._built(message)

@@ -16,6 +16,7 @@ from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifes
 from ..wire.private import check_trusted
 
 DIGEST: Final = "[0-9a-f]{64}"
+TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
@@ -60,6 +61,29 @@ class Places:
         for path in (self.root, self.models, self.commits, self.logs, self.profiles):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, STATE_SETTING)
+
+    def unnamed(self, digests: Collection[str], jobs: Collection[str]) -> list[Path]:
+        """Return the programs and commits that no model and no job names."""
+        programs = [path for path in self.models.glob("*") if re.fullmatch(DIGEST, path.name)]
+        commits = [path for path in self.commits.glob("[!.]*") if path.is_dir()]
+        found = [path for path in programs if path.name not in digests]
+        return found + [path for path in commits if path.name not in jobs]
+
+    def set_aside(self, digests: Collection[str], jobs: Collection[str], folder: str) -> list[Path]:
+        """Move what no entry names to a folder under ``root``; return the new places."""
+        moved = []
+        for path in self.unnamed(digests, jobs):
+            place = self.root / folder / path.relative_to(self.root)
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # it stays until the next start
+                os.rename(path, place)
+                moved.append(place)
+        return moved
+
+    def old_trash(self, now_s: float) -> list[Path]:
+        """Return what a start threw away a day ago; the caller removes it."""
+        stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
+        return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 
     def sweep(self) -> None:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
@@ -107,11 +131,18 @@ class Places:
 
         No builder may run: it may have found its program there already.
         """
-        away = []
-        for path in self.models.iterdir():
-            if re.fullmatch(DIGEST, path.name) and path.name not in kept:
-                target = path.with_name(f".build-gone-{path.name}")
-                with contextlib.suppress(OSError):  # it stays, until the next sweep
-                    os.rename(path, target)
-                    away.append(target)
-        return away
+        try:
+            names = [path.name for path in self.models.iterdir()]
+        except OSError:  # no descriptor is left: they stay, until the next sweep
+            return []
+        gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in kept]
+        return [path for name in gone for path in self.take_away_program(name)]
+
+    def take_away_program(self, digest: str) -> list[Path]:
+        """Rename one program, so that its place is free; the caller removes it."""
+        target = self.models / f".build-gone-{digest}"
+        try:
+            os.rename(self.models / digest, target)
+        except OSError:  # it stays, until the next sweep
+            return []
+        return [target]

@@ -149,6 +149,25 @@ def check_infer(
     )
 
 
+def check_brought(
+    model: str, brought: Mapping[str, WireTensor], frame_bytes: Sequence[int], manifest: Manifest
+) -> dict[str, int]:
+    """Check the inputs that a sequence's request brings, before a byte of them is read.
+
+    Returns:
+        What they say the open dimensions are.
+
+    Raises:
+        InvalidInput: dtype, shape, range or size is wrong; with the model's signature in the text.
+    """
+    values: dict[str, int] = {}
+    for spec in manifest.inputs:
+        if (tensor := brought.get(spec.name)) is not None:
+            values = _check_shape(model, spec, tensor, manifest, values)
+            _tensor_bytes(model, tensor, frame_bytes[tensor.frame])
+    return values
+
+
 def _reply_bytes(model: str, manifest: Manifest, values: Values) -> int:
     try:
         sizes = [spec.size_bytes(values) for spec in manifest.outputs]

@@ -163,7 +163,7 @@ class Completions:
         messages = bytes(said.messages) if is_chat else None
         tokens = None if is_chat else SHORT_TOKENS
         begin = partial(_begin, said, prompt, messages, tokens=tokens)
-        answering = await self._texts.begin(caller, head, said.model, begin)
+        answering = await self._texts.begin(caller, head, said.model, begin, "")
         form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
         return await self._answer(answering, form, is_stream=bool(said.stream))
 
@@ -181,7 +181,7 @@ class Completions:
         """Triton's, of one model."""
         asked = await self._read(head, body, Asked)
         begin = partial(_begin, asked, asked.text_input, temperature=0.0)
-        answering = await self._texts.begin(caller, head, model, begin, version=version)
+        answering = await self._texts.begin(caller, head, model, begin, version)
         return await self._answer(answering, _Triton(answering), is_stream=is_stream)
 
     async def _answer(

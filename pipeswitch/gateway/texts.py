@@ -58,6 +58,7 @@ TURN_S: Final = 10.0  # that a busy model keeps its process while others wait fo
 LOOK_S: Final = 0.25  # between two looks at who has had its turn
 TRIES: Final = 3  # of one request, where processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
+AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
 PROCESS_CLOCK: Final = 2  # Linux' clock of the processor time of a process: ~pid << 3 | this
 _numbers = count(1)
@@ -145,11 +146,17 @@ class Talk:
     @staticmethod
     async def open(facts: Facts, owner: str = "") -> Talk:
         """Start a process; requests may be asked before it says hello."""
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                process = subprocess.Popen(
+                    COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
+                )  # fmt: skip
+            except OSError as error:
+                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+            undo.pop_all()
         theirs.close()
         return Talk(process, await asyncio.open_connection(sock=ours), facts, owner)
 

@@ -16,6 +16,7 @@ arithmetic is on Python integers, and every fault is a ``RegistrationRefused``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import keyword
 import os
@@ -127,13 +128,18 @@ def _refuse(part: str, reason: str) -> NoReturn:
     raise RegistrationRefused(part, reason)
 
 
-def read_bundle(path: str | os.PathLike[str] | int) -> Bundle:
+def read_bundle(path: str | os.PathLike[str] | int, head_sha256: str = "") -> Bundle:
     """Read and check a bundle's header. Tensor bytes are not touched.
+
+    Args:
+        head_sha256: what the digest of its head must be; empty: it is not known.
 
     Raises:
         RegistrationRefused: the file is not a bundle we accept; says which part.
     """
-    tensors, metadata = read_safetensors_header(path)
+    tensors, metadata, digest = read_safetensors_header(path)
+    if head_sha256 not in ("", digest):
+        _refuse("bundle", "its head is damaged: it does not match the digest in the manifest")
     text = metadata.get(METADATA_KEY)
     if text is None:
         _refuse("bundle", f"its metadata has no {METADATA_KEY!r}: these are bare weights")
@@ -339,8 +345,10 @@ def weights_of_node(graph: Graph, node: Node) -> list[int]:
 
 def read_safetensors_header(
     path: str | os.PathLike[str] | int,
-) -> tuple[tuple[FileTensor, ...], dict[str, str]]:
-    """The tensors in file order, and the metadata. Needs no torch and reads no tensor bytes.
+) -> tuple[tuple[FileTensor, ...], dict[str, str], str]:
+    """Return the tensors in file order, the metadata, and the sha256 of the head in hex.
+
+    Needs no torch and reads no tensor bytes.
 
     Raises:
         RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
@@ -374,7 +382,7 @@ def read_safetensors_header(
         position += tensor.size_bytes
     if position != file_bytes:
         _refuse("weights file", f"{file_bytes} bytes long, its header speaks of {position}")
-    return tuple(tensors), metadata
+    return tuple(tensors), metadata, hashlib.sha256(prefix + text).hexdigest()
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

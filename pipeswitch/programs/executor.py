@@ -237,6 +237,8 @@ class ModuleProgram:
         """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
+        # A request must stay what it was: it is run again when a worker dies under it.
+        self._writes_inputs = bool(manifest.extra.get("writes_inputs"))
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
@@ -299,6 +301,8 @@ class ModuleProgram:
         self._before_group, self._opened = before_group, 0
         try:
             with self._settings.inside(), torch.inference_mode():
+                if self._writes_inputs:
+                    inputs = [value.clone() for value in inputs]
                 named = dict(zip(self._inputs, inputs, strict=True))
                 given = arguments(self.manifest.takes, named).values()
                 outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))

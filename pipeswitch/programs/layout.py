@@ -100,6 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
+    head_sha256: str = ""  # of the bundle's head, which has the graph; empty: of an older release
     batching: Batching | None = None  # None: each request runs alone
     extra: dict[str, Any] = {}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,7 @@ DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # of a language model in one step
 MANIFEST_FILE: Final = "manifest.json"
 WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
+PROGRAM_FOLDER: Final = re.compile("[0-9a-f]{64}")  # its program's digest
 MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
@@ -72,7 +75,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
     """Those that an encoded spec limits its model to; none: it does not, or is no spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ()
 
 
@@ -113,12 +116,15 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
         if axis >= 0 and all(axis < len(shape) for shape in shapes):
             for shape in shapes:
                 del shape[axis]
-        if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
+        is_fixed = 0 <= axis < len(into.shape) and not isinstance(into.shape[axis], str)
+        is_unlike = into.dtype != out.dtype or shapes[0] != shapes[1]
+        if is_unlike or is_fixed or axis >= len(into.shape):
             texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
             raise RegistrationRefused(
                 "state",
                 f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
                 + (f", to be appended along dimension {axis}" if axis >= 0 else ""),
+                hint=f'dynamic={{"{name}": {{{axis}: (1, 400)}}}}, up to how many' * is_fixed,
             )
     if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
         raise RegistrationRefused("state", "an output is one input, and one input is no state")
@@ -150,9 +156,9 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
     """Read ``manifest.json`` (or the one in the folder ``path``, or a descriptor of it).
 
     Raises:
-        RegistrationRefused: it is missing or not a manifest, no message could carry its numbers,
-            or a graph's signature is not a bounded one: a builder of a client's program may have
-            written it.
+        RegistrationRefused: it is missing, damaged, another program's or not a manifest, no
+            message could carry its numbers, or a graph's signature is not a bounded one: a builder
+            of a client's program may have written it.
     """
     place = path
     if not isinstance(path, int) and os.path.isdir(path):
@@ -163,10 +169,18 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
+        content, _, digest = text.rpartition(b"\n")
+        if len(digest) == hashlib.sha256().digest_size * 2:  # else of an older release, or cut off
+            if hashlib.sha256(content).hexdigest().encode() != digest:
+                raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
+            text = content
         manifest = msgspec.json.decode(text, type=Manifest)
         msgspec.msgpack.encode(manifest)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
+    folder = "" if isinstance(path, int) else os.path.basename(path)
+    if PROGRAM_FOLDER.fullmatch(folder) and manifest.digest != folder:
+        raise RegistrationRefused("manifest", "it is another program's")
     if manifest.mode == "graph":
         check_signature(manifest.inputs, manifest.outputs, manifest.dims)
     check_trees(manifest)
@@ -174,8 +188,10 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder ``path``."""
-    (Path(path) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    """Write ``manifest.json`` into the folder ``path``: a line of JSON, and its digest."""
+    content = msgspec.json.encode(manifest)
+    digest = hashlib.sha256(content).hexdigest().encode()
+    (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
 
 
 def is_checked(manifest: Manifest) -> bool:

@@ -67,6 +67,7 @@ class Registration:
     build_epoch: Epoch
     storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
+    is_known: bool = False  # an earlier server had it: it is listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
     error: PipeSwitchError | None = None  # why it was refused
@@ -363,6 +364,11 @@ class Job:
     def allowed(self) -> tuple[str, ...]:
         """The devices that it may be on now; none named: all."""
         return (self.sent_to,) if self.sent_to else self.devices
+
+    @property
+    def has_trained(self) -> bool:
+        """A step of it is done, here or before the server's last restart."""
+        return max(self.step, self.committed_step) > 0
 
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""

@@ -189,11 +189,21 @@ class World(simulator.World):
         for name in self.job_names:
             self.clients.ask(name, "resume")
         for _ in range(limit):
-            if (not self.act() and not self.to_next_wakeup()) or self.is_settled():
+            is_still = not self.act() and not self.to_next_wakeup() and not self.unpin()
+            if is_still or self.is_settled():
                 break
         else:
             require(False, f"stuck: {self.describe()}")
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
+
+    def unpin(self) -> bool:
+        """Do what a job's row says that waits for memory of pinned models; False: none does."""
+        waits = any(job.lease_asked_bytes for job in self.scheduler.machine.jobs)
+        pinned = [name for name, m in self.scheduler.machine.models.items() if m.want_pinned]
+        for name in pinned if waits else ():
+            base, _, _ = name.partition("@")
+            self.handle(ev.PinAsked(token=self.token(), model=base, pin=False))
+        return waits and bool(pinned)
 
     def is_settled(self) -> bool:
         jobs = list(self.scheduler.machine.jobs)

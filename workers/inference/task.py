@@ -94,6 +94,8 @@ class Programs:
             files: Sequence[Source] = (folder / MANIFEST_FILE, folder / BUNDLE_FILE)
             manifest_file, bundle_file = self._files.get(wanted.model, files)
             manifest = load_manifest(manifest_file)
+            if manifest.digest != wanted.digest:
+                raise RegistrationRefused("manifest", "it is another program's")
             known = (wanted.digest, manifest, read_graph(manifest, bundle_file))
             self._read[wanted.model] = known
             self._close_files(wanted.model)
@@ -140,7 +142,7 @@ def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
     """
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
-    return read_bundle(bundle).graph if manifest.mode == "graph" else None
+    return read_bundle(bundle, manifest.head_sha256).graph if manifest.mode == "graph" else None
 
 
 def make_program(manifest: Manifest, graph: Graph | None, device: torch.device | str) -> Program:
@@ -150,7 +152,7 @@ def make_program(manifest: Manifest, graph: Graph | None, device: torch.device |
     """
     if graph is not None:
         return GraphProgram(manifest, graph, device)
-    module, settings = construct_on_meta(manifest.source)
+    module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
     return ModuleProgram(manifest, module, device, settings)
 
 

@@ -68,7 +68,7 @@ class Trials:
             raise _no_words(replica, trial)
         is_sent = replica.residency.state is Residency.HOST
         if is_sent:
-            window = self._arena.find_place(replica, for_request=False)
+            window = self._arena.find_place(replica, for_request=False, moves_pinned=True)
             if window is None:
                 raise _no_room(replica)
             if self._arena.obstacles(window):

@@ -113,7 +113,9 @@ class Training:
     def _waiting_behind(self, running: Job) -> list[Job]:
         """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
-            job for job in self._device.jobs.values() if job.lease_asked_bytes
+            job
+            for job in self._device.jobs.values()
+            if job.lease_asked_bytes and self._leases.may_grant(job)
         ]
         own = running.view(self._core.now_ms)
         return [
