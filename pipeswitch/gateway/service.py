@@ -53,6 +53,7 @@ class Service:
         tracer: Any = None,
     ) -> None:  # fmt: skip
         """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
+        self.text_processes = 8  # that run at once, at most
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -206,6 +207,10 @@ class Service:
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
         return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
+
+    async def owner(self, model: str, version: str) -> str:
+        """Return the tenant that registered a model, which callers do not see."""
+        return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
     async def end_sequence(self, caller: Standing, name: str) -> None:
         """With the request that it has; raises SequenceNotFound."""
