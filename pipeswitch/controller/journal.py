@@ -134,34 +134,32 @@ class JournalFile:
                 with contextlib.closing(_connect(self._path)) as database:
                     sound, wrong = _entries(database, is_damaged=True)
             bad |= wrong
-        missed = copies.keys() - sound.keys()
+        missed = {key: entry for key, entry in copies.items() if key not in sound}
         if problem:
-            missed |= saved.keys() - sound.keys()
-            older = [entry for key, entry in saved.items() if key not in copies | sound]
-            # Entries that come later replace those before them, and those that they supersede.
-            self._rewrite(problem, [*older, *sound.values(), *copies.values()])
+            missed |= {key: entry for key, entry in saved.items() if key not in sound}
+            self._rewrite(problem, _merged(saved, sound, copies))
         else:
-            self._take_over(copies[key] for key in missed)
+            self._put(missed)
         found, _ = _entries(self._database)
         if problem or missed:
             replaced = {key for entry in found.values() for key in superseded_by(entry)}
             lost = sorted(bad - found.keys() - replaced)
             self.lost = [(kind, name) for kind, name in lost if is_name(name)]
-            for what, keys in (("read from copies", found.keys() & missed), ("lost", lost)):
+            for what, keys in (("read from copies", found.keys() & missed.keys()), ("lost", lost)):
                 if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
                     self.losses.append(f"entries that the journal lacked are {what}: {names}")
             orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
         return found
 
-    def _rewrite(self, problem: str, entries: Iterable[Entry]) -> None:
+    def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
         """Put a new file in the place of a damaged one, which is set aside."""
         path, fresh = self._path, self._path.with_name("journal.new.sqlite")
         for suffix in ("", "-wal"):  # of a start that was cut short
             Path(f"{fresh}{suffix}").unlink(missing_ok=True)
         self._database = _opened(fresh)
         try:
-            self._take_over(entries)
+            self._put(entries)
         finally:
             self._database.close()  # which moves its log into the file
         aside = path.with_suffix(f".damaged-{time.time_ns()}")
@@ -173,11 +171,13 @@ class JournalFile:
         what = f", set aside as {aside.name}" if aside.exists() else ""
         self.losses.append(f"{path.name} is damaged ({problem}){what}: it is written again")
 
-    def _take_over(self, entries: Iterable[Entry]) -> None:
-        """All of them or none."""
+    def _put(self, entries: dict[Key, Entry]) -> None:
+        """Write entries that are true together, and drop what they supersede."""
         with _transaction(self._database):
-            for entry in entries:
-                _write(self._database, entry)
+            for entry in entries.values():
+                _delete(self._database, superseded_by(entry))
+            for entry in entries.values():
+                _insert(self._database, entry)
 
     def append(self, entry: Entry) -> None:
         """Write and sync, with everything that is owed, or leave no trace.
@@ -190,7 +190,11 @@ class JournalFile:
         for one in entries:
             self._copies.drop(superseded_by(one))
         try:
-            self._take_over(entries)
+            with _transaction(self._database):
+                for one in entries:
+                    _delete(self._database, superseded_by(one))
+                    if one["kind"] in FIELDS:
+                        _insert(self._database, one)
         except sqlite3.Error as problem:
             raise _os_error(problem) from None
         self._owed.clear()
@@ -320,13 +324,24 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _write(database: sqlite3.Connection, entry: Entry) -> None:
-    """One checked entry into the tables. A name keeps its place among the others."""
-    kind = entry["kind"]
-    for table, name in superseded_by(entry):
+def _merged(*sources: dict[Key, Entry]) -> dict[Key, Entry]:
+    """Return what is true by all sources; a later one is right about an earlier one."""
+    merged: dict[Key, Entry] = {}
+    for source in sources:
+        for key in [key for entry in source.values() for key in superseded_by(entry)]:
+            merged.pop(key, None)
+        merged |= source
+    return merged
+
+
+def _delete(database: sqlite3.Connection, keys: Iterable[Key]) -> None:
+    for table, name in keys:
         database.execute(f"DELETE FROM {table} WHERE name = ?", (name,))
-    if kind in ENDS:
-        return
+
+
+def _insert(database: sqlite3.Connection, entry: Entry) -> None:
+    """Write one checked entry. A name keeps its place among the others."""
+    kind = entry["kind"]
     fields = FIELDS[kind]
     values = [entry["name"]]
     for field, type_ in fields.items():

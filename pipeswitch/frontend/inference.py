@@ -281,14 +281,18 @@ class Inference:
         no room takes that of the youngest answer that waits too, whose client sends its tokens
         again: the oldest always goes on, so all come to their ends."""
         self._sequences.expire()  # now: what it releases later in this look would be overlooked
-        behind = set[str]()
+        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
         for one in sorted(self._waiting, key=self._began):
             while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
                 if not self._goes_on(one) and not self._give_up_for(one):
                     behind.add(one.key[0])
         if not self._waiting:
             self._pool.on_release = None
-        self._is_looking = False  # what was tried in vain has released what it took
+        self._is_looking = False
+        # What is released by a look is not looked at by it: of an answer that was given up, or a
+        # spare that a step wanted to copy from, so that it had to stay until the step had failed.
+        if len(self._waiting) < count or self._pool.free_bytes > free_bytes:
+            self.look_again()
 
     def _began(self, one: Waiting) -> tuple[float, int]:
         held = None if one.starts else self._sequences.held.get(one.key)

@@ -276,6 +276,10 @@ class RequestPool:
     def capacity_bytes(self) -> int:
         return self._slabs.capacity_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        return self._slabs.free_bytes
+
     def as_dict(self) -> dict[str, int]:
         """As ``stats`` shows it."""
         return {

@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import shutil
+import sqlite3
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,13 @@ from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit
 from pipeswitch.config import load
 from pipeswitch.controller.folders import Places
-from pipeswitch.controller.journal import FILE_NAME
+from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.kinds import choose_devices
 from pipeswitch.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.programs.bundle import read_bundle
-from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
 from pipeswitch.scheduler import events as ev
 from tests.process.figures import publishing
 
@@ -55,7 +56,7 @@ SHORT = LOOP.replace("job.epochs(100_000)", "job.epochs(1)").replace("1_000_000 
 SEED = 20
 IN_PROCESS, SERVED = 460, 40
 PERFORMED = (
-    ev.StartBuild, ev.Answer, ev.Announce, ev.Retract, ev.Journal, ev.CreateCommits, ev.DropCommits,
+    ev.Answer, ev.Announce, ev.Retract, ev.Journal, ev.CreateCommits, ev.DropCommits,
     ev.SweepPrograms,
 )  # fmt: skip
 """Commands that need no child process."""
@@ -167,8 +168,15 @@ class Restored:
         restore(self.server, 1e9)
         while self.server.inbox:
             for command in self.server.scheduler.handle(self.server.inbox.popleft(), 0.0):
-                if isinstance(command, PERFORMED):
+                if isinstance(command, PERFORMED) or self._is_built(command):
                     self.server.effects.perform(command)
+
+    def _is_built(self, command: ev.Command) -> bool:
+        """Whether it is a build that needs no child: its program has a manifest."""
+        if not isinstance(command, ev.StartBuild):
+            return False
+        digest = self.server.effects.builds.built_before[command.spec]
+        return (self.server.places.models / digest / MANIFEST_FILE).is_file()
 
     def models(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in self.server.scheduler.listing.models()}
@@ -177,7 +185,6 @@ class Restored:
         return {row["name"]: row for row in self.server.scheduler.listing.jobs()}
 
     def close(self) -> None:
-        self.server.frontend.uploads.run_later(lambda: None)
         for number in self.server.memory.commits.values():
             os.close(number)
         self.server.memory.commits.clear()
@@ -299,6 +306,52 @@ def settled(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def test_damage_to_one_file_loses_nothing_else(sound: Sound, tmp_path: Path) -> None:
     outcomes = damage_in_process(sound, tmp_path, 25, SEED)
     assert sum(outcomes.values()) == 25
+
+
+def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_path: Path) -> None:
+    """As of a release whose entries had no digest, and in each start from then on."""
+    folder = tmp_path / "state"
+    shutil.copytree(sound.folder, folder)
+    with contextlib.closing(JournalFile(folder / FILE_NAME)) as journal:
+        model = {**journal.models["a"], "name": "spoiled", "spec": b"\x81\xa6source\xa2\x9d\x9d"}
+        chain = {**journal.chains["chained"], "name": "unchained", "spec": b"\x9d"}
+        ended = {"kind": "ended", "name": "odd", "record": {"state": "nonsense"}}
+        for entry in (model, chain, ended):
+            journal.append(entry)
+    for _ in range(2):
+        with contextlib.closing(Restored(folder)) as restored:
+            models, jobs = restored.models(), restored.jobs()
+            assert {name: models[name]["state"] for name in MODULES} == dict.fromkeys(
+                MODULES, "storing"
+            )
+            assert (models["spoiled"]["state"], jobs["odd"]["state"]) == ("failed", "failed")
+            assert models["spoiled"]["reason"]
+            assert jobs["odd"]["error"]
+            told = "\n".join(restored.server.journal.losses)
+            assert all(name in told for name in ("spoiled", "unchained", "odd"))
+
+
+def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    shutil.copytree(sound.folder, folder)
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as database, database:
+        database.execute("UPDATE model SET spec = x'00' WHERE name = 'b'")
+        database.execute("UPDATE job SET entry = 'x' WHERE name = 'held'")
+    for path in (
+        *folder.glob("journal.backup*"),
+        *folder.glob("*/b~model"),
+        *folder.glob("*/held~*"),
+    ):
+        path.unlink()
+    with contextlib.closing(Restored(folder)) as restored:
+        models, jobs = restored.models(), restored.jobs()
+        assert (models["a"]["state"], models["b"]["state"]) == ("storing", "failed")
+        assert (jobs["over"]["state"], jobs["held"]["state"]) == ("done", "failed")
+    digest = sound.digests["b"]
+    for place in (f"models/{digest}", "commits/held"):
+        [kept] = folder.glob(f"orphans/*/{place}")
+        names = [path.name for path in (sound.folder / place).iterdir()]
+        assert sorted(path.name for path in kept.iterdir()) == sorted(names)
 
 
 def test_a_server_serves_what_is_undamaged(sound: Sound, tmp_path: Path) -> None:

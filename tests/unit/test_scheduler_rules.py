@@ -15,6 +15,7 @@ from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.memory.regions import Owner
+from pipeswitch.scheduler.models.publishing import MOST_COPIES
 from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
@@ -2354,22 +2355,71 @@ def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_
     assert versions_of(rig) == [(1, False), (2, True)]
 
 
-def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
-    job = net_and_job(rig)
+def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> None:
+    assert not script_publishes(rig, job, step=step).error
+    rig.committed(job, number, step)
+
+
+def is_copied(rig: Rig, job: Any, step: int) -> str:
+    """The daemon has copied the commit; its folder."""
+    order = publication(rig)
+    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    return str(order.directory)
+
+
+def weights_of(builds: list[Any]) -> list[str]:
+    return [msgspec.msgpack.decode(build.spec)["weights"] for build in builds]
+
+
+def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> None:
+    job, folders, built, builds = net_and_job(rig), [], [], []
     for number, step in enumerate((5, 6, 7, 8), 2):
-        script_publishes(rig, job, step=step)
-        rig.committed(job, number, step)
-        order = publication(rig)
-        rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
-        if step == 5:
+        script_publishes_and_commits(rig, job, number, step)
+        folders.append(is_copied(rig, job, step))
+        assert [m.epoch for m in rig.sent(msg.PublishCopied)] == [job.epoch], "it trains on"
+        builds += rig.commands(ev.StartBuild)
+    while builds:
+        built += builds
+        comes(rig, builds[0])
+        builds = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
+    assert weights_of(built) == folders
+    assert [build.model for build in built] == ["net@2", "net@3", "net@4", "net@5"]
+    assert versions_of(rig) == [(4, False), (5, True)]
+    assert job.why == ""
+
+
+def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) -> None:
+    job = net_and_job(rig)
+    for number in range(2, MOST_COPIES + 3):
+        script_publishes_and_commits(rig, job, number, number + 3)
+        is_copied(rig, job, number + 3)
+        if number == 2:
             (build,) = rig.commands(ev.StartBuild)
-    assert not rig.commands(ev.StartBuild)
-    assert job.why == "", "that is no failure"
+    script_publishes_and_commits(rig, job, 40, 40)
+    assert not [o for o in rig.sent(msg.PersistCommit) if o.directory.startswith("published/")]
+    assert not rig.sent(msg.PublishCopied), "its next publication waits"
     comes(rig, build)
-    (last,) = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
-    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
-    comes(rig, last)
-    assert versions_of(rig) == [(2, False), (3, True)]
+    rig.out = rig.seen
+    is_copied(rig, job, 40)
+    assert rig.sent(msg.PublishCopied)
+    assert len(rig.scheduler.publishing._lines["net"]) == MOST_COPIES + 1
+
+
+def test_a_publication_whose_commit_does_not_come_holds_up_nobody(rig: Rig) -> None:
+    """The job is paused in the middle of the step that it published."""
+    job = net_and_job(rig)
+    script_publishes(rig, job, step=9)
+    token = ask_publish(rig, job)
+    comes(rig, copied(rig, job))
+    assert rig.answers[token].body["version"] == 2
+    script_publishes(rig, job, step=7)
+    rig.committed(job, 2, 7)
+    build = copied(rig, job, step=7)
+    rig.committed(job, 3, 9)
+    is_copied(rig, job, 9)
+    assert not rig.commands(ev.StartBuild), "one is built at a time"
+    comes(rig, build)
+    assert [c.model for c in rig.seen if isinstance(c, ev.StartBuild)] == ["net@4"]
 
 
 def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig: Rig) -> None:

@@ -275,10 +275,10 @@ def test_the_longest_answer_alone_ends_and_a_longer_one_is_never_begun(length: i
     rig.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), 38, 69, 138])
 def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free(seed: int) -> None:
     """Prompts in common, errors, those who hang up or are gone, hours without a request."""
-    rig, chance = Rig((256 << 10) + seed * 8192, seed), random.Random(seed)
+    rig, chance = Rig((256 << 10) + seed % 12 * 8192, seed), random.Random(seed)
     clients = {name: rig.client(name) for name in "aab"}
     for _ in range(1200):
         move = chance.random()

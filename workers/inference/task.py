@@ -152,7 +152,7 @@ def make_program(manifest: Manifest, graph: Graph | None, device: torch.device |
     """
     if graph is not None:
         return GraphProgram(manifest, graph, device)
-    module, settings = construct_on_meta(manifest.source)
+    module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
     return ModuleProgram(manifest, module, device, settings)
 
 

@@ -24,6 +24,7 @@ from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
 from ..dims import Dim, Extent, Values, values_of, values_text
 from ..executor import ModuleProgram
+from ..factories import code_of
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
 from ..loose import loose_tensors
@@ -100,12 +101,15 @@ def build_module(
         },
     )
     progress("verify", 0.0)
-    manifest = _verify(manifest, loaded, [*tried, examples], path, progress)
+    manifest = _verify(manifest, loaded, [*tried, examples], path)
     progress("pack", 0.0)
     sha256 = manifest.weights_sha256
-    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256]
+    code = code_of(spec.source, loaded.imported_before)
+    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code]
     digest = hashlib.sha256(msgspec.json.encode(facts))
-    return msgspec.structs.replace(manifest, digest=digest.hexdigest())
+    return msgspec.structs.replace(
+        manifest, digest=digest.hexdigest(), extra={**manifest.extra, "code": code}
+    )
 
 
 def _refuse_writes(names: Sequence[str]) -> None:
@@ -355,7 +359,6 @@ def _verify(
     loaded: Loaded,
     tried: Sequence[Sequence[torch.Tensor]],
     path: Path,
-    progress: Callable[[str, float], None],
 ) -> Manifest:
     """Run as a worker will: one copy on meta, with weights that appear group by group.
 
@@ -397,7 +400,6 @@ def _verify(
         if index == 0:
             if hashlib.sha256(copy.arena.data).hexdigest() != sha256:
                 raise RegistrationRefused("weights", "running the module changes them")
-            progress("verify (a write to its weights ends this)", 0.0)
             copy.lie_over(_read_only(image))
     return msgspec.structs.replace(
         manifest,

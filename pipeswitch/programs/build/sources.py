@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Loaded:
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
     examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
+    imported_before: frozenset[str] = frozenset()  # modules that are none of the source's
     generation: Generation | None = None  # of a language model that is built to answer in tokens
     notes: list[str] = field(default_factory=list)  # what was decided on the way
 
@@ -108,6 +110,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     Raises:
         RegistrationRefused: no such model, weights that cannot be had or do not fit.
     """
+    imported_before = frozenset(sys.modules)
     construct, usual = _constructor(spec)
     module = _with_weights(spec, construct)
     refuse_engines(module)
@@ -124,7 +127,15 @@ def load_source(spec: BuildSpec) -> Loaded:
         inputs = {name: (tuple(value.shape), inputs[name][1]) for name, value in examples.items()}
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
     return Loaded(
-        module, inputs, construct, dynamic, not spec.inputs, spec.takes, [*examples.values()], loose
+        module,
+        inputs,
+        construct,
+        dynamic,
+        not spec.inputs,
+        spec.takes,
+        [*examples.values()],
+        loose,
+        imported_before,
     )
 
 

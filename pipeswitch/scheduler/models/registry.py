@@ -24,6 +24,7 @@ from .names import Names, not_found
 from .versions import AT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
+CRASHED: Final = -11  # SIGSEGV
 
 
 class Registry:
@@ -417,7 +418,12 @@ class Registry:
 
 
 def _why_it_ended(status: int) -> str:
-    """Of a builder that said nothing itself."""
+    """Say why a builder ended that reported nothing itself."""
     if status in OUT_OF_TIME:
         return "building and verifying it took longer than [workers] build_timeout allows"
-    return f"the builder process ended with status {status} before it was done"
+    text = f"the builder process ended with status {status} before it was done"
+    if status == CRASHED:
+        text += (
+            "; code that writes to its module's weights past torch (numpy, an extension) ends it"
+        )
+    return text
