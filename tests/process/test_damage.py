@@ -292,7 +292,7 @@ def check_served(folder: Path, sound: Sound, hurt: Path) -> str:
             jobs = {row["name"]: row for row in checked.client.jobs()}
             assert {name: jobs[name]["state"] for name in JOBS} == JOBS
             is_hurt = hurt.parts[:2] == ("commits", "held")
-            assert jobs["held"]["committed_step"] in [*sound.images][is_hurt - 1 :], jobs
+            assert jobs["held"]["committed_step"] in sorted(sound.images)[is_hurt - 1 :], jobs
     except RuntimeError as error:
         if "Traceback" in str(error):
             raise
