@@ -166,7 +166,7 @@ class Admission:
         if (core.drain_at_ms is not None and not event.is_later) or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
-            return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+            return self._gone(event)
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
         is_same = model.manifest is not None and model.manifest.digest == event.digest
@@ -182,6 +182,13 @@ class Admission:
             if not self.stages.waits:
                 return None  # whatever the limits are
         return self._full(event, model)
+
+    def _gone(self, event: InferArrived) -> PipeSwitchError:
+        """Return what the frontend answers that has heard that the version left."""
+        name, version = split_name(event.model)
+        if not event.lineage and self._versions.present(name):
+            return self._versions.missing(name, version)
+        return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Why it may not wait beside those that do."""
@@ -308,4 +315,5 @@ def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueF
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:
-    return ModelNotFound(f'model "{name}" changed while the request was on its way')
+    base, _ = split_name(name)
+    return ModelNotFound(f'model "{base}" changed while the request was on its way')
