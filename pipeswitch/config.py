@@ -425,6 +425,12 @@ class GatewayConfig(_Checked):
         False, "/metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards"
     )
     max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
+    text_processes: int = _setting(
+        8,
+        "language models with a tokenizer that are served at the same moment, each by a process "
+        "of its own; others wait for their turn",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -404,8 +404,9 @@ class Listing:
         counts = core.counts
         rows = [self._of_device(device) for device in devices]
         used_s = defaultdict[str, float](float)
-        for account in (one for device in devices for one in device.state.accounts):
-            used_s[account.caller or OWNER] += account.used_ms / 1000.0
+        for device in devices:
+            for caller, used_ms in device.state.accounts.used_ms().items():
+                used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
             "preprocessing": len(self._stages),

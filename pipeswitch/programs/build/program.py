@@ -246,7 +246,11 @@ def _export(
         )
     [manifest] = made
     return msgspec.structs.replace(
-        manifest, extra={**manifest.extra, "notes": [*loaded.notes, *program.notes]}
+        manifest,
+        extra={
+            **manifest.extra,
+            "notes": [*loaded.notes, *manifest.extra.get("notes", ()), *program.notes],
+        },
     )
 
 
@@ -294,6 +298,7 @@ def _finish_graph(
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
             **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
+            **({"notes": generation.notes} if generation and generation.notes else {}),
         },
     )
 
