@@ -108,8 +108,8 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     for name in list(TRACES)[: 1 if bench.is_quick else None]:
         bench.say(f"{name}: two plain servers beside the simulated one")
         found = beside_plain(name, bench.seed, PAPER_REQUESTS)
-        for whose, (in_time, _) in found.items():
-            bench.find(f"{name}: in time, {whose}", in_time)
+        for whose, plain in found.items():
+            bench.find(f"{name}: in time, {whose}", plain[0])
         for whose in ("greedy", "keeping"):
             bench.find(
                 f"{name}: computed in time / by a {whose} server",
