@@ -206,11 +206,17 @@ class Verbs:
         controller_ms = total_ms - answer.pop("engine_ms")
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
 
-    def stop_server(self, drain_s: float = 30.0) -> None:
-        """Ask the server to finish what it accepted and leave; returns when it agrees or left."""
+    def stop_server(self, drain_s: float = 30.0) -> list[str]:
+        """Ask the server to finish what it accepted and leave; returns when it agrees or left.
+
+        Returns:
+            A sentence for each job whose last steps could not be written to disk.
+        """
         with contextlib.suppress(ServerUnavailable):
             body = {"drain_ms": drain_s * 1000}
-            self._ask("stop", body=body, is_safe=False)
+            lost: list[str] = self._ask("stop", body=body, is_safe=False).get("lost", [])
+            return lost
+        return []
 
 
 def progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:

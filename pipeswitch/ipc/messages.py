@@ -48,7 +48,7 @@ class Forked(Message, frozen=True):
     """fork server -> controller: the child's pid."""
 
     ticket: int
-    pid: int
+    pid: int  # 0: the system had no room for another process
 
 
 class ChildExited(Message, frozen=True):
@@ -322,6 +322,8 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    rows: int = 0  # that the cache is to have room for, with this step
+    waits: bool = False  # for room: the answer has begun
 
 
 class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -748,6 +750,7 @@ class GatewaySettings(Message, frozen=True):
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
     nv_metrics: bool = False
+    text_processes: int = 8
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
     keyed: KeyedSettings | None = None

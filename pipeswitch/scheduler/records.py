@@ -67,6 +67,7 @@ class Registration:
     build_epoch: Epoch
     storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
+    is_known: bool = False  # an earlier server had it: it is listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
     error: PipeSwitchError | None = None  # why it was refused
@@ -265,6 +266,7 @@ class Request:
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it alone
     is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
+    connection: str = ""  # by which its caller asked; an address, if it came over the gateway
 
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED

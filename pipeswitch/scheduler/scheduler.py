@@ -9,7 +9,7 @@ its workers, requests, jobs and bytes. The parts each own one concern: of the ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import EX_SOFTWARE
+from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
 from msgspec.structs import replace
@@ -90,7 +90,10 @@ class Scheduler:
         self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
-        self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
+        self.listing = Listing(
+            self.core, self.machine, self.versions, self.admission.stages,
+            self.registry.names.failed,
+        )  # fmt: skip
         self._takers = takers(
             self, self.registry, self.registry.names, self.registry.chains, self.publishing,
             self.job_requests, self.pings, self.listing,
@@ -338,6 +341,9 @@ class Scheduler:
         """Answer every client that still waits, then stop the server."""
         core = self.core
         core.has_left = True
+        lost = self.machine.jobs.lost_steps() if not status else []
+        if lost:
+            status, reason = EX_IOERR, f"{reason}, but {'; '.join(lost)}"
         error = ServerUnavailable(f"the server has stopped: {reason}")
         for device in self.machine.devices:
             device.endings.refuse_all(error)
@@ -348,7 +354,7 @@ class Scheduler:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
         self.job_requests.refuse_all(error)
-        core.answer_all(core.drain_tokens, reason=reason)
+        core.answer_all(core.drain_tokens, reason=reason, lost=lost)
         core.wakeups = Wakeups()
         core.emit(ev.Leave(status=status, reason=reason))
 

@@ -2462,7 +2462,9 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
         model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
         error="RegistrationRefused", message="damaged")))  # fmt: skip
     assert model.state.state is ModelState.FAILED
-    assert versions_of(again) == [(2, True)], "the newest that is left"
+    assert versions_of(again) == [(2, True), (3, False)], "the newest that is left serves"
+    failed = again.scheduler.listing.models(all_versions=True)[-1]
+    assert (failed["state"], failed["reason"]) == ("failed", "damaged")
 
 
 def script_publishes(

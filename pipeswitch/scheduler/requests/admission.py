@@ -63,6 +63,7 @@ class Admission:
             sequence=event.sequence,
             choosing=event.choosing,
             after=event.after,
+            connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -131,7 +132,7 @@ class Admission:
             if not is_early and place.dispatch.at_once(request):
                 return
         elif not is_early:
-            if forecast.is_hopeless(device, request) or forecast.delays_another(device, request):
+            if forecast.is_refused(device, request):
                 request.is_probe = forecast.is_worth_a_probe(device, request)
                 if not request.is_probe:
                     core.refuse(request.token, forecast.too_late(device, request))
