@@ -325,7 +325,11 @@ async def _long_prompt(to: Addresses, _: int) -> None:
 
 async def _long_ids(to: Addresses, number: int) -> None:
     count, used = np.array([LONG_IDS]), np.array([0])
-    values = {"ids": np.zeros((1, LONG_IDS), np.int64), "count": count, "used": used}
+    values: dict[str, Any] = {
+        "ids": np.zeros((1, LONG_IDS), np.int64),
+        "count": count,
+        "used": used,
+    }
     if number % 2:
         with Client(to.tcp) as client, client.sequence("chat") as sequence:
             await asyncio.to_thread(sequence.infer, **values)
