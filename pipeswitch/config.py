@@ -334,7 +334,10 @@ class SchedulerConfig(_Checked):
         "5s", "a request that computes so long after its deadline is killed", parse_ms
     )
     stop_grace_ms: float = _setting(
-        "30s", "a job that does not step aside for so long is killed", parse_ms
+        "30s",
+        "a job that does not step aside for so long is killed; it has a quarter of that the "
+        "next time, 1s at least, and is paused after four times",
+        parse_ms,
     )
     evict_grace_ms: float = _setting(
         "30s", "a job that does not leave the device for so long is killed", parse_ms
@@ -454,6 +457,7 @@ class ModelConfig(_Checked):
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
+    precision: str = _setting("exact", "exact or fast", choices=("exact", "fast"))
     preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
     raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
     postprocess: str = _setting(

@@ -152,10 +152,10 @@ class Service:
 
     async def infer(
         self, caller: Standing, model: str, version: str, asked: InferRequest,
-        carrier: Mapping[str, str] = MappingProxyType({}),
+        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
         """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
-        name the caller's trace."""
+        name the caller's trace; ``address``: the caller's, which has its turns."""
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
@@ -171,7 +171,8 @@ class Service:
         elif traceparent and not TRACEPARENT.fullmatch(traceparent):
             traceparent = ""  # a wrong one is none, says W3C
         try:
-            answer = self._upstream.infer(model, number, asked, caller.tenant, traceparent)
+            tenant = caller.tenant
+            answer = self._upstream.infer(model, number, asked, tenant, address, traceparent)
             outputs, bill = await answer
         except BaseException as error:
             if traced is not None:

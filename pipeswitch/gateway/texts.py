@@ -312,7 +312,7 @@ class Answering:
             try:
                 outputs, _ = await self._texts.service.infer(
                     self._caller, self.model, str(self.version), _request(self.id, step),
-                    self._head.headers,
+                    self._head.headers, self._head.peer,
                 )  # fmt: skip
             except SequenceNotFound:
                 if not step.used:
