@@ -999,7 +999,8 @@ def starved() -> tuple[Rig, Any, Any]:
     return rig, keeper, other
 
 
-def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> None:
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_late: bool) -> None:
     rig, keeper, other = starved()
 
     def steps(count: int) -> None:
@@ -1009,12 +1010,17 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> No
     def why(job: Any) -> str:
         return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
 
-    rig.tick(60000.0)
+    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
+    if comes_late:
+        rig.tick(2 * due_ms)
+    steps(STARVED_STEPS - 1)
     assert not rig.sent(msg.EvictTask), "a long step holds its activations until its end"
     assert why(other) == ""
-    steps(STARVED_STEPS - 1)
-    assert not rig.sent(msg.EvictTask)
     steps(1)
+    assert "job keeper keeps" in other.why
+    while not comes_late and rig.now_ms < due_ms:
+        assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
+        rig.tick(rig.scheduler.next_wakeup_ms())
     assert [order.epoch for order in rig.sent(msg.EvictTask)] == [keeper.epoch]
     assert "job keeper keeps" in why(other)
     assert "job other waits" in why(keeper)
@@ -1022,19 +1028,6 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> No
     assert rig.state.training == "other"
     rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
     assert why(other) == ""
-
-
-def test_a_job_that_waits_for_activations_tells_for_whom_before_that_one_leaves() -> None:
-    rig, keeper, other = starved()
-    values = {"step": STARVED_STEPS, "left": 100}
-    rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
-    assert "job keeper keeps" in other.why
-    assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
-    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
-    while rig.now_ms < due_ms and not rig.sent(msg.EvictTask):
-        rig.tick(rig.scheduler.next_wakeup_ms())
-    assert rig.sent(msg.EvictTask)
-    assert rig.now_ms == due_ms
 
 
 @pytest.mark.parametrize("comes", ["request", "late"])
