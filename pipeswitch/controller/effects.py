@@ -18,6 +18,7 @@ import msgspec
 
 from .. import failpoints
 from ..commits.files import load_commit, read_record, remove_unnamed
+from ..commits.progress import SUFFIX
 from ..errors import (
     PipeSwitchError,
     RemoteProtocolError,
@@ -134,8 +135,10 @@ class Effects:
         elif entry["kind"] == "model-gone":
             self._disk.drop_program(entry["name"])
         try:
-            if entry["kind"] == "job":  # accepted: its log exists, and is its own
-                (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
+            if entry["kind"] == "job" and command.accepts:  # its log exists, and is its own
+                log_path = self._places.logs / f"job-{entry['name']}.log"
+                log_path.write_bytes(b"")
+                log_path.with_suffix(SUFFIX).unlink(missing_ok=True)
             reach("journal.write")
             self._journal.append(entry)
             reach("journal.written")

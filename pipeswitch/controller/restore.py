@@ -80,7 +80,6 @@ def _restore_job(server: Server, name: JobName, entry: dict[str, object]) -> Non
     except (PipeSwitchError, OSError) as error:
         log.error("job=%s commit on disk is unusable, starting over: %s", name, error)
     life = read_life(server.places.logs / f"job-{name}{SUFFIX}")
-    restarts, steps_recomputed = life.resumed_at(max(step, 0))
     server.scheduler.machine.jobs.restore(
         name,
         str(entry["entry"]),
@@ -93,8 +92,9 @@ def _restore_job(server: Server, name: JobName, entry: dict[str, object]) -> Non
         share=str(entry["share"]),
         devices=tuple(entry["devices"]),  # type: ignore[arg-type]
         placed=server.journal.placed.get(name),
-        restarts=restarts,
-        steps_recomputed=steps_recomputed,
+        restarts=life.restarts + life.is_running,
+        steps_recomputed=life.steps_recomputed,
+        last_step=life.step,
         defaults=tuple((key, value) for key, value in entry["defaults"]),  # type: ignore[attr-defined]
     )
 

@@ -1150,6 +1150,29 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
     assert isinstance(rig.error(token), errors.TaskFailed)
 
 
+@pytest.mark.parametrize("end", ["evicted", "killed"])
+def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig, end: str) -> None:
+    job = rig.start_training()
+    rig.committed(job, 1, step=4)
+    for lost in (5, 10):
+        slot = int(job.slot)
+        if end == "evicted":
+            rig.job_asked("cifar", "pause")
+            rig.job_ends(job, "preempted", step=9)
+            rig.job_asked("cifar", "resume")
+            rig.worker_exits(slot, 0)
+        else:
+            report = msg.JobReport(epoch=job.epoch, kind="progress", values={"step": 9})
+            rig.worker(slot, report)
+            rig.worker_exits(slot)
+        assert [order.last_step for order in rig.sent(msg.RunJob)] == [9]
+        rig.scrubbed()
+        rig.lease(job)
+        assert (job.steps_recomputed, job.step) == (lost, 4)
+    rig.worker(int(job.slot), msg.JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
+    assert job.steps_recomputed == 13, "it knows better than its last report"
+
+
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
     job = rig.start_training()
     rig.commit(job, 1, step=7)

@@ -74,9 +74,20 @@ class Committer:
     # --------------------------------------------------------------------------- points
 
     def capture(
-        self, position: Position, data: DataState, entry: Mapping[str, Any], last: Point | None
+        self,
+        position: Position,
+        data: DataState,
+        entry: Mapping[str, Any],
+        last: Point | None,
+        *,
+        accumulates: bool = False,
     ) -> Point:
-        """The state now, as a point. ``last`` is the point before it."""
+        """Return the state now, as a point.
+
+        Args:
+            last: the point before it.
+            accumulates: no optimizer has stepped since; the next body may add to the gradients.
+        """
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
             # A script that zeroes or accumulates in place destroys left-over gradients before
@@ -92,6 +103,7 @@ class Committer:
                      if p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         sparse = {n: p.grad.coalesce().clone() for n, p in parameters.items()
                   if p.grad is not None and p.grad.is_sparse}  # fmt: skip
+        self._copies_gradients = self._copies_gradients or (accumulates and bool(gradients))
         if self._copies_gradients:
             self._copy_gradients(gradients)
         return Point(

@@ -3,15 +3,16 @@
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the
    commit if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies stands a *boundary*. If every optimizer has stepped since the last point, it
-   is a commit point: captured, and committed when the interval is over. Then the gate is looked at.
+2. Between two bodies stands a *boundary*, which is a commit point whether an optimizer has stepped
+   or not: captured, and committed when the interval is over. Then the gate is looked at.
    A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
 3. The next batch is fetched with the device given up; the body runs with the hooks of
    ``hooks.py`` looking at the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted; a closure
    that it is given may be, the first time, as a body.
-5. An eviction commits the last point, if nothing has moved since, and unwinds the script; else
-   the job resumes from its last commit. At most the current step is recomputed.
+5. An eviction commits the last point and unwinds the script. If something has moved since, the
+   body goes on to its end first, which is the next point; but no longer than ``_finishes_body``
+   allows. At most the current step is recomputed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 
 _Batch = TypeVar("_Batch")
+LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
 
 
 class TrainingSession:
@@ -78,14 +79,16 @@ class TrainingSession:
         self._point: Point | None = None
         self._data: DataPosition | None = None
         self._epochs = 1  # of the loop over them; without one, the data once
-        self._stepped: set[str] = set()
+        self._has_stepped = False  # an optimizer, since the last point
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._over = False
+        self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
         gate.before_unwind = self._commit_before_unwinding
+        gate.finishes_step = self._finishes_body
 
     # ------------------------------------------------------------------------- the worker's
 
@@ -142,6 +145,11 @@ class TrainingSession:
     def step(self) -> int:
         """Finished steps, over all loops and preemptions."""
         return self._place.step
+
+    @property
+    def kept_step(self) -> int:
+        """The step of the commit that this life of the script will resume from."""
+        return 0 if self._place.saved is None else self._place.saved.position.step
 
     @property
     def step_in_epoch(self) -> int:
@@ -295,14 +303,11 @@ class TrainingSession:
             self._compare_beginnings()
         self._committer = Committer(self._host, self._layout, self._place.past, self.device)
         self._objects, self._bound_phase, self._point = objects, self._place.phase, None
-        self._stepped.clear()
+        self._has_stepped = False
         self._hooks = hook_modules(objects.models.values())
-        for key, optimizer in objects.optimizers.items():
+        for optimizer in objects.optimizers.values():
             self._hooks += hook_optimizer(
-                optimizer,
-                self._before_optimizer,
-                self._before_closure,
-                partial(self._after_optimizer, key),
+                optimizer, self._before_optimizer, self._before_closure, self._after_optimizer
             )
 
     def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
@@ -452,16 +457,16 @@ class TrainingSession:
             self._gate.check("boundary")
 
     def _boundary(self) -> None:
-        """Between two bodies; a commit point if every optimizer has stepped since the last."""
-        assert self._objects is not None
+        """Capture the commit point between two bodies; an optimizer may step in few of them."""
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False  # a step may have raised
         self._report()
-        if self._stepped.issuperset(self._objects.optimizers):
-            self._commit_if_due()
+        if not self._has_stepped:
+            self._watch_writes()
+        self._commit_if_due()
         self._gate.check("boundary")
 
     def _commit_if_due(self) -> None:
-        self._capture()
+        self._capture(accumulates=not self._has_stepped)
         is_due = self._timing.is_due and not self._host.is_publishing
         if (is_due or self._publish_due) and self._place.saved is None:
             self._publish_due = False
@@ -495,16 +500,16 @@ class TrainingSession:
         self._commit_point()
 
     def _is_whole(self, point: Point) -> bool:
-        """Nothing has moved since; neither is a cycle of several optimizers half done."""
+        """Nothing has moved since the point was captured."""
         assert self._committer is not None
         return (
-            point.position == self._place.position and not self._stepped
+            point.position == self._place.position and not self._has_stepped
             and self._committer.is_intact(point)
         )  # fmt: skip
 
     # ------------------------------------------------------------------------- committing
 
-    def _capture(self) -> None:
+    def _capture(self, *, accumulates: bool = False) -> None:
         assert self._committer is not None
         assert self._data is not None
         self._finish_commit()
@@ -516,8 +521,9 @@ class TrainingSession:
                 "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             },
             self._point,
+            accumulates=accumulates,
         )
-        self._stepped.clear()
+        self._has_stepped = False
         self._watch.at_point(self._committer.sum_of_parameters, is_due=self._timing.is_due)
 
     def _commit_point(self) -> None:
@@ -528,7 +534,7 @@ class TrainingSession:
             return
         point = self._point
         if point is not None and self._committer.committed is not point:
-            if not self._stepped and self._committer.is_intact(point):
+            if not self._has_stepped and self._committer.is_intact(point):
                 self._begin_commit()
             self._finish_commit()
 
@@ -568,9 +574,29 @@ class TrainingSession:
             committed_step=None if committed is None else committed.position.step,
         )
 
+    def _finishes_body(self) -> bool:
+        """Whether an eviction now would lose finished steps that the end of this body saves.
+
+        Not for longer than the steps since the last commit took, which is what it would save.
+        """
+        if not self._in_body or self._committer is None or self._place.saved is not None:
+            return False
+        point, committed = self._point, self._committer.committed
+        committed_step = 0 if committed is None else committed.position.step
+        if point is None or self._over or point.position.step == committed_step:
+            return False
+        if self._watch.is_trusted and not self._has_stepped and self._committer.is_intact(point):
+            return False
+        now_ms = self._host.now_ms()
+        if self._evicted_at_ms is None:
+            self._evicted_at_ms = now_ms
+        since_commit_ms = self._evicted_at_ms - self._timing.committed_at_ms
+        return now_ms - self._evicted_at_ms < max(LEAST_WAIT_FOR_STEP_MS, since_commit_ms)
+
     @property
     def _is_unwinding(self) -> bool:
-        return self._over or self._gate.is_evicting
+        is_leaving = self._gate.is_evicting and not self._in_body  # ``break`` ends a body, too
+        return self._over or self._gate.is_unwinding or is_leaving
 
     # ------------------------------------------------------------------------- optimizer hooks
 
@@ -578,13 +604,18 @@ class TrainingSession:
         """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
         if self._optimizer_depth == 0:
             self._gate.check("backward")
-            if self._point is not None and self._committer is not None and not self._stepped:
-                is_intact = self._committer.parameters_are_intact(self._point)
-                if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):
-                    self._timing.hurry()
+            if not self._has_stepped:
+                self._watch_writes()
             self._finish_commit()
             self._gate.in_optimizer_step = True
         self._optimizer_depth += 1
+
+    def _watch_writes(self) -> None:
+        """See whether the body wrote parameters by itself: no optimizer has stepped in it yet."""
+        if self._point is not None and self._committer is not None:
+            is_intact = self._committer.parameters_are_intact(self._point)
+            if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):
+                self._timing.hurry()
 
     def _before_closure(self, closure: Closure) -> Closure:
         """As long as nothing is updated the first run of ``closure`` is a body as any other: in
@@ -611,8 +642,8 @@ class TrainingSession:
 
         return compute
 
-    def _after_optimizer(self, key: str) -> None:
-        self._stepped.add(key)
+    def _after_optimizer(self) -> None:
+        self._has_stepped = True
         self._optimizer_depth = max(0, self._optimizer_depth - 1)
         if self._optimizer_depth == 0:
             self._gate.in_optimizer_step = False

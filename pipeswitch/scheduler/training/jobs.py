@@ -159,13 +159,15 @@ class Jobs:
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
-        restarts: int = 0, steps_recomputed: int = 0,
+        restarts: int = 0, steps_recomputed: int = 0, last_step: int = 0,
         defaults: tuple[tuple[str, str], ...] = (),
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
         Args:
-            restarts, steps_recomputed: with those that the server's end has cost it.
+            restarts: with the one that the server's end has cost it.
+            steps_recomputed: without those that its next dispatch counts.
+            last_step: of the process that the server's end has ended.
             placed: where it was, if it has ever moved. A device that is gone is no limit.
         """
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
@@ -175,6 +177,7 @@ class Jobs:
         job.defaults = defaults
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
+        job.step = max(job.step, last_step)
         if is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
@@ -266,6 +269,8 @@ class Jobs:
             self._progress(job, values)
             if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
                 self._core.touched |= JOBS
+        elif message.kind == "unseen":  # steps behind the last report of a process that died
+            job.steps_recomputed += max(0, _number(values.get("steps"), 0))
         elif message.kind == "nan_loss":
             job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
         elif message.kind in ("warning", "commit_failed"):
