@@ -81,7 +81,7 @@ class Effects:
                 self._stages.perform(command)
             case ev.Answer():
                 self._answer(command)
-            case ev.Publish() | ev.Announce() | ev.Retract():
+            case ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
                 self._frontend.perform(command)
             case ev.Spans():
                 self.timeline.add(command)
@@ -174,6 +174,8 @@ class Effects:
             self._memory.create_commits(command.job, command.slot_bytes)
             return
         self._memory.commits[command.job] = os.dup(command.loaded)
+        if command.is_on_disk:
+            return
         target = self._places.commits / command.job
         shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
         shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,

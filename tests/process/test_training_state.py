@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeswitch import job
-from pipeswitch.errors import TaskPreempted
+from pipeswitch.errors import (
+    InvalidInput,
+    OutOfDeviceMemory,
+    ServerUnavailable,
+    TaskFailed,
+    TaskPreempted,
+)
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
+from tests.process.tools import checked_server, finish, run_plain, write_script
 
 Poke = Callable[[], None]
 Script = Callable[[Poke], str]  # returns a digest of all that it ends with
@@ -198,3 +207,151 @@ def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -
     steps = [said["step"] for kind, said in host.events if kind == "committed"]
     assert len(steps) > 8
     assert max(late - early for early, late in itertools.pairwise(steps)) <= 2
+
+
+# --------------------------------------------------------------------- commits that grow or fail
+
+
+class SmallHost(FakeHost):
+    """Grants no slice over ``limit_bytes``, and may refuse commits."""
+
+    limit_bytes = 1 << 40
+    fails = False
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        if slice_bytes > self.limit_bytes:
+            raise OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
+        return super().lease(slice_bytes, state_bytes)
+
+    def wait_commit(self) -> float:
+        took_ms = super().wait_commit()
+        if self.fails:
+            raise ServerUnavailable("the daemon is gone")
+        return took_ms
+
+
+def growing(kind: str) -> Script:
+    def script(poke: Poke) -> str:
+        loader, net = data(64), nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 6))
+        opt: Any = torch.optim.SGD(net.parameters(), 0.01)
+        if kind == "optimizer":
+            opt = Unforeseen(net.parameters())
+        note: dict[str, Any] = {"kept": []}
+        for _ in job.epochs(3):
+            for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=note):
+                poke()
+                opt.zero_grad()
+                loss = F.mse_loss(net(a), a)
+                loss.backward()
+                opt.step()
+                made = {
+                    "tensors": lambda a=a, loss=loss: [(one, loss.detach()) for one in a] * 8,
+                    "numbers": lambda loss=loss: [loss.item()] * 2000,
+                    "one tensor": lambda: torch.randn(20_000),
+                    "array": lambda: np.random.rand(20_000),
+                    "optimizer": list,
+                }[kind]()
+                note["kept"].append(made)
+        return digest(net.state_dict(), opt.state_dict(), [*map(repr, note["kept"])])
+
+    return script
+
+
+class Unforeseen(torch.optim.Optimizer):
+    """Keeps four tensors for a parameter, and reads values: it does not run on meta."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            for name in ("a", "b", "c", "d", *(["late"] if job.step > 20 else [])):
+                state.setdefault(name, torch.ones_like(parameter))
+                state[name].mul_(parameter.grad.sum().item())
+            parameter.sub_(1e-3 * state["a"])
+
+
+GROWING = ["tensors", "numbers", "one tensor", "array", "optimizer"]
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_state_that_grows_gets_a_larger_slice_and_is_kept(kind: str) -> None:
+    script = growing(kind)
+    expected = plain(script)
+    host, ended, lives = FakeHost(), "", 0
+    while not ended:
+        lives += 1
+        assert lives < 30, "no progress"
+        ended = live(host, script, crash_at=11, every_ms=1.0)
+    assert ended == expected
+    assert host.leases > lives, "it grew"
+    assert "commit_failed" not in host.kinds()
+
+
+@pytest.mark.parametrize("kind", GROWING[:-1])
+def test_where_nothing_can_grow_the_job_says_so_once_and_trains_on(kind: str) -> None:
+    host = SmallHost()
+    host.limit_bytes = 700 << 10
+    with pytest.warns(UserWarning, match="was not kept: no room") as warned:
+        ended = live(host, growing(kind), every_ms=1.0)
+    assert ended
+    assert "commit_failed" in host.kinds()
+    assert "committed" in host.kinds()
+    assert len(warned) == 1
+
+
+def test_a_commit_that_the_daemon_refuses_costs_the_job_nothing() -> None:
+    host = SmallHost()
+    host.fails = True
+    with pytest.warns(UserWarning, match="the daemon is gone") as warned:
+        assert live(host, gan, every_ms=1.0) == plain(gan)
+    assert len(warned) == 1
+    assert host.kinds().count("commit_failed") > 1
+
+
+FAILS = """
+    import os, sys, torch
+    from pipeswitch import job
+    torch.manual_seed(0)
+    out = sys.argv[1]
+    net = torch.nn.Linear(4, 1); opt = torch.optim.Adam(net.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(400, 4), 4, shuffle=True)
+    for a in job.steps(loader, model=net, optimizer=opt):
+        opt.zero_grad(); net(a).square().mean().backward(); opt.step()
+        if job.step in (40, 60) and len(sys.argv) > 2 and not os.path.exists(f"{out}.{job.step}"):
+            open(f"{out}.{job.step}", "w").close()
+            raise ValueError("the disk is full")
+    with open(out, "w") as file:
+        file.write(repr(net.weight.tolist()))
+"""
+
+
+def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_server(
+    tmp_path: Path,
+) -> None:
+    path = write_script(tmp_path, "fails.py", textwrap.dedent(FAILS))
+    run_plain(path, str(tmp_path / "plain"))
+    environment = {"PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms"}
+    options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": environment}
+    with checked_server(**options, settles=False) as checked:
+        task = checked.client.train(path, name="it", args=[str(tmp_path / "out"), "served"])
+        with pytest.raises(TaskFailed, match="the disk is full"):
+            task.wait(60)
+        lost = 40 - task.status()["committed_step"]
+        assert task.resume()["error"] == ""
+        with pytest.raises(TaskFailed):
+            task.wait(60)
+        row = task.status()
+        assert (row["step"], row["steps_recomputed"]) == (60, lost)
+        assert row["persisted_step"] >= 40 - lost
+        assert "".join(task.logs()).count("ValueError: the disk") == 2, "the log goes on"
+    with checked_server(**options) as checked:
+        task = checked.client.task("it")
+        task.resume()
+        row = finish(task, 60)
+        assert (row["state"], row["step"]) == ("done", 100)
+        with pytest.raises(InvalidInput):
+            task.resume()
+    assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()

@@ -69,6 +69,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
             outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
         else:
             _print_error(error)
+            session.fail()
             outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
     finally:
         session.close()

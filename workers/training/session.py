@@ -18,13 +18,19 @@ Life of a loop, in numbered steps:
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
 
-from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
+from pipeswitch.errors import (
+    HostStoreFull,
+    InvalidInput,
+    OutOfDeviceMemory,
+    PipeSwitchError,
+)
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
@@ -42,8 +48,11 @@ from .reports import Reports
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
+from .torch_private import is_left_by_error
 
 _Batch = TypeVar("_Batch")
+GROWTH: Final = 2  # times what is needed: the state area grows rarely
+GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
 LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
 
 
@@ -83,9 +92,11 @@ class TrainingSession:
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
+        self._has_failed = False  # an error has left the last loop, and may have been caught
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._over = False
+        self._grows_at_ms = 0.0
         self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
         gate.before_unwind = self._commit_before_unwinding
         gate.finishes_step = self._finishes_body
@@ -116,12 +127,20 @@ class TrainingSession:
                 hint="under a server job.epochs and job.steps resume: a script must not skip "
                 "loops itself, by a checkpoint of its own or a limit of time",
             )
+        if self._has_failed:
+            self._end_loop()
         self._report(final=True)
         self._end_phase(force=True)
         committed = self._committer.committed if self._committer is not None else None
         step = self.step if committed is None else committed.position.step
         self._host.report("finished", step=self.step, committed_step=step)
         self.close()
+
+    def fail(self) -> None:
+        """Call when the script has failed: keep its last finished step, if that is still whole."""
+        if self._committer is not None and self._place.saved is None:
+            with contextlib.suppress(PipeSwitchError):
+                self._commit_point()
 
     def close(self) -> None:
         """Call in any case (also after an error or a preemption): hooks off, device given up."""
@@ -194,8 +213,8 @@ class TrainingSession:
             named(scheduler, "scheduler"),
             named_extras(extra_state),
         )
-        if self._open_loop is not None:  # left by ``break``, and something still refers to it
-            self._end_loop()
+        if self._open_loop is not None or self._has_failed:
+            self._end_loop()  # left by ``break``, and something still refers to it; or an error
         self._open_loop = this_loop = object()
         if not self._place.in_epochs:
             self._place.begin_phase()
@@ -217,14 +236,18 @@ class TrainingSession:
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self.step)
-        iterator = self._open(start)
+        iterator, is_left = self._open(start), True
         try:
             if iterator is not None:
                 yield from self._run(iterator, this_loop)
+            is_left = False
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                if not self._is_unwinding:
+                # One that fails shall not resume behind the loop; one that catches the error ends
+                # the loop with whatever it calls next.
+                self._has_failed = is_left and is_left_by_error(sys._getframe(1))
+                if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()
 
@@ -310,6 +333,51 @@ class TrainingSession:
                 optimizer, self._before_optimizer, self._before_closure, self._after_optimizer
             )
 
+    def _moves(self, point: Point) -> bool:
+        """Make room for the next commits, between two bodies; True: all has moved meanwhile."""
+        assert self._committer is not None
+        if self._host.now_ms() < self._grows_at_ms or self._gate.is_evicting:
+            return False
+        try:
+            self._grow(self._committer.outgrown_bytes(point))
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            self._grows_at_ms = self._host.now_ms() + GROWS_AGAIN_MS
+            self._commit_failed(error)
+        return True
+
+    def _grow(self, state_bytes: int) -> None:
+        """Move into a larger slice: extra_state has outgrown the one of now, or an optimizer has.
+
+        Between two bodies only. The caller captures anew.
+
+        Raises:
+            OutOfDeviceMemory, HostStoreFull: there is no room; all lies in a slice as before.
+        """
+        old, objects, problem = self._layout, self._objects, None
+        assert old is not None
+        assert objects is not None
+        assert self._committer is not None
+        self._finish_commit()
+        committed = self._committer.committed
+        self._gate.leave()
+        old.unbind()
+        now_bytes, past_bytes = old.state.capacity_bytes, old.past.capacity_bytes
+        layout = TrainingSlice(objects, max(GROWTH * state_bytes, now_bytes), past_bytes)
+        try:
+            memory = self._lease(layout, objects)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            problem = error
+            layout = TrainingSlice(objects, now_bytes, past_bytes, old.optimizer.capacity_bytes)
+            memory = self._lease(layout, objects)
+        self._layout = layout
+        layout.bind(memory)
+        self._committer = Committer(self._host, layout, self._place.past, self.device)
+        self._committer.committed = committed
+        if self._activations is not None:
+            self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
+        if problem is not None:
+            raise problem
+
     def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
         """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
         try:
@@ -378,14 +446,22 @@ class TrainingSession:
         if saved.position.phase != start.phase:
             # its own end was dropped: show a later one, if it is of these models
             with contextlib.suppress(InvalidInput):
-                self._committer.restore(saved)
+                self._restore(saved)
             return None
-        self._committer.restore(saved)
+        self._restore(saved)
         if start.order < saved.position.order:
             return None  # finished before the commit
         if start.name != saved.position.name:
             raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(saved)
+
+    def _restore(self, saved: SavedImage) -> None:
+        assert self._committer is not None
+        try:
+            self._committer.restore(saved)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            self._committer.restore(saved)
 
     def _open_fresh(self, start: Position) -> Iterator[Any]:
         assert self._data is not None
@@ -476,6 +552,7 @@ class TrainingSession:
 
     def _end_loop(self) -> None:
         """After the last batch, or a ``break``: what follows must find the state as it is now."""
+        self._has_failed = False
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False
         self._in_body = False
         if self._place.saved is None and not (self._point and self._is_whole(self._point)):
@@ -513,16 +590,20 @@ class TrainingSession:
         assert self._committer is not None
         assert self._data is not None
         self._finish_commit()
-        self._point = self._committer.capture(
-            self._place.position,
-            self._data.capture(),
-            {
-                **self._place.entry,
-                "bodies": (self._watch.was_watched, self._watch.writes_unseen),
-            },
-            self._point,
-            accumulates=accumulates,
-        )
+        entry = {
+            **self._place.entry,
+            "bodies": (self._watch.was_watched, self._watch.writes_unseen),
+        }
+        now = self._place.position, self._data.capture(), entry, self._point
+        try:
+            self._point = self._committer.capture(*now, accumulates=accumulates)
+            outgrown_bytes = self._committer.outgrown_bytes(self._point)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            outgrown_bytes = 0
+            self._point = self._committer.capture(*now, accumulates=accumulates)
+        if outgrown_bytes and self._moves(self._point):
+            self._point = self._committer.capture(*now, accumulates=accumulates)
         self._has_stepped = False
         self._watch.at_point(self._committer.sum_of_parameters, is_due=self._timing.is_due)
 
@@ -538,20 +619,39 @@ class TrainingSession:
                 self._begin_commit()
             self._finish_commit()
 
-    def _begin_commit(self) -> None:
+    def _begin_commit(self, *, may_grow: bool = True) -> None:
         assert self._committer is not None
         assert self._point is not None
         if self._committer.is_intact(self._point):
-            self._committer.begin(self._point)
+            try:
+                self._committer.begin(self._point)
+            except OutOfDeviceMemory as error:
+                if may_grow and not self._in_body and self._moves(self._point):
+                    self._capture()
+                    self._begin_commit(may_grow=False)
+                else:
+                    self._commit_failed(error)
+
+    def _commit_failed(self, error: Exception) -> None:
+        """Report it: the commit before stands, and training goes on."""
+        self._timing.failed()
+        self._host.report("commit_failed", step=self.step, text=str(error))
+        if "commit" not in self._warned:
+            self._warned.add("commit")
+            warnings.warn(
+                f"the state behind step {self.step} was not kept: {error}. Training goes on; a "
+                "resumed script starts from the last step that was kept",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _finish_commit(self) -> None:
         assert self._committer is not None
         if self._committer.is_in_flight:
             try:
                 self._committer.finish()
-            except Exception as error:  # the commit before stands; training goes on
-                self._timing.failed()
-                self._host.report("commit_failed", step=self.step, text=str(error))
+            except Exception as error:
+                self._commit_failed(error)
                 return
             took_ms = self._committer.last_duration_ms
             self._timing.committed(took_ms)

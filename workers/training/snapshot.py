@@ -25,6 +25,7 @@ from pipeswitch.job import InexactResumeWarning
 
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
+BLOB_BYTES: Final = 96  # that a commit spends on an attachment: padding, and its name, twice
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
 
@@ -33,7 +34,12 @@ class Captured:
 
     def __init__(self, value: Any, fingerprint: bytes | None = None) -> None:
         self.data, attachments = tagged.encode(value)
-        self.fingerprint = None if attachments or _has_raw_bytes(self.data) else fingerprint
+        text = json.dumps(self.data)
+        # ``marshal`` writes bytes and numpy's scalars alike.
+        has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
+        self.fingerprint = None if has_raw else fingerprint
+        # What it takes in a commit, with the names of its attachments.
+        self.size_bytes = len(text) + sum(part.size_bytes + BLOB_BYTES for part in attachments)
         self._parts: list[bytes | tuple[torch.Tensor, int]] = []
         for part in attachments:
             watch = part.size_bytes > SMALL_BYTES and isinstance(part.source, torch.Tensor)
@@ -67,12 +73,6 @@ def captured(value: Any, last: Captured | None) -> Captured:
     if last is not None and last.fingerprint == fingerprint:
         return last
     return Captured(value, fingerprint)
-
-
-def _has_raw_bytes(data: Any) -> bool:
-    """Bytes or numpy's scalars, which ``marshal`` writes alike."""
-    text = json.dumps(data)
-    return '{"bytes":' in text or '{"scalar":' in text
 
 
 def named(value: Any, what: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that training relies on, each with its public fallback.
+"""Every private name of PyTorch, and of Python, that training relies on, each with its fallback.
 
 Nothing else under ``workers/training*.py`` touches an underscore of torch. Tested on torch 2.15;
 where a name is gone, the fallback is slower or loses nothing but a warning.
@@ -6,6 +6,7 @@ where a name is gone, the fallback is slower or loses nothing but a warning.
 
 from __future__ import annotations
 
+import dis
 from typing import Any
 
 import torch
@@ -77,6 +78,24 @@ def has_aliases(tensor: torch.Tensor) -> bool:
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
     return count is not None and int(count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
+def is_left_by_error(frame: Any) -> bool:
+    """Tell an error in a ``for`` loop's body from ``break``, where the loop's generator is closed.
+
+    An error leaves the frame at the instruction that raised; ``break`` and ``return`` pop the
+    iterator by an instruction of their own. False where this Python has other ones.
+
+    Args:
+        frame: of the loop, or of a generator around it that is closed as well.
+    """
+    while frame is not None:
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if not name.startswith(("YIELD", "RESUME", "SEND")):
+            return name.startswith(("CALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "LOAD", "STORE",
+                                    "UNPACK", "DELETE", "IMPORT", "PRECALL", "FOR_ITER"))  # fmt: skip
+        frame = frame.f_back
+    return False
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -191,7 +191,9 @@ class Jobs:
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
         job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
-                         int(record["priority"]), str(record["tenant"]))  # fmt: skip
+                         int(record["priority"]), str(record["tenant"]), str(record["share"]),
+                         tuple(map(str, record.get("devices", ()))))  # fmt: skip
+        job.defaults = tuple((str(key), str(value)) for key, value in record.get("defaults", ()))
         job.state.state = state  # without a story: that was another server's
         job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
         job.epoch_index = int(record["epoch"])
@@ -317,7 +319,8 @@ class Jobs:
         if job.state.state in TASK_FINAL:
             job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
             job.persist_due_at_ms = core.now_ms
-            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms}
+            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms,
+                      "devices": list(job.devices), "defaults": list(job.defaults)}  # fmt: skip
             core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
             self.answer_final(job)
 
