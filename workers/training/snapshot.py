@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import marshal
 import random
+import sys
 import warnings
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -94,7 +97,9 @@ def named(value: Any, what: str) -> dict[str, Any]:
     )
 
 
-_NOTES: Final = (dict, list)  # of plain values: the best loss so far, a hidden state
+_DICTS: Final = (dict, OrderedDict, Counter)
+NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
+"""What a script may keep plain values in: the best loss so far, a hidden state, a memory."""
 
 
 def has_state(value: Any) -> bool:
@@ -102,18 +107,62 @@ def has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
 
 
-def named_extras(value: Any) -> dict[str, Any]:
-    """``extra_state`` by name. A dict without stateful objects is itself one: a script's notes."""
-    if type(value) is dict and not any(map(has_state, value.values())):
+def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
+    """Return ``extra_state`` by name. A dict or list of plain values is itself one.
+
+    Args:
+        is_literal: nothing but the call refers to it, so what is assigned to the script's own
+            variables does not show in it.
+
+    Raises:
+        InvalidInput: something in it cannot be captured.
+    """
+    kind = type(value)
+    items = value.values() if kind in _DICTS else value if kind in (list, tuple) else ()
+    is_plain = not any(map(has_state, items))
+    if kind in NOTES and is_plain and not (is_literal and kind in (*_DICTS, list)):
         return {"extra_state": value}
+    if not (value is None or has_state(value) or isinstance(value, (Mapping, list, tuple))):
+        raise InvalidInput(
+            f"extra_state: a {kind.__name__} has no state_dict()",
+            hint="pass a dict of your own that keeps it: note = {'best': 0.0}; extra_state=note",
+        )
+    is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
+    if is_literal and (lost := _values_of_now(value, "extra_state")):
+        warnings.warn(
+            f"job.steps: {', '.join(lost[:4])}: a number or text is passed as it is now; what the "
+            "script assigns to its variable later is not seen, and a resumed script starts it "
+            "over. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
     extras = named(value, "extra_state")
-    for name, item in extras.items():
-        if not (has_state(item) or type(item) in _NOTES):
-            raise InvalidInput(
-                f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
-                hint="put numbers and tensors of your own into a dict: extra_state={'mine': {...}}",
-            )
-    return extras
+    found = {name: item for name, item in extras.items() if has_state(item) or type(item) in NOTES}
+    if len(found) < len(extras) and not is_plain:
+        name, item = next((n, item) for n, item in extras.items() if n not in found)
+        raise InvalidInput(
+            f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
+            hint="keep it in a dict of your own: note = {'best': 0.0}; extra_state={'note': note}",
+        )
+    for name, item in found.items():
+        if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
+            raise InvalidInput(f"extra_state {name!r}: a {type(item).__name__} has a state_dict() "
+                               "and no load_state_dict()")  # fmt: skip
+    return found
+
+
+def _values_of_now(value: Any, path: str) -> list[str]:
+    """Paths of plain values in containers that nothing else refers to."""
+    (alone,) = (sys.getrefcount(one) for one in [{}])
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    lost: list[str] = []
+    for key, item in [*pairs]:
+        if type(item) in (*_DICTS, list, tuple):
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # the list of pairs, too
+                lost += _values_of_now(item, f"{path}[{key!r}]")
+        elif not (has_state(item) or type(item) in NOTES):
+            lost.append(f"{path}[{key!r}]")
+    return lost
 
 
 def state_of(item: Any) -> Any:
@@ -126,9 +175,7 @@ def state_of(item: Any) -> Any:
         return item.get_state(legacy=False)
     if isinstance(item, random.Random):
         return item.getstate()
-    if type(item) in _NOTES:
-        return item
-    return item.state_dict()
+    return item if type(item) in NOTES else item.state_dict()
 
 
 def load_state(item: Any, state: Any) -> None:
@@ -141,13 +188,42 @@ def load_state(item: Any, state: Any) -> None:
         item.set_state(state)
     elif isinstance(item, random.Random):
         item.setstate(state)
-    elif type(item) is dict:
-        item.clear()
-        item.update(state)
-    elif type(item) is list:
-        item[:] = state
+    elif type(item) in NOTES:
+        _filled(item, state)
     else:
         item.load_state_dict(state)
+
+
+def _filled(item: Any, state: Any) -> Any:
+    """Put ``state`` into ``item``, which the script refers to; return it, or ``state`` where the
+    two are of other types."""
+    kind = type(item)
+    if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
+        return state
+    if kind in _DICTS:
+        values = {key: _filled(item.get(key), value) for key, value in state.items()}
+        item.clear()
+        item.update(values)
+    elif kind in (list, deque, tuple):
+        filled = [_filled(*pair) for pair in zip_longest(item, state)][: len(state)]
+        if kind is tuple:
+            return tuple(filled)
+        item.clear()
+        item.extend(filled)
+    elif kind is set:
+        item.clear()
+        item.update(state)
+    elif kind is np.ndarray and item.dtype == state.dtype and item.shape == state.shape:
+        item[...] = state
+    elif kind is torch.Tensor and item.dtype == state.dtype:
+        with torch.no_grad():
+            if item.shape == state.shape:
+                item.copy_(state)
+            else:
+                item.set_(state.to(item.device))
+    else:
+        return state
+    return item
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,16 @@ where a name is gone, the fallback is slower or loses nothing but a warning.
 from __future__ import annotations
 
 import dis
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+RAISING: Final = (
+    "CALL", "PRECALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "CONTAINS", "LOAD", "STORE",
+    "UNARY", "UNPACK", "DELETE", "IMPORT", "FORMAT", "FOR_ITER", "GET_ITER", "BEFORE_WITH",
+)  # fmt: skip
+"""Beginnings of the names of Python's instructions that may raise."""
 
 
 def advance_sampler(iterator: Any, batches: int) -> bool:
@@ -92,8 +98,7 @@ def is_left_by_error(frame: Any) -> bool:
     while frame is not None:
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if not name.startswith(("YIELD", "RESUME", "SEND")):
-            return name.startswith(("CALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "LOAD", "STORE",
-                                    "UNPACK", "DELETE", "IMPORT", "PRECALL", "FOR_ITER"))  # fmt: skip
+            return name.startswith(RAISING)
         frame = frame.f_back
     return False
 
