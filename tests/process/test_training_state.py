@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import textwrap
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pipeswitch import job
 from pipeswitch.errors import (
@@ -485,3 +486,189 @@ class Half:
 def test_a_state_dict_that_nothing_loads_is_refused_at_once() -> None:
     with pytest.raises(InvalidInput, match="load_state_dict"):
         begin_loop({"half": Half()})
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Goes on from pass to pass, and keeps where it is."""
+
+    def __init__(self, passes: int = 32) -> None:
+        self.at, self.passes = 0, passes
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.at += 1
+            yield torch.tensor([self.at % 13 / 13.0, self.at % 7 / 7.0])
+            if self.at % self.passes == 0:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Shuffled(Stream):
+    """Its state leaves the buffer out."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        dice, buffer = random.Random(3 + self.at), list[torch.Tensor]()
+        for one in super().__iter__():
+            buffer.append(one)
+            if len(buffer) > 9:
+                yield buffer.pop(dice.randrange(len(buffer)))
+        yield from buffer
+
+
+class OneSided(Stream):
+    """As of streaming libraries: its state wants to know how much was used."""
+
+    def state_dict(self, samples: int, at_start: bool) -> dict[str, Any]:  # type: ignore[override]
+        return {"at": samples}
+
+
+class ForgetfulLoader:
+    """Its state has the place, and not the generator that it augments with."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        noise = torch.Generator().manual_seed(int(torch.randint(99, ())))
+        while self.at < 8:
+            self.at += 1
+            yield torch.full((4, 2), float(self.at)) + torch.rand(4, 2, generator=noise)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Bar:
+    """tqdm's shape."""
+
+    def __init__(self, inner: Any, most: int = 99) -> None:
+        self.iterable, self.most = inner, most
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.iterable):
+            if index < self.most:
+                yield batch * (1 + index)
+
+
+class Endless(DataLoader[Any]):
+    """A loader with a loop of its own."""
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            yield from super().__iter__()
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a stream": lambda: DataLoader(Stream(), 4),
+    "a stream behind a bar": lambda: Bar(DataLoader(Stream(), 4)),
+    "a stream behind two": lambda: Bar(Bar(DataLoader(Stream(), 4)), most=6),
+    "a buffer that is left out": lambda: DataLoader(Shuffled(), 4),
+    "a buffer behind a bar": lambda: Bar(DataLoader(Shuffled(), 4)),
+    "a loader's generator that is left out": ForgetfulLoader,
+    "a state that needs arguments": lambda: DataLoader(OneSided(), 4),
+    "a loader with its own loop": lambda: Endless(torch.randn(20, 2), 4, shuffle=True),
+    "a list": lambda: list(torch.randn(8, 4, 2)),
+}
+UNKNOWN = ["behind", "arguments", "own loop"]
+
+
+def loaded(name: str) -> Script:
+    def script(poke: Poke) -> str:
+        data()
+        loader, net, seen = LOADERS[name](), nn.Linear(2, 1), list[float]()
+        opt = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in job.epochs(1 if "arguments" in name else 3):
+            for a in job.steps(loader, model=net, optimizer=opt, extra_state={"seen": seen}):
+                poke()
+                trained(a, net, opt)
+                seen.append(a.sum().item())
+        return digest(net.state_dict(), seen)
+
+    return script
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_whatever_loads_the_data_a_resumed_job_sees_the_same_or_warns(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumes(loaded(name), crash_at=4 if "arguments" in name else 9, lives=2)
+    said = {str(one.message) for one in caught if one.category is job.InexactResumeWarning}
+    assert bool(said) == any(word in name for word in UNKNOWN), said
+
+
+def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes() -> None:
+    class Live(Stream):
+        """What it yields has no seed."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for one in super().__iter__():
+                yield one + torch.tensor(list(os.urandom(2))) / 256.0
+
+    LOADERS["live"] = lambda: DataLoader(Live(), 4)
+    host = FakeHost()
+    assert not live(host, loaded("live"), crash_at=13, every_ms=1.0)
+    with pytest.warns(job.InexactResumeWarning, match="did not bring the last batch back"):
+        assert live(host, loaded("live"), every_ms=1.0)
+    del LOADERS["live"]
+
+
+def many_folds(poke: Poke) -> str:
+    """A ``job.epochs`` for each fold, and what is computed behind each."""
+    loader, scores = data(), list[float]()
+    x = torch.randn(20, 6)
+    for fold in range(9):
+        torch.manual_seed(fold)
+        net = nn.Linear(6, 1)
+        opt = torch.optim.Adam(net.parameters(), 0.05)
+        for _ in job.epochs(2):
+            for (a,) in job.steps(loader, model=net, optimizer=opt):
+                poke()
+                trained(a, net, opt)
+        with torch.no_grad():
+            scores.append(net(x).square().mean().item())
+    return digest(net.state_dict(), scores)
+
+
+def many_loops(poke: Poke) -> str:
+    """Loops outside ``job.epochs``, of one model; a part of it grows."""
+    loader, net, scores = data(), nn.Linear(6, 1), list[float]()
+    for _ in range(7):
+        opt = torch.optim.SGD(net.parameters(), 0.05)
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            poke()
+            trained(a, net, opt)
+        scores.append(net.weight.sum().item())
+    return digest(net.state_dict(), scores)
+
+
+@pytest.mark.parametrize("script", [many_folds, many_loops], ids=lambda one: one.__name__)
+def test_what_is_computed_behind_each_of_many_phases_stays_what_it_was(script: Script) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumes(script, crash_at=31, lives=2)
+
+
+@pytest.mark.parametrize("why", ["too much to keep", "no room on the device"])
+def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SmallHost()
+    if why == "too much to keep":
+        monkeypatch.setattr("workers.training.place.MOST_PAST_BYTES", 1000)
+    else:
+        host.limit_bytes = 460 << 10
+    with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:
+        assert live(host, many_folds, every_ms=1.0)
+    assert len(warned) == 1

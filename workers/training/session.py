@@ -44,7 +44,7 @@ from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects, bare
-from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
+from .place import Position, SavedImage, ScriptPlace
 from .reports import Reports
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
@@ -315,15 +315,22 @@ class TrainingSession:
             self._objects.extras = objects.extras  # may be others, of the same names
             return
         self._release()
-        past = sum(len(image) + 64 for image in self._place.past.values())
         objects.refuse_shared_memory()
         if "lost" not in self._warned:
             self._warned.add("lost")
             objects.warn_of_what_is_lost()
         saved = self._place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
-        self._layout = TrainingSlice(objects, state_area_bytes(objects, before), past)
-        memory = self._lease(self._layout, objects)
+        state_bytes = state_area_bytes(objects, before)
+        self._layout = TrainingSlice(objects, state_bytes, self._place.past_bytes)
+        try:
+            memory = self._lease(self._layout, objects)
+        except (OutOfDeviceMemory, HostStoreFull):
+            if not self._place.drop_past(0):
+                raise
+            self._warn_of_many_phases()
+            self._layout = TrainingSlice(objects, state_bytes, self._place.past_bytes)
+            memory = self._lease(self._layout, objects)
         self._layout.bind(memory)
         if self._bound_phase < 0:
             self._compare_beginnings()
@@ -426,9 +433,11 @@ class TrainingSession:
         if "phases" not in self._warned:
             self._warned.add("phases")
             warnings.warn(
-                f"more than {MAX_PAST_PHASES} job.steps loops outside job.epochs: a resumed script "
-                "finds the oldest kept state in the earlier ones. Use `for _ in job.epochs(n)`",
-                UserWarning,
+                "the ends of the first loops (of job.epochs, or of job.steps outside of it) are no "
+                "longer kept: a resumed script finds a later loop's weights there, and what it "
+                "computes behind them again, as metrics, is of those. Write such results to a file "
+                "in the loop that makes them, or give each model a job of its own",
+                InexactResumeWarning,
                 stacklevel=6,
             )
 
@@ -468,8 +477,9 @@ class TrainingSession:
 
     def _open_fresh(self, start: Position) -> Iterator[Any]:
         assert self._data is not None
-        data = self._data.capture()
+        # First: a loader that is asked for its state may begin, and draw.
         self._place.entry["loop_random"] = RandomState(self.device).values()
+        data = self._data.capture()
         self._place.entry["loop_data"] = (data.generators, data.own)
         self._place.position = start
         iterator = self._data.open_new()
@@ -486,9 +496,14 @@ class TrainingSession:
         if saved.position.finished:
             self._data.pass_by(saved.data("data"))
         else:
-            saved.random("loop_random").restore(self.device)
-            self._data.restore_generators(saved.data("loop_data"))
-            iterator = self._data.open_at(saved.position.batches, saved.data("data"))
+            begin = saved.random("loop_random"), saved.data("loop_data")
+            batches, proof = saved.position.batches, saved.values["proof"]
+            if proof is not None:
+                iterator = self._data.open_proved(batches, proof, [begin], self.device)
+            if iterator is None:
+                begin[0].restore(self.device)
+                self._data.restore_generators(begin[1])
+                iterator = self._data.open_at(batches, saved.data("data"), begin[1])
         saved.random("random").restore(self.device)
         self._data.restore_generators(saved.data("data"))
         if saved is self._place.saved:
@@ -506,10 +521,14 @@ class TrainingSession:
             self._unwind_if_evicted()
             self._gate.leave("loader")
             began_ms = self._host.now_ms()
+            is_at_point = self._point is not None and self._point.position == self._place.position
+            before = self._point if is_at_point else None
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            if before is not None:
+                self._data.fetched(batch, before.random, before.data)
             self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
             self._watch.begin_body()

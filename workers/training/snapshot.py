@@ -6,14 +6,17 @@ Parameters and optimizer tensors are not here; they do not move before ``optimiz
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import logging
 import marshal
 import random
 import sys
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -23,11 +26,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
-from pipeswitch.inputs.randomness import GENERATORS, generators_of
+from pipeswitch.inputs.loader import SharedLoader
+from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
 from pipeswitch.job import InexactResumeWarning
 
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
+_logger = logging.getLogger(__name__)
+KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no state of own
 BLOB_BYTES: Final = 96  # that a commit spends on an attachment: padding, and its name, twice
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
@@ -153,7 +159,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
 
 def _values_of_now(value: Any, path: str) -> list[str]:
     """Paths of plain values in containers that nothing else refers to."""
-    (alone,) = (sys.getrefcount(one) for one in [{}])
+    (alone,) = [sys.getrefcount(one) for one in [dict[str, Any]()]]
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     lost: list[str] = []
     for key, item in [*pairs]:
@@ -227,11 +233,64 @@ def _filled(item: Any, state: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """The newest batch, and what it was fetched with: does a ``state_dict()`` bring it back?"""
+
+    random: RandomState
+    generators: dict[str, Any]
+    own: Any
+    batch: Any  # as it was fetched; a script that writes to it costs the proof
+    versions: tuple[int, ...]
+
+    def values(self) -> tuple[Any, ...] | None:
+        """For ``tagged``; None where the batch cannot be told any more."""
+        is_as_fetched = tuple(map(version, tensors_of(self.batch))) == self.versions
+        mark = digest_of(self.batch) if is_as_fetched else None
+        return None if mark is None else (self.random.values(), self.generators, self.own, mark)
+
+
+def _parts_of(batch: Any) -> list[Any]:
+    """Return the leaves of nested dicts, lists and tuples."""
+    leaves, todo = [], [batch]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Mapping):
+            todo += [one for pair in part.items() for one in pair]
+        elif isinstance(part, (list, tuple)):
+            todo += part
+        else:
+            leaves.append(part)
+    return leaves
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    return [part for part in _parts_of(batch) if isinstance(part, torch.Tensor)]
+
+
+def digest_of(batch: Any) -> str | None:
+    """Return a digest of a batch; None if it holds objects of unknown types."""
+    total = hashlib.sha256()
+    for part in _parts_of(batch):
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            total.update(repr((part.dtype, part.shape)).encode())
+            total.update(tagged.Attachment(part, 0).read())
+        elif isinstance(part, (str, bytes, int, float, complex, np.generic)) or part is None:
+            total.update(repr(part).encode())
+        elif isinstance(part, np.ndarray) and part.dtype.kind in tagged.NUMPY_KINDS:
+            total.update(repr((part.dtype, part.shape)).encode() + part.tobytes())
+        else:
+            return None
+    return total.hexdigest()
+
+
+@dataclass(frozen=True)
 class DataState:
     """Where a loader stood: its generators and, where it has one, its ``state_dict()``."""
 
     generators: dict[str, Any]  # by where they were found: their states
     own: Any  # of the loader or its dataset; None without
+    proof: Proof | None = None
 
 
 class DataPosition:
@@ -250,6 +309,12 @@ class DataPosition:
             if isinstance(item, GENERATORS) and id(item) not in known:
                 self._generators[f"extra_state.{name}"] = item
         self._keeper = _state_keeper(loader)
+        dataset = getattr(loader, "dataset", None)
+        self._is_behind = not any(self._keeper is one for one in (None, loader, dataset))
+        is_ours = isinstance(loader, SharedLoader) or hasattr(loader, "pass_by")
+        is_iterated = self._keeper is loader or isinstance(dataset, IterableDataset)
+        self.is_checked = self._keeper is not None and is_iterated and not is_ours
+        self._proof: Proof | None = None
 
     @property
     def length(self) -> int | None:
@@ -262,7 +327,14 @@ class DataPosition:
     def capture(self) -> DataState:
         """Cheap; called at every commit point, with no fetch under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
-        return DataState({path: state_of(g) for path, g in self._generators.items()}, own)
+        generators = {path: state_of(g) for path, g in self._generators.items()}
+        return DataState(generators, own, self._proof)
+
+    def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
+        """Note the batch, and what it was fetched with."""
+        if self.is_checked:
+            versions = tuple(map(version, tensors_of(batch)))
+            self._proof = Proof(random, before.generators, before.own, batch, versions)
 
     def restore_generators(self, state: DataState) -> None:
         """Put the loader's generators back.
@@ -288,8 +360,13 @@ class DataPosition:
         """An iterator from the start."""
         return iter(self._loader)
 
-    def open_at(self, batches: int, state: DataState) -> Iterator[Any]:
+    def open_at(
+        self, batches: int, state: DataState, begin: DataState | None = None
+    ) -> Iterator[Any]:
         """An iterator that continues behind ``batches``; the generators are as at loop entry.
+
+        Args:
+            begin: where the loop began; what is behind a wrapper is taken back to there.
 
         Raises:
             InvalidInput: the loader has fewer batches than were already used.
@@ -297,6 +374,8 @@ class DataPosition:
         if self._keeper is self._loader:
             self._keeper.load_state_dict(state.own)
             return iter(self._loader)
+        if self._is_behind and begin is not None:
+            return self.open_again(batches, begin)
         if self._keeper is not None:
             self._keeper.load_state_dict(state.own)
         iterator: Iterator[Any] = iter(self._loader)
@@ -304,10 +383,8 @@ class DataPosition:
         if self._keeper is not None and is_iterable:
             return iterator
         try:
-            plain = is_plain_map_loader(self._loader)
-            if not (plain and advance_sampler(iterator, batches)):
-                for _ in range(batches):
-                    next(iterator)
+            if not (is_plain_map_loader(self._loader) and advance_sampler(iterator, batches)):
+                _drop(iterator, batches)
         except StopIteration:
             raise InvalidInput(
                 f"{batches} batches were used before the interruption, but the loader has fewer now"
@@ -316,12 +393,58 @@ class DataPosition:
             self._keeper.load_state_dict(state.own)
         return iterator
 
+    def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
+        """An iterator behind ``batches`` that are fetched once more, from where they began."""
+        self._keeper.load_state_dict(begin.own)
+        iterator = iter(self._loader)
+        _drop(iterator, batches)
+        return iterator
+
+    def open_proved(
+        self,
+        batches: int,
+        proof: tuple[Any, ...],
+        begins: Sequence[tuple[RandomState, DataState]],
+        device: str,
+    ) -> Iterator[Any] | None:
+        """An iterator whose last batch is the one that was used last; None: no way brings it back.
+
+        A ``state_dict()`` may leave something out: a buffer, the generators of worker processes.
+        So it has to bring the last batch back; else the loop's batches are fetched once more.
+
+        Args:
+            proof: of the commit: ``Proof.values``.
+            begins: random generators and data at the loop's start.
+        """
+        random, generators, own, mark = proof
+        ways = [(RandomState.from_values(random), DataState(generators, own), 1)]
+        for start, data in begins:
+            ways += [(start, data, batches), (start, replace(data, own={}), batches)]
+        for start, data, count in ways:
+            try:
+                start.restore(device)
+                self.restore_generators(data)
+                self._keeper.load_state_dict(data.own)
+                iterator = iter(self._loader)
+                if digest_of(_drop(iterator, count)) == mark:
+                    return iterator
+            except Exception as error:  # the script's own object; the next way may do
+                _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
+        warnings.warn(
+            f"job.steps({type(self._loader).__name__}): the state_dict() of "
+            f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
+            "all again: from here on the data are others. Let it keep its buffers and generators",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
+        return None
+
     def warn_if_inexact(self) -> bool:
         """Say once what could not be resumed exactly; true when something was said."""
         loader = self._loader
-        if self._keeper is loader:
+        if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             if loader.num_workers > 0:
                 why = "it has worker processes: a resume fetches and drops all batches used so far"
                 if loader.persistent_workers:
@@ -332,8 +455,10 @@ class DataPosition:
                 return False
         elif isinstance(loader, Iterator):
             why = "it is a one-shot iterator: a resume drops as many batches as were used"
-        else:
+        elif type(loader) in KNOWN_LOADERS:
             return False
+        else:
+            why = "its type is not known here: a resume fetches and drops all batches used so far"
         warnings.warn(
             f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
             "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
@@ -343,10 +468,36 @@ class DataPosition:
         return True
 
 
-def _state_keeper(loader: Any) -> Any:
-    """The loader, or the dataset it fetches in this process, if it can store its state."""
+def _drop(iterator: Iterator[Any], batches: int) -> Any:
+    """Fetch so many batches; return the last."""
+    batch = None
+    for _ in range(batches):
+        batch = next(iterator)
+    return batch
+
+
+def _state_keeper(loader: Any, depth: int = 3) -> Any:
+    """Return the loader, the dataset that it fetches in this process, or what is so in a loader
+    that it wraps, if it can store its state."""
     in_process = getattr(loader, "num_workers", 0) == 0
     for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
-        if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+        if _keeps_state(candidate):
             return candidate
-    return None
+    if isinstance(loader, DataLoader) or not depth:
+        return None
+    wrapped = [one for one in getattr(loader, "__dict__", {}).values() if hasattr(one, "__iter__")]
+    found = (_state_keeper(one, depth - 1) for one in wrapped if type(one) not in KNOWN_LOADERS)
+    return next((one for one in found if one is not None), None)
+
+
+def _keeps_state(candidate: Any) -> bool:
+    """It has ``state_dict()``, which needs no arguments, and ``load_state_dict``."""
+    if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(candidate.state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it does not say
+        pass
+    return True

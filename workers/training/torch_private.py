@@ -98,7 +98,7 @@ def is_left_by_error(frame: Any) -> bool:
     while frame is not None:
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if not name.startswith(("YIELD", "RESUME", "SEND")):
-            return name.startswith(RAISING)
+            return bool(name.startswith(RAISING))
         frame = frame.f_back
     return False
 
