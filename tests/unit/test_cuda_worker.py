@@ -92,7 +92,7 @@ def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activ
         **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
     )  # fmt: skip
     message: Any = SimpleNamespace(
-        epoch=5, first_word=0, residency_epoch=1, landings=(0,), trial_batch=0
+        epoch=5, first_word=0, residency_epoch=1, landings=(0,), is_timed=False
     )
     manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
     sent: list[object] = []
