@@ -152,7 +152,7 @@ class Profiling:
         """The model can still be measured.
 
         Raises:
-            ModelNotFound, ServerUnavailable.
+            ModelNotFound, ServerUnavailable, DeviceBusy.
         """
         replica, state = session.replica, session.replica.model.state.state
         is_there = session.device.state.replicas.get(replica.name) is replica
@@ -162,6 +162,7 @@ class Profiling:
             )
         if state is not ModelState.READY:
             raise errors.ServerUnavailable(f'"{replica.name}": {replica.model.reason}')
+        _check_no_job(session.device.state)
 
     def _take(self, session: Session, served_count: int) -> None:
         """Hand the run to the measurement once its request is answered and its copy has ended.
@@ -264,11 +265,19 @@ def _check_idle(state: DeviceState) -> None:
     Raises:
         DeviceBusy: a request or a job uses the device.
     """
+    _check_no_job(state)
+    if state.requests:
+        raise _busy("requests use")
+
+
+def _check_no_job(state: DeviceState) -> None:
+    """
+    Raises:
+        DeviceBusy: a job uses the device.
+    """
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
             raise _busy(f'job "{job.name}" uses', hint=f"pipeswitch jobs pause {job.name}")
-    if state.requests:
-        raise _busy("requests use")
 
 
 def _busy(who: str, hint: str = "measure when no client sends requests") -> errors.DeviceBusy:
