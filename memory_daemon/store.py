@@ -15,7 +15,7 @@ from typing import Final
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.claims import check_tensors
-from pipeswitch.programs.layout import BUNDLE_FILE, Manifest, TensorSpec
+from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 
 PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile
@@ -36,7 +36,9 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
         manifest = load_manifest(directory)
         check_tensors(manifest.tensors, manifest.total_bytes)
         if manifest.head_sha256:
-            read_bundle(directory / BUNDLE_FILE, manifest.head_sha256)
+            is_derived = manifest.precision is not None
+            file = directory / weights_file(manifest)
+            read_bundle(file, manifest.head_sha256, is_derived=is_derived)
     except RegistrationRefused as error:
         raise UnusableModel(error.message) from None
     if manifest.total_bytes > len(image):

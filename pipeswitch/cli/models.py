@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from ..programs.packing import PRECISIONS
 from ..units import format_bytes, printed
 from . import common, views
 
@@ -66,6 +67,12 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 )  # fmt: skip
 @click.option("--generate", is_flag=True,
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
+)  # fmt: skip
+@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
+              help="fast: packed weights and fused calls, which round differently.",
+)  # fmt: skip
+@click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
+              help="Largest difference that --precision may make, relative to the largest output.",
 )  # fmt: skip
 @common.devices_option
 @common.json_option
@@ -132,6 +139,13 @@ def register(
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
         notes_text += "\n  the last bits of an answer depend on the batch that computes it"
+    if precision := row.get("precision"):
+        notes_text += (
+            f"\n  precision {precision['name']}: {precision['ms']:.3g} ms in place of "
+            f"{precision['plain_ms']:.3g}, {format_bytes(row['bytes'])} in place of "
+            f"{format_bytes(precision['plain_bytes'])}, error at most "
+            f"{precision['max_error']:.1e} of the largest output"
+        )
     text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
     common.print_done(row, text, as_json)
 

@@ -357,6 +357,8 @@ class Client(Verbs):
         state: Mapping[str, str | tuple[str, int]] | None = None,
         generate: bool = False,
         tokenizer: Any = None,
+        precision: str = "",
+        max_error: float = 0.0,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -408,6 +410,11 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
+            precision: ``exact`` computes the module's own bits; ``fast`` packs weights and fuses
+                calls, and answers within rounding. Empty: ``exact``. What was measured is in the
+                row's ``precision``.
+            max_error: the largest difference from the module that ``fast`` may have, relative to
+                the largest output; 0: 0.001. A larger one is refused.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -468,6 +475,8 @@ class Client(Verbs):
                 ),
                 **({"state": _states(state)} if state else {}),
                 **({"generate": True} if generate else {}),
+                **({"precision": precision} if precision else {}),
+                **({"max_error": max_error} if max_error else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,19 @@ main()
 """
 
 
+@contextlib.contextmanager
+def starts_again(*, is_tried: bool = True) -> Iterator[None]:
+    """End this process on an error in an actor's constructor: Ray starts an actor again whose
+    process ends, but gives one up for ever whose constructor raises."""
+    try:
+        yield
+    except Exception as error:
+        if not is_tried:
+            raise
+        log.exception("it is started again: %s", why_of(error))
+        os._exit(1)
+
+
 class Node(NodeJobs):
     """One machine's server. If that ends so does this process, and Ray starts both again: the
     server's journal knows its models and jobs."""
@@ -69,6 +82,18 @@ class Node(NodeJobs):
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         super().__init__(name, Path(folder) / name)
+        started = self._state / "started"
+        with starts_again(is_tried=started.exists()):  # first, its user hears what is wrong
+            self._start(host, flags)
+            started.touch()
+
+    def _start(self, host: str, flags: tuple[str, ...]) -> None:
+        """Start the server.
+
+        Raises:
+            ServerUnavailable, OSError, RuntimeError: it, or what watches it, does not start.
+        """
+        name = self._name
         folder_of_keys, secret, self._keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
         until_s = self._claim(connect_ray()) + START_S - LEASE_S
@@ -247,13 +272,14 @@ class Placement:
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
-        self._look()
-        self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
         self._requested = -1  # of Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
         self._copying: Future[None] = Future()  # of a model that has too few copies
         self._copying.set_result(None)
-        threading.Thread(target=self._rounds, daemon=True).start()
+        with starts_again():
+            self._look()
+            self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
+            threading.Thread(target=self._rounds, daemon=True).start()
 
     def table(self) -> dict[str, Any]:
         """Where each model is served."""

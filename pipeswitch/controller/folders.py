@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..programs.packing import DERIVED_FILE
 from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from ..wire.private import check_trusted
 
@@ -116,10 +117,14 @@ class Places:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Its manifest and its bundle, to be read; nothing when one of them is missing."""
+        """Its manifest and its bundle, to be read; nothing when one of them is missing.
+
+        The bundle is the derived one where there is one, since then the manifest is that one's.
+        """
         opened: list[int] = []
+        is_derived = (self.models / digest / DERIVED_FILE).exists()
         try:
-            for name in (MANIFEST_FILE, BUNDLE_FILE):
+            for name in (MANIFEST_FILE, DERIVED_FILE if is_derived else BUNDLE_FILE):
                 opened.append(os.open(self.models / digest / name, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:  # the worker says so: its registration is damaged
             while opened:

@@ -272,6 +272,7 @@ class Gateway:
             allow_code=self._allow_code,
             needs_token=not is_local,
             nv_metrics=config.nv_metrics,
+            text_processes=config.text_processes,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,

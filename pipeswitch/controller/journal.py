@@ -130,8 +130,11 @@ class JournalFile:
             except sqlite3.DatabaseError as error:
                 if _errno(error) != errno.EIO:
                     raise
-                problem = str(error)
-                with contextlib.closing(_connect(self._path)) as database:
+                problem, wrong = str(error), set()
+                with (
+                    contextlib.suppress(sqlite3.Error),
+                    contextlib.closing(_connect(self._path)) as database,
+                ):
                     sound, wrong = _entries(database, is_damaged=True)
             bad |= wrong
         missed = {key: entry for key, entry in copies.items() if key not in sound}

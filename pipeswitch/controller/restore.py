@@ -146,6 +146,7 @@ def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
     spec, digest = permissions.encode_spec(
         model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
         model.devices, model.preprocess, raw, model.postprocess, returns,
+        precision=model.precision,
     )  # fmt: skip
     return RegisterAsked(
         token=token,

@@ -26,6 +26,7 @@ from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
 MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none
+MAX_ADDRESS_CHARS: Final = 64  # the longest of IPv6 with a zone is shorter
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
 MAX_INPUT_NAME: Final = 128
@@ -383,3 +384,17 @@ def tenant_of(body: Body, own: str) -> str:
     if named and own:
         raise PermissionDenied("only the server's owner may ask for another client")
     return (named if named == ANYONE else check_name(named, "tenant")) if named else own
+
+
+def address_of(body: Body, own: str) -> str:
+    """Return the address that the owner names, often empty; the gateway names its callers'.
+
+    Raises:
+        PermissionDenied, InvalidInput.
+    """
+    named = body.text("address", "")
+    if named and own:
+        raise PermissionDenied("only the server's owner may ask for another address")
+    if len(named) > MAX_ADDRESS_CHARS:
+        raise InvalidInput(f"address has {len(named)} characters, at most {MAX_ADDRESS_CHARS}")
+    return named

@@ -430,6 +430,7 @@ class Frontend:
                 hint="raise [server] pool",
             )
         digest = announced.manifest.digest
+        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
         told |= {"version": announced.version, "digest": digest}
         file = self._state_directory / "models" / digest / BUNDLE_FILE
 

@@ -136,10 +136,12 @@ class Inference:
         arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
         version, caller = 0, client.standing.tenant
         trace_id, asked, held, is_begun = "", None, None, False
+        connection = client.session
         as_it_came = header, tensors
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
+            connection = admission.address_of(body, caller) or connection
             caller = admission.tenant_of(body, caller)
             trace_id = admission.trace_id_of(body)
             asked = asked_of(body)
@@ -204,6 +206,7 @@ class Inference:
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             caller=caller,
+            connection=connection,
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,

@@ -324,7 +324,7 @@ class Calls:
             asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
         outputs, bill = await self._service.infer(
-            caller, model, request.model_version, asked, CARRIER.get()
+            caller, model, request.model_version, asked, CARRIER.get(), address
         )
         size_bytes = sum(len(output.data) for output in outputs)
         with self._shared.answers.holding(address, size_bytes):  # before it is copied

@@ -105,6 +105,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
+    service.text_processes = settings.text_processes
     callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,

@@ -749,6 +749,7 @@ class GatewaySettings(Message, frozen=True):
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
     nv_metrics: bool = False
+    text_processes: int = 8
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
     keyed: KeyedSettings | None = None

@@ -45,6 +45,7 @@ from .generation import Generation, check_generation, decode_generation
 from .layout import ITEM_BYTES, Manifest, ValueSpec
 from .nesting import Tree, check_takes, check_tree
 from .operators import split_target
+from .packing import TARGETS, PackedLayout
 
 VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
@@ -99,6 +100,7 @@ class Graph(
     dims: tuple[Dim, ...] = ()  # each is an extent of an input
     takes: Tree = None  # the arguments by name; None: each input is one
     returns: Tree = None  # how the outputs nest; None: not told, or a lone tensor
+    packed: dict[str, PackedLayout] = {}  # by weight; of a derived graph, never of a client's
 
     @property
     def first_node_value(self) -> int:
@@ -128,11 +130,14 @@ def _refuse(part: str, reason: str) -> NoReturn:
     raise RegistrationRefused(part, reason)
 
 
-def read_bundle(path: str | os.PathLike[str] | int, head_sha256: str = "") -> Bundle:
+def read_bundle(
+    path: str | os.PathLike[str] | int, head_sha256: str = "", *, is_derived: bool = False
+) -> Bundle:
     """Read and check a bundle's header. Tensor bytes are not touched.
 
     Args:
         head_sha256: what the digest of its head must be; empty: it is not known.
+        is_derived: the build of this server wrote it, so its weights may be packed.
 
     Raises:
         RegistrationRefused: the file is not a bundle we accept; says which part.
@@ -143,7 +148,7 @@ def read_bundle(path: str | os.PathLike[str] | int, head_sha256: str = "") -> Bu
     text = metadata.get(METADATA_KEY)
     if text is None:
         _refuse("bundle", f"its metadata has no {METADATA_KEY!r}: these are bare weights")
-    graph = decode_graph(text)
+    graph = decode_graph(text, is_derived=is_derived)
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
     said = metadata.get(GENERATION_KEY)
@@ -173,7 +178,7 @@ def encode_graph(graph: Graph) -> str:
     return msgspec.json.encode(graph).decode()
 
 
-def decode_graph(text: str) -> Graph:
+def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
     """The graph from its JSON, checked.
 
     Raises:
@@ -183,6 +188,8 @@ def decode_graph(text: str) -> Graph:
         graph = msgspec.json.decode(text, type=Graph)
     except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError) as error:
         _refuse("bundle graph", str(error)[:200] or "it is not the JSON of a program")
+    if not is_derived and (graph.packed or any(node.target in TARGETS for node in graph.nodes)):
+        _refuse("bundle graph", "its weights are packed: only this server packs weights")
     check_graph(graph)
     return graph
 

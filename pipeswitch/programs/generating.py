@@ -33,6 +33,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str = ""
     special: dict[str, str] = {}  # tokens that the template names
     tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
+    has_tokenizer: bool = True
+    sampling: dict[str, int | float] = {}  # what its author has where a request does not say
 
 
 class Token(NamedTuple):
@@ -128,8 +130,18 @@ class Generating:
         self._used += self._asked
         if self._used < len(self._ids):
             return []
-        self._came, found = len(tokens), []
+        self._came = len(tokens)
         self._used += self._came - 1
+        return self._take(tokens)
+
+    def resume(self, tokens: Sequence[int], used: int) -> list[Token]:
+        """Go on with an answer that another process began: its tokens so far, and the rows of the
+        cache that the server has."""
+        self._used = used
+        return self._take(tokens)
+
+    def _take(self, tokens: Sequence[int]) -> list[Token]:
+        found = []
         for token in tokens:
             self._ids.append(token)
             found.append(Token(token, self._answer.push(token)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +21,7 @@ from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
+from .packing import DERIVED_FILE
 from .signature import signature_text
 from .stages import Stage, stage
 
@@ -59,6 +63,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # inputs of a sequence's request: the outputs of its last one, and the dimension along which
     # they are appended; -1: they take its place
     state: dict[str, tuple[str, int]] = {}
+    precision: str = "exact"  # one of packing.PRECISIONS
+    max_error: float = 0.0  # of a precision, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -147,9 +153,17 @@ def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
     return asked == (found and (found.limit, found.delay_ms))
 
 
+def is_same_content(one: Manifest, other: Manifest) -> bool:
+    """Return whether two programs have the same graph and weights, as far as both tell."""
+    heads = {one.head_sha256, other.head_sha256} - {""}
+    return one.weights_sha256 == other.weights_sha256 and len(heads) < 2
+
+
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
-    return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE
+    if manifest.mode == "module":
+        return WEIGHTS_FILE
+    return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
 
 
 def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
@@ -194,11 +208,24 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
 
 
+@functools.cache
+def fingerprint() -> str:
+    """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    wanted = ("flags", "model name", "Features")
+    facts = sorted({line for line in lines if line.startswith(wanted)})
+    return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]
+
+
 def is_checked(manifest: Manifest) -> bool:
     """Whether the contracts of this server looked at every shape, and it is known what reads each
     weight last; a module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
+    if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
+        return False  # packed for another machine: it is derived again
     return manifest.mode == "module" or is_known
 
 

@@ -122,6 +122,7 @@ class Listing:
             "outputs": {v.name: _shown(v) for v in chain.outputs},
             "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
             "batch": list(chain.manifest.batch), "batching": None,
+            "precision": None,
         }  # fmt: skip
 
     @staticmethod
@@ -151,6 +152,7 @@ class Listing:
             "dims": {},
             "batch": [1, 1],
             "batching": None,
+            "precision": None,
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
@@ -181,6 +183,7 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
+                "precision": msgspec.to_builtins(manifest.precision),
             }
         streams = self._machine.stream_of(model)
         if streams is not None:
@@ -401,8 +404,9 @@ class Listing:
         counts = core.counts
         rows = [self._of_device(device) for device in devices]
         used_s = defaultdict[str, float](float)
-        for account in (one for device in devices for one in device.state.accounts):
-            used_s[account.caller or OWNER] += account.used_ms / 1000.0
+        for device in devices:
+            for caller, used_ms in device.state.accounts.used_ms().items():
+                used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
             "preprocessing": len(self._stages),

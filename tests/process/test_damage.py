@@ -292,9 +292,11 @@ def check_served(folder: Path, sound: Sound, hurt: Path) -> str:
             jobs = {row["name"]: row for row in checked.client.jobs()}
             assert {name: jobs[name]["state"] for name in JOBS} == JOBS
             is_hurt = hurt.parts[:2] == ("commits", "held")
-            assert jobs["held"]["committed_step"] in [*sound.images][is_hurt - 1 :], jobs
+            assert jobs["held"]["committed_step"] in sorted(sound.images)[is_hurt - 1 :], jobs
     except RuntimeError as error:
-        return "crashed" if "Traceback" in str(error) else "refused"
+        if "Traceback" in str(error):
+            raise
+        return "refused"
     return "started"
 
 
@@ -372,6 +374,5 @@ def test_five_hundred_damaged_files_lose_nothing_else(sound: Sound, tmp_path: Pa
             folder = tmp_path / f"server-{number}"
             hurt = hurt_at_random(sound, folder, random.Random(f"served-{number}"))
             served[check_served(folder, sound, hurt)] += 1
-            assert not served["crashed"]
             shutil.rmtree(folder)
         figures.update(served=dict(served), wrong=0, lost=0)  # or it would have failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,48 @@ def test_a_node_that_vanishes_while_it_is_looked_for_is_only_missing(
 
 
 # ---- a node --------------------------------------------------------------------------------------
+
+
+class Ended(BaseException):
+    """The process has ended."""
+
+
+def ends(status: int) -> None:
+    raise Ended
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("_keys", OSError(28, "No space left on device")), ("connect_ray", RuntimeError("Ray"))],
+)
+def test_a_node_that_cannot_start_again_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
+) -> None:
+    """Ray gives up an actor whose constructor raises. The first time, its user hears of it."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(actors, part, fails)
+    with pytest.raises(type(error)):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+    (tmp_path / "n" / "started").touch()
+    with pytest.raises(Ended):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+
+
+def test_placement_that_cannot_look_yet_is_started_later(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("Ray is not there")
+
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(actors, "node_names", fails)
+    with pytest.raises(Ended):
+        Placement("folder", (), None)
 
 
 def test_two_who_hear_a_node_at_once_renew_its_lease_once(

@@ -66,7 +66,6 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )  # fmt: skip
     programs: Any = SimpleNamespace(
-        made_up=None,
         stepping=Stepping(),
         bound=lambda _: SimpleNamespace(manifest=manifest, run=run),
     )

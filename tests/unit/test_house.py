@@ -42,7 +42,6 @@ MAY_IMPORT: Mapping[str, str] = {
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
     "job": "errors inputs units",
-    "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies shares wire",
@@ -51,6 +50,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
+    "programs/build": "commits devices errors failpoints ipc programs sandbox units",
     "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
     "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "

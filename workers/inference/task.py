@@ -26,12 +26,24 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.dims import shape_at, values_of
-from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
+from pipeswitch.programs.executor import (
+    BoundProgram,
+    GraphProgram,
+    ModuleProgram,
+    PackedKernels,
+    Program,
+)
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.padding import cut
-from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
+from pipeswitch.programs.spec import (
+    MANIFEST_FILE,
+    fingerprint,
+    is_checked,
+    load_manifest,
+    weights_file,
+)
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
@@ -79,7 +91,8 @@ class Programs:
         if known is not None and known[0] == version:
             return known[1]
         _, manifest, graph = self._structure(wanted)
-        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device)
+        kernels = self._view.kernels() if manifest.precision is not None else None
+        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device, kernels)
         self._programs[wanted.model] = (version, program)
         self._unbind(wanted.model)
         return program
@@ -88,9 +101,9 @@ class Programs:
         known = self._read.get(wanted.model)
         if known is None or known[0] != wanted.digest:
             folder = Path(wanted.directory)
-            files: Sequence[Source] = (folder / MANIFEST_FILE, folder / BUNDLE_FILE)
-            manifest_file, bundle_file = self._files.get(wanted.model, files)
-            manifest = load_manifest(manifest_file)
+            files: Sequence[Source] = self._files.get(wanted.model, (folder / MANIFEST_FILE,))
+            manifest = load_manifest(files[0])
+            bundle_file = files[1] if len(files) > 1 else folder / weights_file(manifest)
             if manifest.digest != wanted.digest:
                 raise RegistrationRefused("manifest", "it is another program's")
             known = (wanted.digest, manifest, read_graph(manifest, bundle_file))
@@ -139,16 +152,24 @@ def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
     """
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
-    return read_bundle(bundle, manifest.head_sha256).graph if manifest.mode == "graph" else None
+    if manifest.mode == "module":
+        return None
+    is_derived = manifest.precision is not None
+    return read_bundle(bundle, manifest.head_sha256, is_derived=is_derived).graph
 
 
-def make_program(manifest: Manifest, graph: Graph | None, device: torch.device | str) -> Program:
+def make_program(
+    manifest: Manifest,
+    graph: Graph | None,
+    device: torch.device | str,
+    kernels: PackedKernels | None = None,
+) -> Program:
     """Compile the graph, or import the operator's factory and construct it on meta (module mode).
 
     Tensor bytes are the memory daemon's business.
     """
     if graph is not None:
-        return GraphProgram(manifest, graph, device)
+        return GraphProgram(manifest, graph, device, kernels)
     module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
     return ModuleProgram(manifest, module, device, settings)
 
@@ -157,6 +178,7 @@ def warm_up() -> None:
     """What torch reads and starts when it first computes, before the sandbox forbids it: all
     compute threads of this one; the libraries look at the processor."""
     checked_by()  # reads torch's version from a file
+    fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()
     torch.nn.functional.conv2d(torch.ones(1, 16, 16, 16), torch.ones(16, 16, 3, 3))

@@ -331,7 +331,7 @@ def _served(module: nn.Module) -> Iterator[list[str]]:
             parameter.requires_grad = True
         for weight, former in moved:
             is_whole = former.untyped_storage().nbytes() == former.nbytes
-            if former.is_shared() or not is_whole:
+            if former.untyped_storage().is_shared() or not is_whole:
                 weight.data = former
         for child, training in modes:
             child.training = training

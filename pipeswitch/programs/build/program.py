@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...commits.weights import Weight, load_weights
+from ...devices.cpu import packed
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle, read_safetensors_header
@@ -32,7 +33,15 @@ from ..nesting import argument_names
 from ..operators import checked_by
 from ..partition import Weight as GraphWeight
 from ..partition import default_plan, layers_of_graph, place
-from ..spec import BUNDLE_FILE, BuildSpec, joined_as, load_manifest, save_manifest, with_state
+from ..spec import (
+    BUNDLE_FILE,
+    BuildSpec,
+    joined_as,
+    load_manifest,
+    save_manifest,
+    weights_file,
+    with_state,
+)
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
@@ -43,6 +52,7 @@ from .export import export_module, write_program
 from .fresh import Fresh
 from .joining import with_batching
 from .module_mode import build_module
+from .precision import derive, with_note
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
@@ -73,12 +83,14 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_bundle(spec, out_dir, progress)
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
+        if spec.precision != "exact":
+            manifest = _in_precision(manifest, spec, out_dir)
         if (joined := joined_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         if manifest.mode == "graph":
-            *_, head_sha256 = read_safetensors_header(out_dir / BUNDLE_FILE)
+            *_, head_sha256 = read_safetensors_header(out_dir / weights_file(manifest))
             manifest = msgspec.structs.replace(manifest, head_sha256=head_sha256)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
@@ -89,6 +101,15 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         raise RegistrationRefused(
             f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
         ) from error
+
+
+def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
+    why = "its module runs as it is" if manifest.mode == "module" else packed.missing()
+    if why:
+        return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
+    return derive(
+        manifest, out_dir, spec.precision, spec.max_error, spec.bucket_bytes, packed.KERNELS
+    )
 
 
 def _build_bundle(
@@ -225,7 +246,11 @@ def _export(
         )
     [manifest] = made
     return msgspec.structs.replace(
-        manifest, extra={**manifest.extra, "notes": [*loaded.notes, *program.notes]}
+        manifest,
+        extra={
+            **manifest.extra,
+            "notes": [*loaded.notes, *manifest.extra.get("notes", ()), *program.notes],
+        },
     )
 
 
@@ -269,9 +294,11 @@ def _finish_graph(
             "largest_value_bytes": checked.held.largest_bytes,
             "intermediate_bytes": checked.held.peak_bytes,
             "is_whole": checked.is_whole,
+            "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
             **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
+            **({"notes": generation.notes} if generation and generation.notes else {}),
         },
     )
 

@@ -82,14 +82,21 @@ class Loaded:
     examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
     imported_before: frozenset[str] = frozenset()  # modules that are none of the source's
+    output_names: list[str] = field(default_factory=list)  # in order; none: as they come
     generation: Generation | None = None  # of a language model that is built to answer in tokens
     notes: list[str] = field(default_factory=list)  # what was decided on the way
 
     def __post_init__(self) -> None:
         """Keep the module's state: it has not been called yet."""
-        self.fresh = Fresh(
-            self.module, lambda inputs: flatten_outputs(self.nested(inputs)).values()
-        )
+
+        def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            try:
+                found = flatten_outputs(self.nested(inputs))
+                return [found[name] for name in self.output_names or found]
+            except (SystemExit, KeyboardInterrupt) as error:  # it does not take these values
+                raise RuntimeError(f"it raised {type(error).__name__}") from error
+
+        self.fresh = Fresh(self.module, call)
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""

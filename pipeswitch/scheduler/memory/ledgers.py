@@ -221,9 +221,9 @@ class Arena:
             plan.reserve(replica.owner, replica.region_bytes, place.offset_bytes)
             if place.offset_bytes != replica.home_bytes:
                 leave.update(
-                    region
+                    own
                     for owner in (replica.owner, replica.rest)
-                    if (region := self.regions.get(owner)) is not None
+                    if (own := self.regions.get(owner)) is not None
                 )
         window = plan.cheapest_window(size_bytes, [prices[region.owner] for region in plan])
         if window is None:

@@ -352,6 +352,7 @@ class Registry:
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
             batching=msgspec.to_builtins(manifest.batching),
+            precision=msgspec.to_builtins(manifest.precision),
         )
 
     def cancel(self, event: ev.CancelAsked) -> None:

@@ -14,6 +14,7 @@ class Alternating(Order):
     """The thesis' order of the oldest heads, by their models' loads and work."""
 
     window = WINDOW
+    ranks_runs = False
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         return True  # inside a window, which ends

@@ -21,7 +21,16 @@ from ..training.training import Training
 from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
-from .forecast import is_hopeless, note_end, too_late
+from .forecast import (
+    MOST_AHEAD,
+    MOST_BLOCKED,
+    absent_until_ms,
+    fits_in,
+    is_hopeless,
+    note_end,
+    too_late,
+    waits_for_copy_ms,
+)
 from .lines import shown
 
 
@@ -134,8 +143,6 @@ class Turns:
 
 IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
 READY: Final = ModelState.READY
-MOST_AHEAD = 4  # requests among which the next cold one is looked for
-MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
 
 class Dispatch:
@@ -191,6 +198,8 @@ class Dispatch:
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
         9. Steps that go on by themselves end when a request waits, dispatched or not.
+        10. Its model is on its way: one that ends before the device needs that goes first, if the
+           policy lets it overtake.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -231,7 +240,8 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        now, is_link_busy = device.view, False
+        now, is_link_busy, idle_ms = device.view, False, 0.0
+        coming: tuple[Request, Replica, bool] | None = None
         blocked: list[Waiting] = []
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
@@ -255,15 +265,31 @@ class Dispatch:
                     continue  # 6.
                 if self._is_held(replica, batch):
                     continue  # 6.
-            is_there = replica.is_on_device
-            if is_there and replica.landings is None:
-                self.activate(request, replica, is_sent=False)
-                return True
-            if not is_there and not is_link_busy:  # there, its pass is another's: 8.
-                if self._send(request, replica):
-                    return True
-                is_link_busy = self._is_link_busy()
+            is_there = replica.is_on_device and replica.landings is None
+            if coming is not None:
+                is_ready = is_there and not replica.is_being_sent
+                if is_ready and fits_in(device, request, idle_ms):
+                    coming = request, replica, False
+                    break  # 10.
+                blocked.append(view)
+                continue
+            is_sent = False
+            if not replica.is_on_device and not is_link_busy:  # there, its pass is another's: 8.
+                is_sent = self._send(request, replica)
+                is_link_busy = is_sent or self._is_link_busy()
+            if is_there or is_sent:
+                coming = request, replica, is_sent
+                is_alone = len(device.queue.requests) == 1 or not replica.is_being_sent
+                if is_alone or replica.landings is not None:
+                    break
+                if (idle_ms := waits_for_copy_ms(device, request)) <= 0.0:
+                    break
+            self._look_again(absent_until_ms(device, request))
             blocked.append(view)
+        if coming is not None:
+            request, replica, is_sent = coming
+            self.activate(request, replica, is_sent=is_sent)
+            return True
         # Time alone may change who goes first, and who may overtake.
         again_at_ms = device.accounts.again_at_ms
         self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
@@ -341,7 +367,7 @@ class Dispatch:
         if obstacles:
             return False
         self._residents.transmit(replica, window, f"request {request.request_id}")
-        self.activate(request, replica, is_sent=True)
+        replica.ahead_epoch = replica.residency_epoch
         return True
 
     def _is_link_busy(self) -> bool:
@@ -372,8 +398,14 @@ class Dispatch:
         rows = Counter[str]()
         for one in batch.requests:
             rows[one.caller] += one.batch
+        accounts, now_ms = self._device.accounts, self._core.now_ms
         predicted = self._device.predictions.predict(replica.name, batch.size)
-        return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
+        charge = accounts.charge(rows, predicted.compute_ms, now_ms)
+        for account in charge.parts:
+            if account.connections is not None:
+                asked = [(one.caller, one.connection, one.batch) for one in batch.requests]
+                return accounts.charge_connections(charge, asked, now_ms)
+        return charge
 
     def at_once(self, request: Request) -> bool:
         """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.

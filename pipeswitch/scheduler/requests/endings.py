@@ -87,7 +87,8 @@ class Endings:
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
         step_ms = took_ms / max(1, message.steps)  # the next one waits for one of them
         self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
-        self._device.queue.changed(replica.name)
+        if self._core.judge.ranks_runs:
+            self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
