@@ -343,9 +343,8 @@ class RunInference(Message, frozen=True):
 
     Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
 
-    A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
-    up its inputs, writes no outputs, and leaves between two groups when the board's stop word
-    says so (InferenceFailed, Cancelled).
+    With ``is_timed`` the worker waits for the device after each group, so that a group's times are
+    those of its computation (``pipeswitch profile``).
 
     With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
     that word ends it after the step that it is at.
@@ -365,7 +364,7 @@ class RunInference(Message, frozen=True):
     plan: tuple[int, ...] = ()  # as PrepareModel's
     landings: tuple[int, ...] = ()  # as PrepareModel's
     joined: tuple[JoinedRequest, ...] = ()
-    trial_batch: int = 0  # 0: a request
+    is_timed: bool = False
     is_code: bool = False  # as PrepareModel's
     choosing: Choosing | None = None  # None: its outputs are answered
     sequence: int = 0  # whose step it is; 0: it stands alone

@@ -181,7 +181,8 @@ class Query(Asked, frozen=True):
 
 
 class ProfileAsked(Asked, frozen=True):
-    """Measure a model layer by layer when no request waits; answered with its profile."""
+    """Measure a model layer by layer on an idle device, by the asker's requests; the final answer
+    is its profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -476,8 +477,8 @@ class Journal(_Told, frozen=True):
 
 
 class Interrupt(_Told, frozen=True):
-    """Write the board's stop word of that slot: between two groups its trial leaves, its pass of a
-    model that streams steps aside; between two steps its run ends."""
+    """Write the board's stop word of that slot: between two groups its pass of a model that streams
+    steps aside; between two steps its run ends."""
 
     slot: Slot
     epoch: Epoch

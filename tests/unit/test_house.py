@@ -52,7 +52,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "devices": "config errors failpoints ipc programs units",
     "programs/build": "commits devices errors failpoints ipc programs sandbox units",
     "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
-    "workers/inference/": "devices errors failpoints ipc programs programs/build",
+    "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
     "programs units",
     "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
