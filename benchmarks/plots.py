@@ -23,8 +23,6 @@ NUMBERS: Final[Mapping[str, str]] = {
     "interference": "latency_ms",
     "request-path": "path_ms",
     "training": "step_ms",
-    "replay": "p99_over_ready",
-    "batching": "answers_per_s",
     "generation": "tokens_per_s total_ms first_ms",
     "peers": "tokens_per_s first_ms",
     "shared-input": "images_per_s",
@@ -34,7 +32,7 @@ NUMBERS: Final[Mapping[str, str]] = {
 """What is drawn of each benchmark's trials; of several, the first that a trial has."""
 OURS: Final = frozenset(
     {"cold", "resident", "both-fit", "ours", "planned", "planned-prefix", "packed", "pipeswitch",
-     "job", "switch", "joined", "shared", "two devices", "four devices", "moving", "moves",
+     "job", "switch", "shared", "two devices", "four devices", "moving", "moves",
      "served", "switching", "pipeswitch, HTTP",
      "pipeswitch, own socket", "few tensors", "many tensors"}
 )  # fmt: skip
