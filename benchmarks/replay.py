@@ -46,8 +46,8 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Replay every trace; with ``--quick`` only the first."""
     for name in list(TRACES)[: 1 if bench.is_quick else None]:
         found = beside_plain(name, bench.seed, REQUESTS)
-        for whose, (in_time, _) in found.items():
-            bench.find(f"{name}: in time, {whose}", in_time)
+        for whose, shares in found.items():
+            bench.find(f"{name}: in time, {whose}", shares[0])
         for whose in ("greedy", "keeping"):
             share = found["ours"][1] / found[whose][1]
             bench.find(f"{name}: computed in time / by a {whose} server", share)

@@ -334,7 +334,10 @@ class SchedulerConfig(_Checked):
         "5s", "a request that computes so long after its deadline is killed", parse_ms
     )
     stop_grace_ms: float = _setting(
-        "30s", "a job that does not step aside for so long is killed", parse_ms
+        "30s",
+        "a job that does not step aside for so long is killed; it has a quarter of that the "
+        "next time, 1s at least, and is paused after four times",
+        parse_ms,
     )
     evict_grace_ms: float = _setting(
         "30s", "a job that does not leave the device for so long is killed", parse_ms

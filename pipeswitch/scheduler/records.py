@@ -308,6 +308,10 @@ class Job:
     beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
     # beginning this one's last one began
     is_blocked: bool = False  # it needs memory for activations that the others have
+    blocked_at_ms: float = 0.0  # since when, or since another job left for it
+    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # steps of others by then
+    stops_missed: int = 0  # graces in a row that it used up: it did not stop, or did not leave
+    missed_at: int = 0  # suspensions by the last one
     slot: Slot | None = None
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
@@ -365,11 +369,6 @@ class Job:
     def allowed(self) -> tuple[str, ...]:
         """The devices that it may be on now; none named: all."""
         return (self.sent_to,) if self.sent_to else self.devices
-
-    @property
-    def has_trained(self) -> bool:
-        """A step of it is done, here or before the server's last restart."""
-        return max(self.step, self.committed_step) > 0
 
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""

@@ -27,6 +27,7 @@ from .frozen import Add, Codec, Next, Still
 SHOWN_OF_JOB = (
     "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
     "parked_at_ms", "preempted_ms", "beside",
+    "missed_at", "blocked_at_ms", "beside_blocked",  # no scope has a hundred stops, or five steps
     "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
     "error", "why",
     "moves", "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them

@@ -189,21 +189,27 @@ class World(simulator.World):
         for name in self.job_names:
             self.clients.ask(name, "resume")
         for _ in range(limit):
-            is_still = not self.act() and not self.to_next_wakeup() and not self.unpin()
+            is_still = not self.act() and not self.to_next_wakeup() and not self.help()
             if is_still or self.is_settled():
                 break
         else:
             require(False, f"stuck: {self.describe()}")
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
-    def unpin(self) -> bool:
-        """Do what a job's row says that waits for memory of pinned models; False: none does."""
-        waits = any(job.lease_asked_bytes for job in self.scheduler.machine.jobs)
-        pinned = [name for name, m in self.scheduler.machine.models.items() if m.want_pinned]
+    def help(self) -> bool:
+        """Do what the rows of jobs say that wait for their user; False: none does.
+
+        One did not stop, and is paused; one waits for memory that pinned models have.
+        """
+        machine = self.scheduler.machine
+        paused = [job.name for job in machine.jobs if job.state.state.value == "paused"]
+        for name in paused:
+            self.clients.ask(name, "resume")
+        waits = any(job.lease_asked_bytes for job in machine.jobs)
+        pinned = [model.base for model in machine.models.values() if model.want_pinned]
         for name in pinned if waits else ():
-            base, _, _ = name.partition("@")
-            self.handle(ev.PinAsked(token=self.token(), model=base, pin=False))
-        return waits and bool(pinned)
+            self.handle(ev.PinAsked(token=self.token(), model=name, pin=False))
+        return bool(paused) or (waits and bool(pinned))
 
     def is_settled(self) -> bool:
         jobs = list(self.scheduler.machine.jobs)

@@ -19,6 +19,12 @@ from pipeswitch.scheduler.models.publishing import MOST_COPIES
 from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
+from pipeswitch.scheduler.training.training import (
+    FORGIVEN_AFTER,
+    MOST_MISSED,
+    STARVED_CYCLES,
+    STARVED_STEPS,
+)
 from tests.unit.fleet_model import manifest_of
 
 MIB = 1 << 20
@@ -248,6 +254,12 @@ class Rig:
             asked_at_ms=0.0, parked_at_ms=1.0,
         )  # fmt: skip
         self.worker(job.slot, message)
+
+    def switch(self, job: Any, model: str = "a") -> None:
+        """A request of a model that is there, for which the job steps aside."""
+        self.infer(model)
+        self.park(job, self.state.upcoming.turn)
+        self.done()
 
     def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
         slot = int(job.slot)
@@ -972,6 +984,59 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
     assert high.state.state is TaskState.RUNNING
 
 
+def starved() -> tuple[Rig, Any, Any]:
+    """By coshift one job trains; the other cannot begin beside what that one holds."""
+    rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
+    keeper = rig.train("keeper")
+    rig.lease(keeper)
+    other = rig.train("other")
+    rig.park(keeper, where="loader")
+    rig.lease(other)
+    rig.worker(keeper.slot, msg.Back(epoch=keeper.epoch, turn=keeper.turn))
+    rig.worker(other.slot, msg.Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
+    rig.park(other, where="copies")
+    assert rig.state.training == "keeper"
+    return rig, keeper, other
+
+
+def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> None:
+    rig, keeper, other = starved()
+
+    def steps(count: int) -> None:
+        values = {"step": keeper.step + count, "left": 100}
+        rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
+
+    def why(job: Any) -> str:
+        return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
+
+    rig.tick(60000.0)
+    assert not rig.sent(msg.EvictTask), "a long step holds its activations until its end"
+    assert why(other) == ""
+    steps(STARVED_STEPS - 1)
+    assert not rig.sent(msg.EvictTask)
+    steps(1)
+    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [keeper.epoch]
+    assert "job keeper keeps" in why(other)
+    assert "job other waits" in why(keeper)
+    rig.worker_exits(rig.job_ends(keeper, "preempted"), 0)
+    assert rig.state.training == "other"
+    rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
+    assert why(other) == ""
+
+
+def test_a_job_that_waits_for_activations_tells_for_whom_before_that_one_leaves() -> None:
+    rig, keeper, other = starved()
+    values = {"step": STARVED_STEPS, "left": 100}
+    rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
+    assert "job keeper keeps" in other.why
+    assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
+    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
+    while rig.now_ms < due_ms and not rig.sent(msg.EvictTask):
+        rig.tick(rig.scheduler.next_wakeup_ms())
+    assert rig.sent(msg.EvictTask)
+    assert rig.now_ms == due_ms
+
+
 @pytest.mark.parametrize("comes", ["request", "late"])
 def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     rig: Rig, comes: str
@@ -1125,6 +1190,83 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+
+
+def hangs(rig: Rig, job: Any) -> float:
+    """A request meets a script that does not stop; for how long it waits."""
+    token, began_ms = rig.infer("a"), rig.now_ms
+    while (
+        job.slot is not None and rig.state.workers[job.slot].state.state is not WorkerState.DOOMED
+    ):
+        rig.tick(rig.scheduler.next_wakeup_ms())
+    waited_ms, slot = rig.now_ms - began_ms, job.slot
+    assert rig.commands(ev.KillWorker)[0].reason.startswith("did not stop within")
+    rig.worker_exits(slot)
+    scrubs = rig.sent(msg.Scrub)
+    if rig.residency("a") is Residency.TRANSMITTING:
+        rig.arrived("a")
+    rig.done()
+    assert rig.error(token) is None
+    for scrub in scrubs:
+        rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
+    return waited_ms
+
+
+def trains_again(rig: Rig, job: Any) -> None:
+    """Processes are ready that replace the killed ones, and one of them has the job."""
+    while starting := [
+        w for w in rig.state.workers.values() if w.state.state is WorkerState.STARTING
+    ]:
+        for worker in starting:
+            rig.worker(worker.slot, msg.WorkerReady(slot=worker.slot, pid=99))
+    rig.prepared()
+    assert job.slot is not None
+    rig.lease(job)
+
+
+@pytest.mark.parametrize("stop_grace_ms", [30000.0, 2000.0, 400.0])
+def test_a_script_that_does_not_stop_again_costs_requests_less_and_is_paused(
+    stop_grace_ms: float,
+) -> None:
+    rig = Rig(stop_grace_ms=stop_grace_ms)
+    rig.register("a")
+    job, waits = rig.start_training(), []
+    for _ in range(3):
+        waits.append(hangs(rig, job))
+        trains_again(rig, job)
+    waits.append(hangs(rig, job))
+    least_ms = min(1000.0, stop_grace_ms)
+    assert waits == [max(least_ms, stop_grace_ms / 4**missed) for missed in range(4)]
+    assert job.state.state is TaskState.PAUSED
+    assert (
+        "pipeswitch jobs resume cifar"
+        in rig.answers[rig.job_asked("cifar", "show")].body["job"]["why"]
+    )
+    rig.job_asked("cifar", "resume")
+    trains_again(rig, job)
+    assert hangs(rig, job) == stop_grace_ms
+
+
+def test_a_script_that_stopped_a_hundred_times_since_is_forgiven(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    for _ in range(2 * MOST_MISSED):
+        hangs(rig, job)
+        trains_again(rig, job)
+        for _ in range(FORGIVEN_AFTER):
+            rig.switch(job)
+    assert job.state.state is TaskState.RUNNING
+
+
+def test_a_script_that_does_not_unwind_is_counted_and_one_that_is_cancelled_is_not_paused(
+    rig: Rig,
+) -> None:
+    job = rig.start_training()
+    rig.job_asked("cifar", "cancel")
+    rig.tick(rig.core.settings.evict_grace_ms)
+    assert job.stops_missed == 1
+    rig.worker_exits(job.slot)
+    assert job.state.state is TaskState.CANCELLED
 
 
 def test_a_process_that_does_not_leave_after_its_script_is_killed(rig: Rig) -> None:

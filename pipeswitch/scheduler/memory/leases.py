@@ -173,8 +173,8 @@ class Leases:
     def grant(self) -> Iterator[tuple[Job, str]]:
         """Grant slices to jobs that wait; not while requests do, whose models may need the room.
 
-        A job that would fit, had nobody pinned a model since it trained, waits: to fail would lose
-        its work.
+        A job that would fit, had nobody pinned a model since it committed, waits: to fail would
+        lose its work.
 
         Yields:
             A job that must leave before the next can have its slice, and why.
@@ -193,7 +193,7 @@ class Leases:
                 held = self._arena.regions.get(job.slice)  # asked again: the same one
                 region = held or self._slices.lease(job.slice, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
-                if job.has_trained and job.lease_asked_bytes <= self._arena.leasable_bytes:
+                if job.committed_step >= 0 and job.lease_asked_bytes <= self._arena.leasable_bytes:
                     names = ", ".join(device.pinned)
                     job.why = f"waits for memory that pinned models have: pipeswitch unload {names}"
                     continue

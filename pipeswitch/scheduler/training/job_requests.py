@@ -129,6 +129,7 @@ class JobRequests:
         _check_live(job)
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
+            job.stops_missed = 0
             self._jobs.count_anew(self._jobs.home(job))
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
             self._jobs.publish(job, "job.resumed")
