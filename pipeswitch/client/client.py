@@ -665,6 +665,13 @@ class Task:
         return self._row("pause")
 
     def resume(self) -> dict[str, Any]:
+        """Go on with a paused job; start a failed one again from its last commit.
+
+        Raises:
+            InvalidInput: it is done or cancelled.
+            ServerUnavailable: its commit cannot be read.
+            HostStoreFull: there is no room for its commit.
+        """
         return self._row("resume")
 
     def cancel(self) -> dict[str, Any]:

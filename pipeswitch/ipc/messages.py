@@ -426,6 +426,7 @@ class RunJob(Message, frozen=True):
     log_bytes: int = 0  # what stays of the log, the newest; 0: all
     restarts: int = 0  # until now; the two are kept beside the step that it is at
     steps_recomputed: int = 0
+    last_step: int = 0  # of the process before, as the controller knows it
     share: str = ""  # tenant/group: those whose input it shares; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
     activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own

@@ -108,9 +108,12 @@ class Source:
         if self._ahead:  # as DataLoaderShard.__iter__ begins
             self._loader.begin()
             self._loader.set_epoch(self._loader.iteration)
-        self._iterator = (
-            self._data.open_new() if data is None else self._data.open_at(self.given, data)
-        )
+        if data is None:
+            self._iterator = self._data.open_new()
+        elif self._data.is_checked and self._entry is not None:  # its state may leave a buffer out
+            self._iterator = self._data.open_again(self.given, DataState(*self._entry[1]))
+        else:
+            self._iterator = self._data.open_at(self.given, data)
 
     def _fetch(self) -> None:
         self._before = self._now()
