@@ -37,10 +37,9 @@ from pipeswitch.testing import server
 
 from .gateway import RIVALS_FOLDER, SMALL, Http, _post
 from .models import MODELS, BenchModel
-from .numbers import paired_differences
 from .serving import SLICE_ROOM_BYTES, TWINS
 from .setting import Setting, end, read_line
-from .trials import Numbers, Run, now_ms
+from .trials import Numbers, Run, now_ms, paired_differences
 
 LARGE: Final = "resnet18"
 WARMUP: Final = 3
