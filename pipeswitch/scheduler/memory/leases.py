@@ -143,15 +143,16 @@ class Leases:
             return  # EvictTask is on its way to it
         if job.move.state is MoveState.COPYING:  # it has left its slice: it moves another way
             job.move.apply(MoveEvent.UNFIT, "it asks for another slice")
+        old = self._arena.regions.get(job.slice)
+        grows = old is not None and old.size_bytes < message.slice_bytes
         try:
-            self._slices.refuse_too_large(job.slice, message.slice_bytes)
+            if grows:  # else it waits for what has been pinned since
+                self._slices.refuse_too_large(job.slice, message.slice_bytes)
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        old = self._arena.regions.get(job.slice)
-        if old is not None and old.size_bytes < message.slice_bytes:
-            # The script needs more than before. It asks only when it has moved out.
+        if grows:  # the script asks only when it has moved out
             self._slices.release(job.slice)
         job.lease_asked_bytes = max(1, message.slice_bytes)
         if not job.lease_bytes:  # a later phase of the script asks again
