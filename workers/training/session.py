@@ -528,6 +528,7 @@ class TrainingSession:
             except StopIteration:
                 return
             if before is not None:
+                assert self._data is not None
                 self._data.fetched(batch, before.random, before.data)
             self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
