@@ -211,11 +211,11 @@ def filled(item: Any, state: Any) -> Any:
         item.clear()
         item.update(values)
     elif kind in (list, deque, tuple):
-        values = [filled(*pair) for pair in zip_longest(item, state)][: len(state)]
+        items = [filled(*pair) for pair in zip_longest(item, state)][: len(state)]
         if kind is tuple:
-            return tuple(values)
+            return tuple(items)
         item.clear()
-        item.extend(values)
+        item.extend(items)
     elif kind is set:
         item.clear()
         item.update(state)
