@@ -7,12 +7,11 @@ copies commits and scrubs; *store* loads models; *disk* persists commits. Any of
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
@@ -21,43 +20,13 @@ from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.lane import Lane
 
 from .commits import Commits
 from .store import UnusableModel, load_model
 from .transmit import TransmitGuard
 
 log = logging.getLogger(__name__)
-
-Work = Callable[[], msg.Message]
-
-
-class Lane:
-    """A thread that does one piece of work after the other and sends each one's answer."""
-
-    def __init__(self, name: str, send: Callable[[msg.Message], None]) -> None:
-        self._send = send
-        self._work: SimpleQueue[tuple[msg.Epoch, Work] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, epoch: msg.Epoch, work: Work) -> None:
-        """Queue work; ``epoch`` names it should it fail in a way that has no answer of its own."""
-        self._work.put((epoch, work))
-
-    def close(self) -> None:
-        """Finish what is queued, then end."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            epoch, work = item
-            try:
-                answer = work()
-            except Exception as error:  # a bug: say so, and keep serving the others
-                log.exception("lane=%s epoch=%d failed", self._thread.name, epoch)
-                answer = msg.DaemonFault(epoch=epoch, reason=f"{type(error).__name__}: {error}")
-            self._send(answer)
 
 
 class Daemon:
@@ -77,9 +46,9 @@ class Daemon:
             arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, words=words
         )
         self._commits = Commits(device)
-        self._store_lane = Lane("store", self._send)
-        self._to_host_lane = Lane("to-host", self._send)
-        self._disk_lane = Lane("disk", self._send)
+        self._store_lane, self._to_host_lane, self._disk_lane = self._lanes = [
+            Lane(name) for name in ("store", "to-host", "disk")
+        ]
 
     def run(self) -> bool:
         """Announce readiness, serve. True after Exit, with all work finished.
@@ -122,11 +91,11 @@ class Daemon:
             case msg.CancelTransmit(epoch=epoch):
                 self._device.cancel(epoch)
             case msg.StoreModel():
-                self._store_lane.put(message.epoch, lambda: self._store(message))
+                self._put(self._store_lane, message.epoch, lambda: self._store(message))
             case msg.Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
-                self._to_host_lane.put(message.epoch, lambda: self._scrub(message))
+                self._put(self._to_host_lane, message.epoch, lambda: self._scrub(message))
             case msg.OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
@@ -139,7 +108,8 @@ class Daemon:
                 self._send(msg.Pong(epoch=epoch))
             case msg.PersistCommit():
                 area = self._commits.area_for(message)
-                self._disk_lane.put(message.epoch, lambda: self._commits.persist(message, area))
+                persist = functools.partial(self._commits.persist, message, area)
+                self._put(self._disk_lane, message.epoch, persist)
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
@@ -149,7 +119,11 @@ class Daemon:
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
             return
         area = self._commits.area_for(order)
-        self._to_host_lane.put(order.epoch, lambda: self._commits.copy(order, area))
+        self._put(self._to_host_lane, order.epoch, lambda: self._commits.copy(order, area))
+
+    def _put(self, lane: Lane, epoch: msg.Epoch, work: Callable[[], msg.Message]) -> None:
+        """Have a lane do work and send its answer; a fault of the order's epoch if it fails."""
+        lane.put(lambda: self._send(work()), lambda error: self._refuse(epoch, error.message))
 
     def _transmit(self, order: msg.TransmitModel) -> None:
         self._guard.accept(order)
@@ -198,6 +172,6 @@ class Daemon:
 
     def _finish(self) -> None:
         """Commits and stores that were accepted are finished, transmissions are cut short."""
-        for lane in (self._store_lane, self._to_host_lane, self._disk_lane):
-            lane.close()
+        for lane in self._lanes:
+            lane.stop()
         self._device.close()

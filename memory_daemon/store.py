@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.errors import RegistrationRefused
+from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.claims import check_tensors
 from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
@@ -34,6 +35,10 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
     try:
         manifest = load_manifest(directory)
         check_tensors(manifest.tensors, manifest.total_bytes)
+        if manifest.head_sha256:
+            is_derived = manifest.precision is not None
+            file = directory / weights_file(manifest)
+            read_bundle(file, manifest.head_sha256, is_derived=is_derived)
     except RegistrationRefused as error:
         raise UnusableModel(error.message) from None
     if manifest.total_bytes > len(image):

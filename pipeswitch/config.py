@@ -33,9 +33,7 @@ NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
-POLICIES: Final = (
-    "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
-)  # fmt: skip
+POLICIES: Final = ("priority", "fifo", "edf", "sjf", "collate", "alternating")
 PLACEMENTS: Final = ("least-finish", "spread", "pack")
 JOB_ORDERS: Final = ("rotate", "fair", "srtf", "fifo", "pack", "coshift")
 POLICY_GROUP: Final = "pipeswitch.policies"
@@ -336,7 +334,10 @@ class SchedulerConfig(_Checked):
         "5s", "a request that computes so long after its deadline is killed", parse_ms
     )
     stop_grace_ms: float = _setting(
-        "30s", "a job that does not step aside for so long is killed", parse_ms
+        "30s",
+        "a job that does not step aside for so long is killed; it has a quarter of that the "
+        "next time, 1s at least, and is paused after four times",
+        parse_ms,
     )
     evict_grace_ms: float = _setting(
         "30s", "a job that does not leave the device for so long is killed", parse_ms
@@ -427,6 +428,12 @@ class GatewayConfig(_Checked):
         False, "/metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards"
     )
     max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
+    text_processes: int = _setting(
+        8,
+        "language models with a tokenizer that are served at the same moment, each by a process "
+        "of its own; others wait for their turn",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -450,6 +457,7 @@ class ModelConfig(_Checked):
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
+    precision: str = _setting("exact", "exact or fast", choices=("exact", "fast"))
     preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
     raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
     postprocess: str = _setting(

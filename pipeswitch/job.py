@@ -224,9 +224,10 @@ def publish(name: str, part: str = "") -> None:
 
     In a loop's body before ``optimizer.step()``, and behind a loop, that is the state as it is; in
     a body after it, the state at the body's end. The script trains on while the version is made,
-    and requests go over to it between two of them. Parameters and buffers are matched by name with
-    the model's; ``part`` says whose, where several of ``job.steps(model={"net": net, "ema": ema})``
-    fit. Run by hand it only logs.
+    and requests go over to it between two of them. Each call makes a version, in order; one that
+    comes while eight others of the name wait to be built waits for the first of them. Parameters
+    and buffers are matched by name with the model's; ``part`` says whose, where several of
+    ``job.steps(model={"net": net, "ema": ema})`` fit. Run by hand it only logs.
 
     Raises:
         RegistrationRefused: names, dtypes or shapes differ; says which.

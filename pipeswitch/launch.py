@@ -116,12 +116,20 @@ class ForkServer:
 
             if exports(settings):
                 self._import_later()
-        pid = os.fork()
-        if pid == 0:
-            _child(order.name, settings, descriptors)
-        pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = pid
-        self._selector.register(pidfd, selectors.EVENT_READ)
+        pid = 0
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _child(order.name, settings, descriptors)
+            pidfd = os.pidfd_open(pid)
+            self._children[pidfd] = pid
+            self._selector.register(pidfd, selectors.EVENT_READ)
+        except OSError:  # processes, descriptors or memory are short: the controller tries again
+            traceback.print_exc()
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            pid = 0
         self._channel.send(msg.Forked(ticket=order.ticket, pid=pid))
 
     def _import_later(self) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
 from typing import Final
+
+SHORTAGES: Final = frozenset(
+    {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC}
+)
+"""Errors of the system that pass when others give something back."""
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from ..programs.packing import PRECISIONS
 from ..units import format_bytes, printed
 from . import common, views
 
@@ -67,6 +68,12 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--generate", is_flag=True,
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
 )  # fmt: skip
+@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
+              help="fast: packed weights and fused calls, which round differently.",
+)  # fmt: skip
+@click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
+              help="Largest difference that --precision may make, relative to the largest output.",
+)  # fmt: skip
 @common.devices_option
 @common.json_option
 def register(
@@ -97,8 +104,9 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
-    from ..client.client import FILES
+    from ..client.client import FILES, check_program_options
 
+    check_program_options(source, options["weights"], inputs)
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw", texts=True)
     options["returns"] = _signature(returns, "--returns", texts=True)
@@ -131,6 +139,13 @@ def register(
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
         notes_text += "\n  the last bits of an answer depend on the batch that computes it"
+    if precision := row.get("precision"):
+        notes_text += (
+            f"\n  precision {precision['name']}: {precision['ms']:.3g} ms in place of "
+            f"{precision['plain_ms']:.3g}, {format_bytes(row['bytes'])} in place of "
+            f"{format_bytes(precision['plain_bytes'])}, error at most "
+            f"{precision['max_error']:.1e} of the largest output"
+        )
     text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
     common.print_done(row, text, as_json)
 
@@ -270,9 +285,12 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
     """List registered models."""
     if ctx.invoked_subcommand is None:
         columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
-        common.listing(
-            lambda c: c.models(versions=versions), lambda r: views.table(r, columns), as_json, watch
-        )
+
+        def shown(rows: list[dict[str, Any]]) -> Any:
+            is_told = any(row.get("reason") for row in rows)
+            return views.table(rows, (*columns, *["reason"] * is_told))
+
+        common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
 
 @models.command("rollback")
@@ -321,7 +339,7 @@ def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
 @common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure models layer by layer, when no request waits, and group their layers by that."""
+    """Measure models layer by layer on an idle device, and group their layers by that."""
     if bool(names) == is_all:
         raise click.UsageError("give NAMES, or --all")
     failed: list[PipeSwitchError] = []

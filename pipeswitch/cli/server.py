@@ -112,12 +112,17 @@ def stop(drain: str, as_json: bool) -> None:
     with connected() as client, contextlib.ExitStack() as stack:
         pid = int(client.about()["pid"])
         exit_of = _exit_watcher(pid, stack) if client.address.startswith("ipc://") else None
-        client.stop_server(drain_s)
+        lost = client.stop_server(drain_s)
         if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
             raise PipeSwitchError(
                 f"server {pid} agreed to stop and has not left after {EXIT_WAIT_S:g} s",
                 hint=f"see its log; kill {pid}",
             )
+    if lost:
+        raise PipeSwitchError(
+            f"server {pid} stopped, but {'; '.join(lost)}",
+            hint="free space on the disk of its state directory before you start it again",
+        )
     print_done({"stopped": pid}, f"server {pid} stopped", as_json)
 
 

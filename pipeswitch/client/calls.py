@@ -362,7 +362,8 @@ class Calls:
 
 def _error(header: ReplyHeader) -> PipeSwitchError:
     error = header.error
-    assert error is not None
+    if error is None:
+        return RemoteProtocolError("the server reported an error and did not say which")
     return from_wire(error.type, error.message, error.hint, error.data, header.id)
 
 

@@ -55,6 +55,23 @@ _NO_PROGRAMS: Final = {
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
+def check_program_options(source: str, weights: str, inputs: object) -> None:
+    """Refuse what a program in a file would leave aside.
+
+    Raises:
+        InvalidInput: it has weights of its own, or says itself what it takes.
+    """
+    suffix = os.path.splitext(source)[1]
+    if weights and suffix in (".bundle", *FILES):
+        raise InvalidInput(
+            f"{source!r} brings its own weights, so weights {weights!r} would not be used",
+            hint="leave weights out; other weights go into the module's code: pipeswitch register "
+            f"NAME package.module:function --weights {weights}",
+        )
+    if inputs and suffix in (".bundle", ".pt2"):
+        raise InvalidInput(f"{source!r} says what it takes", hint="leave inputs out")
+
+
 class Client(Verbs):
     """A connection to a server. Use it as a context manager, from any number of threads.
 
@@ -213,6 +230,34 @@ class Client(Verbs):
             "convert": partial(from_reply, model, wants_torch),
         }
 
+    def profile(
+        self,
+        name: str,
+        batches: Sequence[int] = (),
+        *,
+        inputs: Callable[[int], Any] | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Measure a model layer by layer, by requests of this client, and return its profile.
+
+        Nobody else may use the device meanwhile.
+
+        Args:
+            name: of a model that is ready.
+            batches: sizes to time; groups are made for the first. Default: that of its requests.
+            inputs: returns the inputs of a request of that batch size; default: made-up ones.
+            progress: called as the work proceeds.
+
+        Raises:
+            DeviceBusy: requests or a job use the device, or came to use it.
+        """
+        from .measuring import Requests, measure
+
+        body = {"batches": list(batches)}
+        begin = partial(self._connection.request, "profile", model=name, body=body)
+        requests = Requests(partial(self.infer, name), partial(self.signature, name), inputs)
+        return measure(begin, requests, progress)
+
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> Sequenced:
         """Requests that go on from what the one before left: of a model with a ``state``.
 
@@ -312,6 +357,8 @@ class Client(Verbs):
         state: Mapping[str, str | tuple[str, int]] | None = None,
         generate: bool = False,
         tokenizer: Any = None,
+        precision: str = "",
+        max_error: float = 0.0,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -363,6 +410,11 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
+            precision: ``exact`` computes the module's own bits; ``fast`` packs weights and fuses
+                calls, and answers within rounding. Empty: ``exact``. What was measured is in the
+                row's ``precision``.
+            max_error: the largest difference from the module that ``fast`` may have, relative to
+                the largest output; 0: 0.001. A larger one is refused.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -372,6 +424,8 @@ class Client(Verbs):
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            if isinstance(source, str | os.PathLike):
+                check_program_options(os.fspath(source), weights, inputs)
             notes: list[str] = []
             takes, signature = _signature(inputs)
             raw_takes, sent = _signature(raw)
@@ -421,6 +475,8 @@ class Client(Verbs):
                 ),
                 **({"state": _states(state)} if state else {}),
                 **({"generate": True} if generate else {}),
+                **({"precision": precision} if precision else {}),
+                **({"max_error": max_error} if max_error else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),

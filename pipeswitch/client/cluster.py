@@ -1,27 +1,31 @@
 """A cluster as one server: a table that is kept, and a connection to each node.
 
 Placement is asked once, through Ray. A request goes to its node's own port, as a client of that
-server alone would send it. What a node does not answer, or does not know any more, has placement
-asked again, and is followed once.
+server alone would send it. If the node does not answer, or no longer has the model, the request
+goes to the other nodes that hold the model, then to those that placement names, each address once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import (
+    Cancelled,
     ConfigError,
     InvalidInput,
     ModelNotFound,
+    PermissionDenied,
     PipeSwitchError,
     SequenceNotFound,
     ServerUnavailable,
@@ -37,7 +41,12 @@ PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # before its name, an actor's
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
+ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
+"""Errors of a node that another one may not have. All nodes admit the cluster's key, so the one
+that refuses it is another server, which has the former port of a node."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
+ASK_S: Final = 20.0  # so long placement may take to answer a question
+RETURN_S: Final = 30.0  # so long a request waits for a model none of whose nodes answers
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -139,7 +148,7 @@ class ClusterConnection:
             self._address = address
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # of the table and the connections
-        self._connections: dict[str, Connection] = {}  # by address
+        self._connections: dict[tuple[str, Any], Connection] = {}  # by address and keys
         self._home = ""  # where this client's files go, until all are part of a model
         self._files: dict[str, str] = {}  # by digest: the node that has it
         self._waiting: set[str] = set()  # of them, for a registration
@@ -151,7 +160,9 @@ class ClusterConnection:
         self._ask()
 
     def close(self) -> None:
-        for connection in self._connections.values():
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
             connection.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -159,8 +170,10 @@ class ClusterConnection:
         raise _one_nodes("events")
 
     def notify(self, op: str, *, model: str = "") -> None:
-        if model in self._table["models"]:
-            self._to(self._table["models"][model]).notify(op, model=model)
+        node = self._table["models"].get(model)
+        with contextlib.suppress(ServerUnavailable):  # it has no answer
+            if node is not None:
+                self._to(node).notify(op, model=model)
 
     def call(self, op: str, *, model: str = "", **options: Any) -> Any:
         """As ``Connection.call``."""
@@ -169,7 +182,7 @@ class ClusterConnection:
         node = self._node_for(model, options)
         try:
             return self._to(node).call(op, model=model, **options)
-        except (ServerUnavailable, ModelNotFound) as error:
+        except ELSEWHERE as error:
             return self._elsewhere(error, node, op, model, options)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
@@ -178,17 +191,23 @@ class ClusterConnection:
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
 
+        def again(error: PipeSwitchError) -> None:
+            another = self._pool.submit(self._elsewhere, error, node, op, model, options)
+            another.add_done_callback(partial(_settle, outer))
+
         def answered(inner: Future[Any]) -> None:
             error = None if inner.cancelled() else inner.exception()
-            if isinstance(error, ServerUnavailable | ModelNotFound) and not outer.cancelled():
+            if isinstance(error, ELSEWHERE) and not outer.cancelled():
                 with contextlib.suppress(RuntimeError):  # this client is closed
-                    self._pool.submit(_settle, outer, lambda: self._elsewhere(
-                        error, node, op, model, options))  # fmt: skip
+                    again(error)
                     return
-            if not inner.cancelled():
-                _settle(outer, inner.result)
+            _settle(outer, inner)
 
-        inner = self._to(node).request(op, model=model, **options)
+        try:
+            inner = self._to(node).request(op, model=model, **options)
+        except ServerUnavailable as error:
+            again(error)
+            return outer
         outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
         inner.add_done_callback(answered)
         return outer
@@ -218,14 +237,27 @@ class ClusterConnection:
     def _elsewhere(
         self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
     ) -> Any:
-        """The answer of another node, which is asked once; to the step of a sequence that had begun
-        there is none, and its next one begins on that node."""
-        other, body = self._again(error, node, model), options.get("body") or {}
-        if not options.get("is_safe"):
-            if not body.get("start"):
-                raise self._lost(body.get("sequence", ""))
-            self._began[body["sequence"]] = other
-        return self._to(other).call(op, model=model, **options)
+        """Return the answer of another node; each address is tried once.
+
+        The step of a sequence goes nowhere else once the sequence has begun; its first one does.
+
+        Raises:
+            PipeSwitchError: as the last node did, or there is none left to ask.
+        """
+        body, tried = options.get("body") or {}, {self._address_of(node)}
+        wait_s = min(RETURN_S, (options.get("deadline_ms") or math.inf) / 1000.0)
+        until_s = time.monotonic() + wait_s
+        if not options.get("is_safe") and not body.get("start"):
+            raise self._lost(body.get("sequence", ""))
+        while True:
+            node = self._again(error, node, model, tried, until_s)
+            tried.add(self._address_of(node))
+            if not options.get("is_safe"):
+                self._began[body["sequence"]] = node
+            try:
+                return self._to(node).call(op, model=model, **options)
+            except ELSEWHERE as failed:
+                error = failed
 
     # ---- the table -----------------------------------------------------------------------------
 
@@ -233,8 +265,9 @@ class ClusterConnection:
         """Placement's answer to a verb, if there is one, and then its table, which is kept."""
         with connected_ray(self._address) as ray:
             placement = placement_of(ray)
-            answer = told(ray, getattr(placement, verb).remote(*args)) if verb else None
-            table = told(ray, placement.table.remote())
+            limit_s = ASK_S if verb in ("accuse", "home", "is_alive") else None
+            answer = told(ray, getattr(placement, verb).remote(*args), limit_s) if verb else None
+            table = told(ray, placement.table.options(max_task_retries=-1).remote(), ASK_S)
         with self._lock:
             if table["version"] >= self._table.get("version", 0):
                 self._table = table
@@ -242,44 +275,82 @@ class ClusterConnection:
         return answer
 
     def _node_of(self, model: str) -> str:
-        """Raises ModelNotFound: not in a new table either."""
-        if model not in self._table["models"]:
-            self._ask()
-        with contextlib.suppress(KeyError):
-            return str(self._table["models"][model])
-        raise ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
-
-    def _to(self, node: str) -> Connection:
-        facts = self._table["nodes"][node]
-        with self._lock:
-            found = self._connections.get(facts["address"])
-            if found is None:
-                keys = ClientKeys(*facts["keys"])
-                found = Connection(facts["address"], self._timeout_s, keys)
-                self._connections[facts["address"]] = found
-            return found
-
-    def _again(self, error: PipeSwitchError, node: str, model: str) -> str:
-        """Another node that serves it: after a death one that the table knows, else whoever
-        placement names now.
+        """Return the node that serves a model; placement is asked if the table has none.
 
         Raises:
-            PipeSwitchError: ``error``: there is none.
+            ModelNotFound: no node has it.
+        """
+        with contextlib.suppress(KeyError):
+            return str(self._table["models"][model])
+        error = ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
+        return self._again(error, "", model, set(), time.monotonic() + RETURN_S)
+
+    def _address_of(self, node: str) -> str:
+        return str(self._table["nodes"].get(node, {}).get("address", node))
+
+    def _to(self, node: str) -> Connection:
+        """Return the connection to a node.
+
+        Raises:
+            ServerUnavailable: the table has no such node any more.
+            PipeSwitchError: this process has no descriptor, thread or memory for a connection.
         """
         with self._lock:
+            facts = self._table["nodes"].get(node)
+            if facts is None:
+                raise ServerUnavailable(f"{node} is no longer part of the cluster")
+            key = (facts["address"], tuple(facts["keys"]))  # another server may have its port later
+            found = self._connections.get(key)
+            if found is None:
+                keys = ClientKeys(*facts["keys"])
+                try:
+                    found = Connection(facts["address"], self._timeout_s, keys)
+                except (OSError, RuntimeError, MemoryError) as error:
+                    raise PipeSwitchError(
+                        f"no connection to {node} can be made: {error}",
+                        hint="close other files and clients of this process",
+                    ) from error
+                self._connections[key] = found
+            return found
+
+    def _again(
+        self, error: PipeSwitchError, node: str, model: str, tried: Collection[str], until_s: float
+    ) -> str:
+        """Return another node that serves a model: a holder that the table knows if the last node
+        died, else the one that placement names now.
+
+        Args:
+            error: why the last one, ``node``, did not answer.
+            tried: the addresses that did not.
+            until_s: how long to wait for a node that may come back, on the monotonic clock.
+
+        Raises:
+            PipeSwitchError: ``error``: there is no other node.
+        """
+        is_dead, address = isinstance(error, ServerUnavailable), self._address_of(node)
+        if is_dead and (found := self._untried(model, tried)):
+            return found
+        while True:
+            with contextlib.suppress(ServerUnavailable):  # placement is down too
+                self._ask(*(("accuse", node, address) if is_dead else ()))
+            if found := self._untried(model, tried):
+                return found
+            may_come = is_dead or self._table.get("may_come")
+            if not may_come or time.monotonic() + LOOK_S > until_s:
+                raise error
+            time.sleep(LOOK_S)
+
+    def _untried(self, model: str, tried: Collection[str]) -> str:
+        """Return the holder of a model that requests go to from now on; empty: all were tried."""
+        with self._lock:
             table = self._table
-            others = [name for name in table["holders"].get(model, ()) if name != node]
-            if others and isinstance(error, ServerUnavailable):
+            serving, holders = table["models"].get(model), table["holders"].get(model, ())
+            others = [one for one in dict.fromkeys((serving, *holders))
+                      if one in table["nodes"] and self._address_of(one) not in tried]  # fmt: skip
+            if others and others[0] != serving:
                 self._table = {**table, "models": {**table["models"], model: others[0]},
                                "holders": {**table["holders"], model: others}}  # fmt: skip
-                return str(others[0])
-        address = table["nodes"].get(node, {}).get("address")
-        with contextlib.suppress(ServerUnavailable):  # placement is down too
-            self._ask(*(("accuse", node) if isinstance(error, ServerUnavailable) else ()))
-        now = self._table["models"].get(model)
-        if now is None or self._table["nodes"][now]["address"] == address:
-            raise error
-        return str(now)
+            return str(others[0]) if others else ""
 
     # ---- verbs of more than one node -----------------------------------------------------------
 
@@ -300,8 +371,9 @@ class ClusterConnection:
         return self._to(self._files[name]).call(op, **options)
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
-        files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
-        home = self._files[min(files)] if files else self._table["models"].get(model)
+        with self._choosing:
+            files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
+            home = self._files[min(files)] if files else self._table["models"].get(model)
         home = home or self._ask("home", 0)
         reply = self._to(home).call(op, model=model, body=body, **options)
         with self._choosing:
@@ -312,8 +384,8 @@ class ClusterConnection:
 
     def _do_unregister(self, op: str, *, model: str, **options: Any) -> Any:
         self._ask()
-        self._node_of(model)
-        for node in self._table["holders"][model]:
+        holders = [self._node_of(model), *self._table["holders"].get(model, ())]
+        for node in dict.fromkeys(holders):
             reply = self._to(node).call(op, model=model, **options)
         self._ask("forgotten", model)
         return reply
@@ -325,8 +397,10 @@ class ClusterConnection:
             self._ask()
         for is_last in (False, True):
             table = self._table["nodes"]
-            asked = {node: self._to(node).request(op, **options) for node in table}
-            found = {}
+            asked, found = {}, {}
+            for node in table:
+                with contextlib.suppress(ServerUnavailable):  # the table is another one by now
+                    asked[node] = self._to(node).request(op, **options)
             for node, future in asked.items():
                 with contextlib.suppress(ServerUnavailable):
                     found[node] = future.result().body
@@ -431,12 +505,13 @@ def _reply(body: dict[str, Any]) -> Reply:
     return Reply(request_id="", body=body, outputs=(), frames=())
 
 
-def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Unless it was taken back."""
+def _settle(future: Future[Any], done: Future[Any]) -> None:
+    """Give a future the outcome of another one, whatever that is, unless it was cancelled."""
+    error = Cancelled("this client is closed") if done.cancelled() else done.exception()
     with contextlib.suppress(InvalidStateError):
-        try:
-            future.set_result(work())
-        except PipeSwitchError as error:
+        if error is None:
+            future.set_result(done.result())
+        else:
             future.set_exception(error)
 
 

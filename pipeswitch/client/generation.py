@@ -123,7 +123,8 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
         InvalidInput: it is neither a text nor ids.
     """
     if isinstance(prompt, str):
-        assert encode is not None
+        if encode is None:
+            raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
         return encode(prompt)
     try:
         return [int(one) for one in prompt]

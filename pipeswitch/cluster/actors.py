@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +36,7 @@ from ..errors import (
 from ..roles import Role
 from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
 from . import lives, placement
-from .jobs import NodeJobs
+from .jobs import NodeJobs, write_whole
 from .placement import COPIES, MISSED_S, ROUND_S
 from .scaling import LONG_MS, Scale
 
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
+COPY_S: Final = 600.0  # for a model's copy to another node
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 STOP_S: Final = 30.0  # to finish what was accepted
@@ -54,6 +56,19 @@ threading.Thread(target=watch, args=(pathlib.Path(sys.argv.pop(1)),), daemon=Tru
 from pipeswitch.cli.main import main
 main()
 """
+
+
+@contextlib.contextmanager
+def starts_again(*, is_tried: bool = True) -> Iterator[None]:
+    """End this process on an error in an actor's constructor: Ray starts an actor again whose
+    process ends, but gives one up for ever whose constructor raises."""
+    try:
+        yield
+    except Exception as error:
+        if not is_tried:
+            raise
+        log.exception("it is started again: %s", why_of(error))
+        os._exit(1)
 
 
 class Node(NodeJobs):
@@ -67,6 +82,18 @@ class Node(NodeJobs):
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         super().__init__(name, Path(folder) / name)
+        started = self._state / "started"
+        with starts_again(is_tried=started.exists()):  # first, its user hears what is wrong
+            self._start(host, flags)
+            started.touch()
+
+    def _start(self, host: str, flags: tuple[str, ...]) -> None:
+        """Start the server.
+
+        Raises:
+            ServerUnavailable, OSError, RuntimeError: it, or what watches it, does not start.
+        """
+        name = self._name
         folder_of_keys, secret, self._keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
         until_s = self._claim(connect_ray()) + START_S - LEASE_S
@@ -77,7 +104,7 @@ class Node(NodeJobs):
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
+            text=True, errors="replace",
         )  # fmt: skip
         self._lease(until_s, "-")  # it has no address yet
         self._address, self._owners = self._addresses()
@@ -85,7 +112,7 @@ class Node(NodeJobs):
         server_key = self._keys.server.decode()
         # Copies are of the same tenant as what the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
-        self._lock = threading.Lock()  # of the bodies' file
+        self._lock = threading.Lock()  # of the bodies' file, the lease and the answers
         self._is_leaving = False
         self._answered = int(time.time() * 1000)  # above those of the one before
         self._answered_s: dict[int, float] = {}  # by number: answers to placement
@@ -106,11 +133,14 @@ class Node(NodeJobs):
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
+        """Read what the server writes until it is gone; then, or if that fails, leave too."""
         assert self._process.stdout is not None
-        for _ in self._process.stdout:  # until it is gone
-            pass
-        if not self._is_leaving:
-            os._exit(1)
+        try:
+            for _ in self._process.stdout:
+                pass
+        finally:
+            if not self._is_leaving:
+                os._exit(1)
 
     def _lease(self, until_s: float, address: str) -> None:
         """To the server: placement counts on this node until then."""
@@ -122,9 +152,10 @@ class Node(NodeJobs):
 
     def summary(self, heard: int = 0) -> dict[str, Any]:
         """All that placement knows of it, which has ``heard`` the answer of that number."""
-        if heard in self._answered_s:
-            self._lease(self._answered_s[heard] + LEASE_S, self._owners)
-            self._answered_s.clear()
+        with self._lock:
+            if heard in self._answered_s:
+                self._lease(self._answered_s[heard] + LEASE_S, self._owners)
+                self._answered_s.clear()
         answer = self._summary()
         with self._lock:
             number = self._answered = self._answered + 1
@@ -157,9 +188,7 @@ class Node(NodeJobs):
         with self._lock:
             bodies = {**self._bodies(), model: body}
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
-            with tempfile.NamedTemporaryFile("w", dir=self._state, delete=False) as file:
-                file.write(text)
-            os.rename(file.name, self._state / "cluster.json")
+            write_whole(self._state / "cluster.json", text.encode())
 
     def _bodies(self) -> dict[str, Any]:
         try:
@@ -243,10 +272,14 @@ class Placement:
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
-        self._look()
-        self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
         self._requested = -1  # of Ray's autoscaler
-        threading.Thread(target=self._rounds, daemon=True).start()
+        self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
+        self._copying: Future[None] = Future()  # of a model that has too few copies
+        self._copying.set_result(None)
+        with starts_again():
+            self._look()
+            self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
+            threading.Thread(target=self._rounds, daemon=True).start()
 
     def table(self) -> dict[str, Any]:
         """Where each model is served."""
@@ -257,13 +290,22 @@ class Placement:
                           for name, facts in self._facts.items()},
                 "models": dict(self._serving),
                 "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
+                "may_come": self._may_come(self._silent_since),
             }  # fmt: skip
 
-    def accuse(self, node: str) -> None:
-        """It did not answer a client: it is left out until the next look at it."""
+    def accuse(self, node: str, address: str) -> None:
+        """Leave a node out until the next look at it: it did not answer a client at that address.
+        One that has started again since has another."""
         with self._lock:
-            self._forget(node)
-            self._place()
+            if node in self._facts and self._facts[node]["address"] == address:
+                self._silent_since[node] = time.monotonic()
+                self._forget(node)
+                self._place()
+
+    def _may_come(self, nodes: Iterable[str]) -> bool:
+        """Whether one of these has been silent for so short a time that it may come back."""
+        now_s = time.monotonic()
+        return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
 
     def home(self, size_bytes: int) -> str:
         """Where a model that is new is to be registered."""
@@ -294,9 +336,10 @@ class Placement:
         return self._copy(model)
 
     def forgotten(self, model: str) -> None:
-        ray = connect_ray()
-        for name in list(self._facts):
-            ray.get(node_of(ray, name).remember.remote(model, None))
+        ray, names = connect_ray(), list(self._facts)
+        asked = [node_of(ray, name).remember.remote(model, None) for name in names]
+        for answer in asked:
+            told(ray, answer, ORDER_S)
         self._look()
 
     def drain(self, node: str) -> list[str]:
@@ -310,15 +353,19 @@ class Placement:
             held = [name for name, one in self._nodes.holders.items() if node in one]
             self._leaving.add(node)
             self._nodes.remove(node)
-        missed = [note for job in jobs for note in self._move_away(job)]
-        missed += [note for name in held for note in self._copy(name, leaving=node)]
-        with self._lock:
-            if missed:
-                self._leaving.discard(node)
-            else:
-                self._forget(node)
-                if self._scale:  # else another would be started there
-                    self._scale.wanted = min(self._scale.wanted, len(self._facts))
+        is_empty = False
+        try:
+            missed = [note for job in jobs for note in self._move_away(job)]
+            missed += [note for name in held for note in self._copy(name, leaving=node)]
+            is_empty = not missed
+        finally:
+            with self._lock:
+                if not is_empty:
+                    self._leaving.discard(node)  # the next look has it serve again
+                else:
+                    self._forget(node)
+                    if self._scale:  # else another would be started there
+                        self._scale.wanted = min(self._scale.wanted, len(self._facts))
         self._look()
         return missed
 
@@ -362,7 +409,8 @@ class Placement:
         try:
             return dict(self._order(node, "train", body, script, life))
         finally:
-            self._moving.discard(job)
+            with self._lock:
+                self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
         """It commits its last step, and goes on over there."""
@@ -381,7 +429,8 @@ class Placement:
             self._order(homes[0], "hand_over", job, to, life)
             self._order(to, "take_over", job, life)
         finally:
-            self._moving.discard(job)
+            with self._lock:
+                self._moving.discard(job)
 
     def is_alive(self, job: str) -> bool:
         """It is not over, though it may be between two lives."""
@@ -397,8 +446,7 @@ class Placement:
             self._forget(node)
             self._claims[node] = (now_s, claimed)
             silent = (one for one in names if one not in self._facts and one not in self._claims)
-            may_come = any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in silent)
-            if may_come or claimed.keys() & self._busy():
+            if self._may_come(silent) or claimed.keys() & self._busy():
                 return None
             gone = lives.lost(node, self._copies(), self._claimed())
             kept = {job: life for job, life in claimed.items() if job not in gone}
@@ -407,11 +455,14 @@ class Placement:
 
     def _idle(self) -> str:
         """Where a job goes: the fewest jobs."""
-        if not self._targets():
-            raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
-        found = min(self._targets(), key=lambda name: self._facts[name]["jobs"])
-        self._facts[found]["jobs"] += 1  # until the next look at it
-        return found
+        with self._lock:
+            found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
+            if not found:
+                raise ServerUnavailable(
+                    "the cluster has no node left", hint="pipeswitch cluster up"
+                )
+            self._facts[found]["jobs"] += 1  # until the next look at it
+            return found
 
     def _targets(self) -> list[str]:
         """Where something new may go, the node that keeps the least first."""
@@ -432,7 +483,8 @@ class Placement:
         return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
 
     def _busy(self) -> set[str]:
-        """Jobs that are started or moved, or of which a node that answers was told something."""
+        """Jobs that are started or moved, or of which a node that answers was told something; under
+        the lock, as all that reads or changes what placement keeps."""
         return self._moving | {job for node, job in self._ordered if node in self._facts}
 
     def _order(self, node: str, verb: str, *args: Any) -> Any:
@@ -445,9 +497,11 @@ class Placement:
     def _tend(self) -> None:
         """Replicate, start again elsewhere, clear away: one order for a job at a time."""
         ray, now_s = connect_ray(), time.monotonic()
-        for key, answer in list(self._ordered.items()):
+        for (node, job), answer in list(self._ordered.items()):
             if ray.wait([answer], timeout=0)[0]:
-                self._trouble(f"job {key[1]}", partial(ray.get, self._ordered.pop(key)))
+                with self._lock:
+                    del self._ordered[node, job]
+                self._trouble(f"job {job}", partial(ray.get, answer))
         with self._lock:
             copies, claims, busy = self._copies(), self._claimed(), self._busy()
             alone = lives.homeless(copies, claims) - busy
@@ -483,14 +537,17 @@ class Placement:
             self._trouble("jobs", self._tend)
             if self._scale:
                 self._trouble("scale", partial(self._follow, self._scale))
-            for model in self._short():
-                self._trouble(model, partial(self._copy, model, is_short=True))
+            self._trouble("copies", self._copy_short)
 
     def _look(self) -> None:
         """Ask every node how it is; who does not say so is gone."""
         ray, names = connect_ray(), node_names(connect_ray())
-        heard = {name: facts["number"] for name, facts in self._facts.items()}
-        asked = {name: node_of(ray, name).summary.remote(heard.get(name, 0)) for name in names}
+        with self._lock:
+            heard = {name: facts["number"] for name, facts in self._facts.items()}
+        asked = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
+                asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
             if asked else ([], [])  # fmt: skip
         found = {}
@@ -562,7 +619,6 @@ class Placement:
             spare = min(facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])),
                         default="")  # fmt: skip
             is_over = len(facts) > wanted and not self._leaving
-            self._leaving |= {spare} if is_over else set()
         if wanted != self._requested:
             request_machines(wanted)
             self._requested = wanted
@@ -571,17 +627,24 @@ class Placement:
             start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
         if is_over:  # beside the rounds: nodes want to be heard
             leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
-            threading.Thread(target=leave, daemon=True).start()
+            thread = threading.Thread(target=leave, daemon=True)
+            with self._lock:
+                thread.start()
+                self._leaving.add(spare)
 
     def _leave(self, scale: Scale, node: str) -> list[str]:
-        """Ray takes its machine when nothing holds it any more."""
-        missed = self.drain(node)
-        if missed:
-            with self._lock:  # another look at it, in a while
-                scale.wanted += 1
-                self._leaving.discard(node)
-        else:
-            stop_nodes(connect_ray(), [node], STOP_S)
+        """Drain a node and end it; Ray takes its machine when nothing holds that any more."""
+        is_left = False
+        try:
+            missed = self.drain(node)
+            if not missed:
+                stop_nodes(connect_ray(), [node], STOP_S)
+                is_left = True
+        finally:
+            with self._lock:
+                if not is_left:  # another look at it, in a while
+                    scale.wanted += 1
+                    self._leaving.discard(node)
         return missed
 
     # ---- copies --------------------------------------------------------------------------------
@@ -601,6 +664,13 @@ class Placement:
             self._short_since = since
         return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
 
+    def _copy_short(self) -> None:
+        """Begin another copy of a model that has too few, beside the rounds: one copy at a time."""
+        short = self._short()
+        if short and self._copying.done():
+            copy = partial(self._copy, short[0], is_short=True)
+            self._copying = self._copier.submit(self._trouble, short[0], copy)
+
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Another copy, from a node that has one, if there are too few; what could not be done."""
         with self._lock:
@@ -609,16 +679,22 @@ class Placement:
             source = min(held) if held else leaving
             if (len(held) >= COPIES and not is_short) or not others or not source:
                 return [] if held else [f"{model}: no other node"]
-            digest, size_bytes = self._facts[source]["models"][model]
-            body = self._facts[source]["bodies"].get(model)
-            without = held | self._leaving
-            target = self._nodes.choose(model, size_bytes, without=without).node
+            facts = self._facts.get(source, {"models": {}})
+            if model not in facts["models"]:
+                return [f"{model} was lost with {source}"]
+            digest, size_bytes = facts["models"][model]
+            body, without = facts["bodies"].get(model), held | self._leaving
+            try:
+                target = self._nodes.choose(model, size_bytes, without=without).node
+            except ServerUnavailable:
+                return [f"{model}: no other node"]
         if body is None:
             return [f"{model} was not registered through the cluster: it stays on {source}"]
         ray = connect_ray()
-        bundle = node_of(ray, source).bundle.remote(digest)  # from node to node, not through here
-        try:
-            ray.get(node_of(ray, target).adopt.remote(model, body, digest, bundle))
+        try:  # from node to node, not through here
+            bundle = node_of(ray, source).bundle.remote(digest)
+            answer = node_of(ray, target).adopt.remote(model, body, digest, bundle)
+            ray.get(answer, timeout=COPY_S)
         except Exception as error:
             return [f"{model} has no copy on {target}: {why_of(error)}"]
         self._look()

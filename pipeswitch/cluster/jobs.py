@@ -55,7 +55,7 @@ class NodeJobs:
         with self._changing:
             (self._jobs / job).mkdir(mode=0o700, exist_ok=True)
             text = json.dumps({**self._kept(job), **changed})
-            _write(self._jobs / job / "job.json", text.encode())
+            write_whole(self._jobs / job / "job.json", text.encode())
 
     def _forget(self, job: str) -> None:
         with self._changing:
@@ -122,7 +122,7 @@ class NodeJobs:
         self._keep(job, life=life - 1, state="replica", body=body, is_paused=False)
         with contextlib.suppress(OSError):
             if entry.suffix == ".py":
-                _write(self._jobs / job / entry.name, script or entry.read_bytes())
+                write_whole(self._jobs / job / entry.name, script or entry.read_bytes())
         try:
             return self.take_over(job, life)
         except BaseException:
@@ -237,12 +237,12 @@ class NodeJobs:
                 raise AlreadyExists(f"job {job} has life {mine['life']}, not {kept['life']}")
             self._keep(job, **{**kept, "state": "replica"})
             if script:
-                _write(self._jobs / job / name, script)
+                write_whole(self._jobs / job / name, script)
             if record:
                 folder = self._jobs / job / "commit"
                 folder.mkdir(mode=0o700, exist_ok=True)
-                _write(folder / msgspec.json.decode(record, type=CommitRecord).image, image)
-                _write(folder / RECORD_NAME, record)
+                write_whole(folder / msgspec.json.decode(record, type=CommitRecord).image, image)
+                write_whole(folder / RECORD_NAME, record)
                 remove_unnamed(folder)
 
 
@@ -256,11 +256,15 @@ def _newest(folder: Path) -> tuple[bytes, bytes]:
     return b"", b""
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all; synced."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file completely or leave the old one as it is; the data is synced."""
     new = path.with_name(f"{path.name}.tmp")
-    with open(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
+    try:
+        with open(new, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    except OSError:  # a full disk: leave no half of it behind
+        new.unlink(missing_ok=True)
+        raise

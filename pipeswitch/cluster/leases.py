@@ -17,22 +17,28 @@ from ..client.client import FINAL_JOB_STATES, Client
 
 
 def watch(jobs: Path) -> None:
-    """Of the server: until its end. ``jobs``: the folder of what the node keeps of them."""
+    """Hold the server's jobs whenever the lease ends; runs in a thread of the server.
+
+    If the node has gone, or the thread fails in any way, the server leaves: its jobs may not go on.
+
+    Args:
+        jobs: the folder of what the node keeps of them.
+    """
     until_s, address = math.inf, ""
-    while True:
-        wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
-        if select.select([0], [], [], wait_s)[0]:
-            heard = os.read(0, 1 << 16).decode().split()
-            if not heard:
-                break
-            until_s, address = float(heard[-2]), heard[-1]
-        else:
-            until_s = math.inf
-            try:
-                hold(Client(address), jobs)
-            except Exception:  # whatever it is: they may not go on
-                break
-    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        while True:
+            wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+            if select.select([0], [], [], wait_s)[0]:
+                heard = os.read(0, 1 << 16).decode().split()
+                if not heard:
+                    break
+                until_s, address = float(heard[-2]), heard[-1]
+            else:
+                until_s = math.inf
+                with Client(address) as client:
+                    hold(client, jobs)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def hold(client: Client, jobs: Path, name: str = "") -> None:

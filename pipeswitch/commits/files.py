@@ -6,7 +6,10 @@ finds the parameters in it, and resuming needs no conversion (ADR 0008).
 Crash-safe by order: the image is written to a temporary name,
 fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
 image's name is new each time, so the image that the old ``commit.json`` names is never touched
-before the flip. Images that no record names any more are removed afterwards.
+before the flip.
+
+The commit before stays until the next one is written: where the newest is damaged, a job goes on
+from that one. An image's name has its step and its digest, so it needs no record.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from .image import LENGTH, safetensors_head
 RECORD_NAME: Final = "commit.json"
 MAX_RECORD_BYTES: Final = 4096
 PIECE_BYTES: Final = 4 << 20
-_IMAGE: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?")
-_OURS: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?|commit\.json\.tmp")
+_IMAGE: Final = re.compile(r"commit-(\d+)-(\d+)(?:-([0-9a-f]{64}))?\.safetensors(\.tmp)?")
+_OURS: Final = re.compile(rf"{_IMAGE.pattern}|commit\.json\.tmp")
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,14 +67,16 @@ def write_commit(
         ImageChanged: see there; the commit before stays.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    name = f"commit-{step}-{_next_generation(directory)}.safetensors"
-    temporary = directory / f"{name}.tmp"
+    remove_unnamed(directory, keeps_older=False)  # never more than two images at a time
+    stem = f"commit-{step}-{_next_generation(directory)}"
+    temporary = directory / f"{stem}.safetensors.tmp"
     try:
         reach("persist.image.write")
         digest = _write_synced(temporary, memoryview(safetensors_head(image)), image)
         if not is_still_whole():
             raise ImageChanged(f"step {step}")
         reach("persist.image.written")
+        name = f"{stem}-{digest}.safetensors"
         temporary.rename(directory / name)
         reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
@@ -87,11 +92,41 @@ def write_commit(
 
 
 def read_record(directory: Path) -> CommitRecord | None:
-    """What ``commit.json`` says; None when there is none.
+    """Return what ``commit.json`` says, or the newest image's name if it is damaged or missing.
+
+    None: there is no commit.
 
     Raises:
-        RemoteProtocolError: it is not one of ours.
+        RemoteProtocolError: it is not one of ours, and no image has a name that says enough.
     """
+    try:
+        record = _read_record(directory)
+        if record is not None and (directory / record.image).exists():
+            return record
+    except RemoteProtocolError:
+        if named := _named_images(directory):
+            return named[0]
+        raise
+    return next(iter(_named_images(directory)), record)
+
+
+def _named_images(directory: Path) -> list[CommitRecord]:
+    """Return the commits whose image has its digest in its name, the newest first."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = _IMAGE.fullmatch(path.name)
+        if match is not None and match[3] and not match[4] and int(match[1]) <= MAX_STEP:
+            with contextlib.suppress(OSError, RemoteProtocolError):
+                size_bytes = path.stat().st_size - _head_bytes(path)
+                record = CommitRecord(
+                    step=int(match[1]), size_bytes=size_bytes, sha256=match[3], image=path.name
+                )
+                if size_bytes >= 0:
+                    found.append((int(match[2]), record))
+    return [record for _, record in sorted(found, key=lambda one: -one[0])]
+
+
+def _read_record(directory: Path) -> CommitRecord | None:
     try:
         with open(directory / RECORD_NAME, "rb", opener=open_plain) as file:
             data = file.read(MAX_RECORD_BYTES)
@@ -103,28 +138,62 @@ def read_record(directory: Path) -> CommitRecord | None:
         record = msgspec.json.decode(data, type=CommitRecord)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{directory / RECORD_NAME}: {error}") from None
-    if not _IMAGE.fullmatch(record.image):
+    match = _IMAGE.fullmatch(record.image)
+    if not match:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} names {record.image!r}")
+    if match[3] and (match[1], match[3]) != (str(record.step), record.sha256):
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} is not of the image that it names")
     if not 0 <= record.step <= MAX_STEP or record.size_bytes < 0:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} is of step {record.step}")
     return record
 
 
-def load_commit(directory: Path) -> tuple[int, int, CommitRecord] | None:
+def load_commit(
+    directory: Path, damaged: Callable[[str], None] | None = None
+) -> tuple[int, int, CommitRecord] | None:
     """A new commit area that holds the commit on disk: (descriptor, slot_bytes, record).
 
     The caller owns the descriptor. None when nothing has been persisted there.
+
+    Args:
+        damaged: where it is given, the commit before takes the place of a damaged one, and this is
+            called with what is wrong.
 
     Raises:
         RemoteProtocolError: the files are damaged: wrong size or digest.
         OSError: unreadable, or no memory for the area.
     """
-    record = read_record(directory)
-    if record is None:
+    newest = read_record(directory)
+    if newest is None:
         return None
+    records = [newest]
+    if damaged is not None:
+        with contextlib.suppress(RemoteProtocolError):
+            records = [_read_record(directory) or newest]
+        records += [one for one in (newest, *_named_images(directory)) if one not in records]
+    problems: dict[str, RemoteProtocolError] = {}  # by image
+    for record in records:
+        try:
+            loaded = _load(directory, record)
+        except RemoteProtocolError as error:
+            problems.setdefault(record.image, error)
+            continue
+        problems.pop(record.image, None)  # its record alone is damaged, its name has the same
+        if damaged is not None:
+            for problem in problems.values():
+                damaged(problem.message)
+        return loaded
+    raise next(iter(problems.values()))
+
+
+def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord]:
     slot_bytes = record.size_bytes
     path = directory / record.image
-    head_bytes = _head_bytes(path, record)
+    head_bytes = _head_bytes(path)
+    if path.stat().st_size != head_bytes + record.size_bytes:
+        raise RemoteProtocolError(
+            f"{path} has {path.stat().st_size} bytes, not {head_bytes} + {record.size_bytes}"
+        )
     descriptor = create_area(slot_bytes)
     try:
         area = CommitArea(descriptor, slot_bytes, is_writer=True)
@@ -142,33 +211,34 @@ def load_commit(directory: Path) -> tuple[int, int, CommitRecord] | None:
     return descriptor, slot_bytes, record
 
 
-def remove_unnamed(directory: Path) -> None:
-    """Remove our files that ``commit.json`` does not name: leftovers of crashes, older images."""
+def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
+    """Remove our files but the newest commit and the one before: leftovers, older images."""
     try:
         record = read_record(directory)
     except RemoteProtocolError:
         return  # a damaged record: leave the images for a person to look at
-    kept = record.image if record is not None else ""
+    if record is not None and not (directory / record.image).exists():
+        return  # another folder's record
+    kept = {record.image} if record is not None else set()
+    if record is not None and keeps_older:
+        images = [*map(_IMAGE.fullmatch, (path.name for path in directory.iterdir()))]
+        numbers = {int(one[2]): one[0] for one in images if one is not None and not one[4]}
+        newest = next((number for number, name in numbers.items() if name == record.image), -1)
+        kept.add(numbers.get(max((n for n in numbers if n < newest), default=-1), ""))
     for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name != kept:
+        if _OURS.fullmatch(path.name) and path.name not in kept:
             with contextlib.suppress(OSError):  # it is gone, or a script made a folder of it
                 path.unlink()
 
 
-def _head_bytes(path: Path, record: CommitRecord) -> int:
-    """What stands in front of the image; the file must end with the image."""
+def _head_bytes(path: Path) -> int:
+    """Return the size of what stands in front of the image."""
     try:
-        actual_bytes = path.stat().st_size
         with open(path, "rb", opener=open_plain) as file:
             start = file.read(LENGTH.size)
     except FileNotFoundError:
         raise RemoteProtocolError(f"{path} is missing") from None
-    head_bytes = LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
-    if actual_bytes != head_bytes + record.size_bytes:
-        raise RemoteProtocolError(
-            f"{path} has {actual_bytes} bytes, not {head_bytes} + {record.size_bytes}"
-        )
-    return head_bytes
+    return LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
 
 
 def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRecord) -> None:
@@ -204,8 +274,8 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
 def _next_generation(directory: Path) -> int:
     """A number no image in ``directory`` has."""
     found = [
-        int(path.name.split("-")[2].split(".")[0])
+        int(match[2])
         for path in directory.iterdir()
-        if _IMAGE.fullmatch(path.name)
+        if (match := _IMAGE.fullmatch(path.name)) is not None
     ]
     return max(found, default=-1) + 1

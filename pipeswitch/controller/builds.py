@@ -25,9 +25,11 @@ from ..programs.build.builder import work_prefix
 from ..programs.claims import check_claims
 from ..programs.layout import Manifest
 from ..programs.spec import (
+    BuildSpec,
     files_of,
     is_checked,
     is_joined_as_asked,
+    is_same_content,
     kept,
     load_manifest,
     needs_more,
@@ -199,6 +201,13 @@ class Builds:
         )  # fmt: skip
         self._take(FromBuilder(message=failed))
 
+    def _kept_of(self, spec: bytes) -> Manifest | None:
+        """Return the manifest of the program on disk that a build began from, if it did."""
+        decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+        folder = Path(decoded.source).parent
+        is_kept = folder.parent == self._places.models and not decoded.weights
+        return self.manifest_of(folder.name) if is_kept else None
+
     def _is_checked(self, digest: str) -> bool:
         manifest = self.manifest_of(digest)
         return manifest is None or is_checked(manifest)
@@ -219,6 +228,9 @@ class Builds:
                 raise RegistrationRefused("build", "its builder returned code, unasked")
             if built.mode == "graph":
                 check_claims(built)
+            before = self._kept_of(spec)
+            if before is not None and not is_same_content(before, built):
+                raise RegistrationRefused("bundle", "its file on disk is damaged")
             if not is_joined_as_asked(built, spec):
                 raise RegistrationRefused("build", "requests are joined as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
@@ -226,6 +238,8 @@ class Builds:
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)
                 save_manifest(self._places.models / message.folder, built)
+            if self._disk.digest_of(command.model) == digest:  # its files were damaged
+                self._remove_files(self._places.take_away_program(digest))
             self._places.publish(message.folder, digest)
         except RegistrationRefused as error:
             self._refuse(command, error)
@@ -235,9 +249,8 @@ class Builds:
             self._refuse(command, RegistrationRefused("build", reason))
             return
         over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
-        if over_bytes > 0:  # another one was built meanwhile
-            refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
-            assert refusal is not None
+        refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
+        if over_bytes > 0 and refusal is not None:  # another one was built meanwhile
             self._refuse(command, refusal)
         else:
             self._built(message)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
 from ..ipc import messages as msg
 from ..ipc.board import ring
@@ -85,9 +88,9 @@ class DeviceEffects:
         known = self._workers.get(command.slot)
         if known is None:
             return
-        descriptors = self._commits_of(command)
-        files = self._files_for(command.slot, command.message)
         try:
+            descriptors = self._commits_of(command)
+            files = self._files_for(command.slot, command.message)
             match command.message:
                 case msg.BindTenant(tenant=tenant):
                     self._bound[command.slot, known[0]] = tenant
@@ -106,7 +109,15 @@ class DeviceEffects:
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
 
     def _commits_of(self, command: ev.ToWorker | ev.ToDaemon) -> list[int]:
-        return [] if command.commits_of is None else [self._memory.commits[command.commits_of]]
+        """
+        Raises:
+            OSError: they could not be made; the job is being cancelled.
+        """
+        if command.commits_of is None:
+            return []
+        if command.commits_of not in self._memory.commits:
+            raise OSError(errno.ENOENT, f"job {command.commits_of} has no memory for its commits")
+        return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: msg.BindTenant) -> list[int]:
         """What one tenant's worker maps; training slices where it may run scripts."""
@@ -146,14 +157,15 @@ class DeviceEffects:
     def _to_daemon(self, command: ev.ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
             return
-        descriptors = self._commits_of(command)
-        if self._sizes.separates_tenants and isinstance(command.message, msg.TransmitModel):
-            try:
+        try:
+            descriptors = self._commits_of(command)
+            if self._sizes.separates_tenants and isinstance(command.message, msg.TransmitModel):
                 descriptors += self._arena_for(command.message.tenant)
-            except OSError as error:  # it is tried again
-                fault = msg.DaemonFault(epoch=command.message.epoch, reason=str(error))
-                self._take(self._from_daemon(self._daemon_generation, fault))
-                return
+        except OSError as error:  # it is tried again
+            epoch = getattr(command.message, "epoch", msg.Epoch(0))
+            fault = msg.DaemonFault(epoch=epoch, reason=str(error))
+            self._take(self._from_daemon(self._daemon_generation, fault))
+            return
         self._processes.send(self._daemon, 0, command.message, descriptors)
 
     def _arena_for(self, tenant: str) -> list[int]:
@@ -172,7 +184,10 @@ class DeviceEffects:
         if not isinstance(message, msg.PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
-        refusal = self._ground.frontend.disk.refusal("", size_bytes, f'a commit of "{message.job}"')
+        disk, what = self._ground.frontend.disk, f'a commit of "{message.job}"'
+        if refusal := disk.refusal("", size_bytes, what):  # the one before the newest gives way
+            remove_unnamed(Path(message.directory), keeps_older=False)
+            refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
             return False
         failed = msg.CommitPersisted(

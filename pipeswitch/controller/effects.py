@@ -170,20 +170,29 @@ class Effects:
 
     def _create_commits(self, command: ev.CreateCommits) -> None:
         reach("commits.create")
-        if command.loaded < 0:
-            self._memory.create_commits(command.job, command.slot_bytes)
-            return
-        self._memory.commits[command.job] = os.dup(command.loaded)
-        if command.is_on_disk:
-            return
-        target = self._places.commits / command.job
-        shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
-        shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
-                        copy_function=os.link)  # fmt: skip
+        try:
+            if command.loaded < 0:
+                self._memory.create_commits(command.job, command.slot_bytes)
+                return
+            self._memory.commits[command.job] = os.dup(command.loaded)
+            if command.is_on_disk:
+                return
+            target = self._places.commits / command.job
+            shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
+            shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,
+                            copy_function=os.link)  # fmt: skip
+        except OSError as error:  # no descriptor, memory or disk: a job commits, or does not train
+            log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
+            self._take(ev.JobAsked(token=_SERVER, job=command.job, action="cancel"))
 
-    def restore_commits(self, job: JobName) -> tuple[int, int] | None:
-        """Load a job's persisted commit; (slot bytes, step), or None when there is none."""
-        loaded = load_commit(self._places.commits / job)
+    def restore_commits(
+        self, job: JobName, damaged: Callable[[str], None]
+    ) -> tuple[int, int] | None:
+        """Load a job's persisted commit; (slot bytes, step), or None when there is none.
+
+        ``damaged`` is called with what is wrong with a newer one, for each that is left out.
+        """
+        loaded = load_commit(self._places.commits / job, damaged)
         if loaded is None:
             return None
         descriptor, slot_bytes, record = loaded
@@ -199,13 +208,17 @@ class Effects:
             return -1
         return -1 if record is None else record.step
 
-    def sweep_commits(self, jobs: Collection[str]) -> None:
-        """At the start: commits of other jobs, and what a crash left beside those of these."""
+    def sweep(self, jobs: Collection[str], now_s: float) -> None:
+        """At the start: move to the trash what the journal does not name; remove what a crash left
+        beside commits, and what has been in the trash for a day."""
+        old = self._places.old_trash(now_s)
+        self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():
-            if path.name not in jobs:
-                shutil.rmtree(path, ignore_errors=True)
+            if path.name.startswith(".gone-"):
+                old.append(path)
             elif path.is_dir():
                 remove_unnamed(path)
+        self._frontend.uploads.remove(old)
 
     def _remove_job(self, job: JobName) -> None:
         """Its commits under a name that no job has; another thread removes them."""
@@ -218,10 +231,7 @@ class Effects:
 
 
 class Tracer:
-    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s.
-
-    On a lane, which the first question starts.
-    """
+    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s."""
 
     def __init__(self, timeline: Timeline, answer: Callable[[ev.Answer], None]) -> None:
         """``answer`` may be called from any thread."""
@@ -231,14 +241,14 @@ class Tracer:
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-        if not self._lane.is_started:
-            self._lane.start()
-        self._lane.put(functools.partial(self._tell, token, since_ms))
+        self._lane.put(
+            functools.partial(self._tell, token, since_ms),
+            lambda error: self._answer(ev.Answer(token=token, error=error)),
+        )
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        if self._lane.is_started:
-            self._lane.stop()
+        self._lane.stop()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..programs.packing import DERIVED_FILE
 from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from ..wire.private import check_trusted
 
 DIGEST: Final = "[0-9a-f]{64}"
+TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
@@ -61,6 +63,29 @@ class Places:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, STATE_SETTING)
 
+    def unnamed(self, digests: Collection[str], jobs: Collection[str]) -> list[Path]:
+        """Return the programs and commits that no model and no job names."""
+        programs = [path for path in self.models.glob("*") if re.fullmatch(DIGEST, path.name)]
+        commits = [path for path in self.commits.glob("[!.]*") if path.is_dir()]
+        found = [path for path in programs if path.name not in digests]
+        return found + [path for path in commits if path.name not in jobs]
+
+    def set_aside(self, digests: Collection[str], jobs: Collection[str], folder: str) -> list[Path]:
+        """Move what no entry names to a folder under ``root``; return the new places."""
+        moved = []
+        for path in self.unnamed(digests, jobs):
+            place = self.root / folder / path.relative_to(self.root)
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # it stays until the next start
+                os.rename(path, place)
+                moved.append(place)
+        return moved
+
+    def old_trash(self, now_s: float) -> list[Path]:
+        """Return what a start threw away a day ago; the caller removes it."""
+        stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
+        return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
+
     def sweep(self) -> None:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
         for leftover in self.models.glob(".build-*"):
@@ -92,10 +117,14 @@ class Places:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Its manifest and its bundle, to be read; nothing when one of them is missing."""
+        """Its manifest and its bundle, to be read; nothing when one of them is missing.
+
+        The bundle is the derived one where there is one, since then the manifest is that one's.
+        """
         opened: list[int] = []
+        is_derived = (self.models / digest / DERIVED_FILE).exists()
         try:
-            for name in (MANIFEST_FILE, BUNDLE_FILE):
+            for name in (MANIFEST_FILE, DERIVED_FILE if is_derived else BUNDLE_FILE):
                 opened.append(os.open(self.models / digest / name, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:  # the worker says so: its registration is damaged
             while opened:
@@ -107,11 +136,18 @@ class Places:
 
         No builder may run: it may have found its program there already.
         """
-        away = []
-        for path in self.models.iterdir():
-            if re.fullmatch(DIGEST, path.name) and path.name not in kept:
-                target = path.with_name(f".build-gone-{path.name}")
-                with contextlib.suppress(OSError):  # it stays, until the next sweep
-                    os.rename(path, target)
-                    away.append(target)
-        return away
+        try:
+            names = [path.name for path in self.models.iterdir()]
+        except OSError:  # no descriptor is left: they stay, until the next sweep
+            return []
+        gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in kept]
+        return [path for name in gone for path in self.take_away_program(name)]
+
+    def take_away_program(self, digest: str) -> list[Path]:
+        """Rename one program, so that its place is free; the caller removes it."""
+        target = self.models / f".build-gone-{digest}"
+        try:
+            os.rename(self.models / digest, target)
+        except OSError:  # it stays, until the next sweep
+            return []
+        return [target]

@@ -245,8 +245,13 @@ class Gateway:
             os.pwrite(self._lock, str(process.pid).encode(), 0)
         sockets = [self._sockets.get("http"), None if self._keyed is None else self._keyed.sock]
         numbers = [one.fileno() for one in sockets if one is not None]
-        with contextlib.suppress(BrokenPipeError):  # its exit follows
+        try:
             ours.send(self._settings(), [self._lock, *numbers])
+        except BrokenPipeError:
+            pass  # its exit follows
+        except OSError as error:  # no memory, or no place for descriptors in flight
+            log.error("gateway=killed: it cannot be sent its settings: %s", error)
+            process.kill()
         log.info("gateway=started pid=%d %s", process.pid, " ".join(self.addresses))
 
     def _settings(self) -> GatewaySettings:
@@ -267,6 +272,7 @@ class Gateway:
             allow_code=self._allow_code,
             needs_token=not is_local,
             nv_metrics=config.nv_metrics,
+            text_processes=config.text_processes,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,

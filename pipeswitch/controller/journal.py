@@ -2,78 +2,60 @@
 
 An SQLite database (docs/adr/0010): what was appended is on the disk, whole, before its asker is
 answered. A model is there until it is unregistered, a job until it is over and an ended one until
-it is removed, a hold until its job is resumed or over. A row that cannot be used is dropped with a
-warning; a file that is no database any more is set aside, and what can still be read of it is kept.
+it is removed, a hold until its job is resumed or over.
+
+Each row has a digest. A journal that is damaged, in one row or as a whole, is set aside and written
+again from what is sound of it, from the copies beside models and commits (``entries``), and from
+the newest backup of the journal. What no entry names then is moved to ``orphans/`` and never
+removed by a server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
-import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from ..config import NAME_PATTERN
 from ..errors import ConfigError
 from ..machine import sync_directory
+from .entries import (
+    ENDS,
+    FIELDS,
+    REPLACES,
+    Entry,
+    EntryCopies,
+    Key,
+    check,
+    digest_of,
+    is_name,
+    key_of,
+    packed,
+    read_backup,
+    superseded_by,
+    write_backup,
+)
+from .folders import Places
 
 log = logging.getLogger(__name__)
 
-Entry = dict[str, Any]
-
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = (
-    10  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-)
+SCHEMA_VERSION: Final = 11
+# In the file's user_version; 0 is a file without tables, 1 had no holds,
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
-# 8 no chains, 9 no defaults of job.steps
+# 8 no chains, 9 no defaults of job.steps, 10 no digests
+BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
+BACKUP_EVERY_S: Final = 60.0  # at most, while entries come; at once when one goes
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
+DIGEST_COLUMN: Final = "sha256"
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
-
-FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
-    "model": {
-        "spec": bytes,
-        "spec_digest": str,
-        "digest": str,
-        "priority": int,
-        "pin": bool,
-        "tenant": str,
-    },
-    "job": {
-        "entry": str,
-        "args": list,
-        "priority": int,
-        "tenant": str,
-        "share": str,
-        "devices": list,
-        "defaults": list,
-    },
-    "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
-    "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
-    # its name is a model's; shares are of other versions: [version, percent]
-    "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
-    "chain": {"spec": bytes, "tenant": str},
-    "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
-}
-"""What an entry of each kind must have beside its name; each kind is a table."""
-
-ENDS: Final = {
-    "model-gone": ("model",), "serving-gone": ("serving",), "chain-gone": ("chain",),
-    "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
-}  # fmt: skip
-"""Entries that end those of other kinds."""
-
-REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
-"""Entries that take the place of those of other kinds."""
-
-_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
 
 _COLUMNS: Final = {
     bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT", dict: "TEXT",
@@ -86,56 +68,119 @@ class JournalFile:
     Attributes:
         models, chains, serving, jobs, holds, placed, ended: what it held when it was opened, by
             name, in the order of acceptance.
+        losses: sentences for people that say what was damaged, and what became of it.
+        lost: entries that are known to have been there and could not be read anywhere.
+        run_later: runs a piece of file work beside the loop; by default it is run at once.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open, or make.
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
+        """Open the journal, or make one.
 
         Raises:
             OSError: it can be neither read nor written.
             ConfigError: a later release wrote it.
         """
-        self._path = path
-        self._owed: dict[tuple[str, str], Entry] = {}  # could not be written yet; the latest each
-        self.models: dict[str, Entry] = {}
-        self.chains: dict[str, Entry] = {}
-        self.jobs: dict[str, Entry] = {}
-        self.serving: dict[str, Entry] = {}
-        self.holds: dict[str, Entry] = {}
-        self.placed: dict[str, Entry] = {}
-        self.ended: dict[str, Entry] = {}
+        self._path, self._places = path, Places(root=path.parent)
+        self._owed: dict[Key, Entry] = {}  # could not be written yet; the latest each
+        self._copies = EntryCopies(path.parent)
+        self._backups = [path.with_name(name) for name in BACKUPS]
+        self._backed_up_at_s, self._is_backed_up = 0.0, True
+        self.run_later: Callable[[Callable[[], None]], None] = lambda work: work()
+        self.losses: list[str] = []
+        self.lost: list[Key] = []
         try:
-            kept: list[Entry] = []
-            try:
-                self._database = _opened(path)
-            except sqlite3.DatabaseError as problem:
-                if _errno(problem) != errno.EIO:
-                    raise
-                kept = _set_aside(path, problem)
-                self._database = _opened(path)
-            try:
-                self._take_over(kept)
-                (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed,
-                 self.ended) = (
-                    {entry["name"]: entry for entry in _rows(self._database, kind)}
-                    for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
-                )  # fmt: skip
-                sync_directory(path.parent)
-            except BaseException:
-                self._database.close()
-                raise
+            self._entries = self._read(f"{wall_clock():.0f}")
         except sqlite3.DatabaseError as problem:
             raise _os_error(problem) from None
+        (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed, self.ended) = (
+            {name: entry for (known, name), entry in self._entries.items() if known == kind}
+            for kind in ("model", "chain", "serving", "job", "hold", "placed", "ended")
+        )
+        with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
+            for entry in self._entries.values():
+                self._copies.keep(entry)
+            self._back_up()
+            sync_directory(path.parent)
+        for text in self.losses:
+            log.warning("journal=%s %s", path, text)
 
-    def _take_over(self, entries: Iterable[Entry]) -> None:
-        """All of them or none."""
+    def _read(self, stamp: str) -> dict[Key, Entry]:
+        """Open the database and return its entries. Outcomes, the first that applies:
+
+        1. It is sound and has all entries of which there are copies.
+        2. It is sound and lacks some, as its log was damaged: they are written to it again.
+        3. It is damaged or missing: another one is written from all that can be read.
+        """
+        copies, bad = self._copies.read()
+        saved = next(filter(None, map(read_backup, self._backups)), {})
+        problem, sound = "", dict[Key, Entry]()
+        is_used = bool(copies or bad or saved or self._places.unnamed((), ()))
+        if is_used and not self._path.exists():
+            problem = "it is missing"
+        else:
+            try:
+                self._database = _opened(self._path)
+                sound, wrong = _entries(self._database)
+                if wrong:
+                    problem = f"{len(wrong)} of its entries are damaged"
+                elif saved and not sound:  # a backup follows at once when an entry goes
+                    problem = "it is empty"
+                if problem:
+                    self._database.close()
+            except sqlite3.DatabaseError as error:
+                if _errno(error) != errno.EIO:
+                    raise
+                problem, wrong = str(error), set()
+                with (
+                    contextlib.suppress(sqlite3.Error),
+                    contextlib.closing(_connect(self._path)) as database,
+                ):
+                    sound, wrong = _entries(database, is_damaged=True)
+            bad |= wrong
+        missed = {key: entry for key, entry in copies.items() if key not in sound}
+        if problem:
+            missed |= {key: entry for key, entry in saved.items() if key not in sound}
+            self._rewrite(problem, _merged(saved, sound, copies))
+        else:
+            self._put(missed)
+        found, _ = _entries(self._database)
+        if problem or missed:
+            replaced = {key for entry in found.values() for key in superseded_by(entry)}
+            lost = sorted(bad - found.keys() - replaced)
+            self.lost = [(kind, name) for kind, name in lost if is_name(name)]
+            for what, keys in (("read from copies", found.keys() & missed.keys()), ("lost", lost)):
+                if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
+                    self.losses.append(f"entries that the journal lacked are {what}: {names}")
+            orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
+            self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
+        return found
+
+    def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
+        """Put a new file in the place of a damaged one, which is set aside."""
+        path, fresh = self._path, self._path.with_name("journal.new.sqlite")
+        for suffix in ("", "-wal"):  # of a start that was cut short
+            Path(f"{fresh}{suffix}").unlink(missing_ok=True)
+        self._database = _opened(fresh)
+        try:
+            self._put(entries)
+        finally:
+            self._database.close()  # which moves its log into the file
+        aside = path.with_suffix(f".damaged-{time.time_ns()}")
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+        os.replace(fresh, path)
+        self._database = _opened(path)
+        what = f", set aside as {aside.name}" if aside.exists() else ""
+        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is written again")
+
+    def _put(self, entries: dict[Key, Entry]) -> None:
+        """Write entries that are true together, and drop what they supersede."""
         with _transaction(self._database):
-            for entry in entries:
-                try:
-                    _check(entry)
-                    _write(self._database, entry)
-                except (ValueError, OverflowError) as error:  # nothing was written of it
-                    log.warning("journal=%s entry ignored: %s", self._path, error)
+            for entry in entries.values():
+                _delete(self._database, superseded_by(entry))
+            for entry in entries.values():
+                _insert(self._database, entry)
 
     def append(self, entry: Entry) -> None:
         """Write and sync, with everything that is owed, or leave no trace.
@@ -144,14 +189,28 @@ class JournalFile:
             OSError: the disk is full or gone; what was there before is intact.
         """
         began_s = time.monotonic()
+        entries = [*self._owed.values(), entry]
+        for one in entries:
+            self._copies.drop(superseded_by(one))
         try:
             with _transaction(self._database):
-                for owed in self._owed.values():
-                    _write(self._database, owed)
-                _write(self._database, entry)
+                for one in entries:
+                    _delete(self._database, superseded_by(one))
+                    if one["kind"] in FIELDS:
+                        _insert(self._database, one)
         except sqlite3.Error as problem:
             raise _os_error(problem) from None
         self._owed.clear()
+        for one in entries:
+            for key in superseded_by(one):
+                self._entries.pop(key, None)
+            if one["kind"] in FIELDS:
+                self._entries[key_of(one)] = one
+                with contextlib.suppress(OSError):  # the next start writes it
+                    self._copies.keep(one)
+        self._is_backed_up = False
+        if entry["kind"] in ENDS or began_s - self._backed_up_at_s > BACKUP_EVERY_S:
+            self._back_up()
         took_ms = (time.monotonic() - began_s) * 1000.0
         if took_ms > SLOW_APPEND_MS:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
@@ -165,12 +224,21 @@ class JournalFile:
         about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
         self._owed[about[0], str(entry["name"])] = entry
 
+    def _back_up(self) -> None:
+        """Pack all entries; the file is written beside the loop."""
+        self._backed_up_at_s, self._is_backed_up = time.monotonic(), True
+        data = packed([*self._entries.values()])
+        self.run_later(functools.partial(write_backup, data, *self._backups))
+
     def close(self) -> None:
         if self._owed:
             try:
                 self.append(self._owed.popitem()[1])
             except OSError as problem:
                 log.error("journal=%s is behind: %s", self._path, problem.strerror)
+        self.run_later = lambda work: work()
+        if not self._is_backed_up:
+            self._back_up()
         self._database.close()
 
 
@@ -191,7 +259,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         if version > SCHEMA_VERSION:
             raise ConfigError(
                 f"journal {path} is of schema {version}, this release knows {SCHEMA_VERSION}",
-                hint="start the release that wrote it, or choose another --state-dir",
+                hint="start the release that wrote it, or choose another --state-dir; if there is "
+                "none, the file is damaged: move it away, and it is written again from copies",
             )
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
@@ -199,7 +268,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         if version < SCHEMA_VERSION:
             _create(database)
         for kind, fields in FIELDS.items():  # whatever user_version says
-            database.execute(f"SELECT name, {', '.join(fields)} FROM {kind} LIMIT 0")
+            columns = ", ".join([*fields, DIGEST_COLUMN])
+            database.execute(f"SELECT name, {columns} FROM {kind} LIMIT 0")
     except BaseException:
         database.close()
         raise
@@ -220,16 +290,26 @@ def _create(database: sqlite3.Connection) -> None:
     with _transaction(database):
         for kind, fields in FIELDS.items():
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
-            columns = f"name TEXT PRIMARY KEY, {columns}"
+            columns = f"name TEXT PRIMARY KEY, {columns}, {DIGEST_COLUMN} TEXT"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
         # What was there before there were tenants is the owner's.
         for kind, column, empty in (
             ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
             ("job", "devices", "[]"), ("job", "defaults", "[]"), ("serving", "shares", "[]"),
+            *((kind, DIGEST_COLUMN, "") for kind in FIELDS),
         ):  # fmt: skip
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
                 database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
+        for kind, fields in FIELDS.items():  # rows of a release without digests have an empty one
+            rows = database.execute(
+                f"SELECT rowid, name, {', '.join(fields)} FROM {kind} WHERE {DIGEST_COLUMN} = ''"
+            ).fetchall()
+            for row_id, *values in rows:
+                database.execute(
+                    f"UPDATE {kind} SET {DIGEST_COLUMN} = ? WHERE rowid = ?",
+                    (digest_of([kind, *values]), row_id),
+                )
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -247,92 +327,92 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _write(database: sqlite3.Connection, entry: Entry) -> None:
-    """One checked entry into the tables. A name keeps its place among the others."""
+def _merged(*sources: dict[Key, Entry]) -> dict[Key, Entry]:
+    """Return what is true by all sources; a later one is right about an earlier one."""
+    merged: dict[Key, Entry] = {}
+    for source in sources:
+        for key in [key for entry in source.values() for key in superseded_by(entry)]:
+            merged.pop(key, None)
+        merged |= source
+    return merged
+
+
+def _delete(database: sqlite3.Connection, keys: Iterable[Key]) -> None:
+    for table, name in keys:
+        database.execute(f"DELETE FROM {table} WHERE name = ?", (name,))
+
+
+def _insert(database: sqlite3.Connection, entry: Entry) -> None:
+    """Write one checked entry. A name keeps its place among the others."""
     kind = entry["kind"]
-    if kind in ENDS:
-        for table in ENDS[kind]:
-            database.execute(f"DELETE FROM {table} WHERE name = ?", (entry["name"],))
-        return
-    for table in REPLACES.get(kind, ()):
-        database.execute(f"DELETE FROM {table} WHERE name = ?", (entry["name"],))
     fields = FIELDS[kind]
-    values = [json.dumps(entry[f]) if fields[f] in (list, dict) else entry[f] for f in fields]
-    marks = ", ".join("?" * len(fields))
-    updates = ", ".join(f"{field} = excluded.{field}" for field in fields)
+    values = [entry["name"]]
+    for field, type_ in fields.items():
+        value = entry[field]
+        values.append(json.dumps(value) if type_ in (list, dict) else
+                      int(value) if type_ is bool else value)  # fmt: skip
+    columns = [*fields, DIGEST_COLUMN]
+    marks = ", ".join("?" * len(columns))
+    updates = ", ".join(f"{column} = excluded.{column}" for column in columns)
     database.execute(
-        f"INSERT INTO {kind} (name, {', '.join(fields)}) VALUES (?, {marks}) "
+        f"INSERT INTO {kind} (name, {', '.join(columns)}) VALUES (?, {marks}) "
         f"ON CONFLICT (name) DO UPDATE SET {updates}",
-        (entry["name"], *values),
+        (*values, digest_of([kind, *values])),
     )
 
 
-def _rows(database: sqlite3.Connection, kind: str) -> Iterator[Entry]:
-    """Its usable entries, in the order of acceptance.
+def _rows(database: sqlite3.Connection, kind: str) -> Iterator[tuple[Key, Entry | None]]:
+    """Yield the entries of a kind in the order of acceptance; None for one that is damaged.
 
     Raises:
         sqlite3.DatabaseError: at the place where the file is damaged.
     """
     fields = FIELDS[kind]
-    for name, *values in database.execute(
-        f"SELECT name, {', '.join(fields)} FROM {kind} NOT INDEXED ORDER BY rowid"
+    for name, *values, digest in database.execute(
+        f"SELECT name, {', '.join(fields)}, {DIGEST_COLUMN} FROM {kind} NOT INDEXED ORDER BY rowid"
     ):
         entry: Entry = {"kind": kind, "name": name, **dict(zip(fields, values, strict=True))}
         try:
+            if digest != digest_of([kind, name, *values]):
+                raise ValueError(f"{name!r:.80} does not match its digest")
             for field, type_ in fields.items():
                 if type_ in (list, dict):
                     entry[field] = json.loads(entry[field])
                 elif type_ is bool:
                     entry[field] = bool(entry[field])
-            _check(entry)
-        except (ValueError, TypeError, RecursionError) as error:
+            check(entry)
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
             log.warning("journal row of kind %s ignored: %s", kind, error)
+            yield (kind, str(name)), None
         else:
-            yield entry
+            yield (kind, name), entry
 
 
-def _check(entry: Entry) -> None:
-    """ValueError when it is none of ours."""
-    name, kind = entry.get("name"), entry.get("kind")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"name {str(name)[:80]!r}")
-    if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
-        raise ValueError(f"kind {str(kind)[:80]!r}")
-    for field, wanted in FIELDS.get(kind, {}).items():
-        if not isinstance(entry.get(field), wanted):
-            raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
-    if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
-        raise ValueError(f"job {name}: an argument or a device is no text")
-    if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
-        raise ValueError(f"serving {name}: a share is no version and percent")
+def _entries(
+    database: sqlite3.Connection, *, is_damaged: bool = False
+) -> tuple[dict[Key, Entry], set[Key]]:
+    """Return the sound entries, and the keys of the damaged ones.
+
+    ``is_damaged``: of each kind as many as can be read.
+
+    Raises:
+        sqlite3.DatabaseError: the file is damaged.
+    """
+    rows: list[tuple[Key, Entry | None]] = []
+    for kind in FIELDS:
+        with contextlib.suppress(*[sqlite3.Error] * is_damaged):
+            for row in _rows(database, kind):
+                rows.append(row)
+    sound = {key: entry for key, entry in rows if entry is not None}
+    return sound, {key for key, entry in rows if entry is None}
 
 
-def _set_aside(path: Path, problem: sqlite3.DatabaseError) -> list[Entry]:
-    """Rename a damaged file; what could still be read of it."""
-    entries = _salvaged(path)
-    aside = path.with_suffix(f".damaged-{time.time_ns()}")
-    for suffix in ("", "-wal"):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(f"{path}{suffix}", f"{aside}{suffix}")
-    log.warning(
-        "journal=%s is damaged (%s): set aside as %s, %d entries could be kept",
-        path, problem, aside.name, len(entries),
-    )  # fmt: skip
-    return entries
+def _digests(found: dict[Key, Entry]) -> set[str]:
+    return {entry["digest"] for (kind, _), entry in found.items() if kind == "model"}
 
 
-def _salvaged(path: Path) -> list[Entry]:
-    entries: list[Entry] = []
-    with contextlib.suppress(sqlite3.Error):
-        database = _connect(path)
-        try:
-            for kind in FIELDS:
-                with contextlib.suppress(sqlite3.Error):
-                    for entry in _rows(database, kind):
-                        entries.append(entry)
-        finally:
-            database.close()
-    return entries
+def _jobs(found: dict[Key, Entry]) -> set[str]:
+    return {name for kind, name in found if kind in ("job", "ended")}
 
 
 def _errno(problem: sqlite3.Error) -> int:

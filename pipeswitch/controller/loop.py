@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Final
 
 from .. import failpoints
@@ -32,8 +33,8 @@ EXACT_BELOW_S: Final = 0.01  # epoll counts whole milliseconds, upwards: too coa
 class Loop:
     """Its thread alone owns the scheduler's state."""
 
-    def __init__(self, server: Server, ready_line: str) -> None:
-        """``ready_line``: printed when all is there."""
+    def __init__(self, server: Server, ready_line: Callable[[], str]) -> None:
+        """``ready_line``: makes the line that is printed when all is there."""
         self._server, self._ready_line = server, ready_line
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
@@ -67,6 +68,8 @@ class Loop:
         left = self._effects.left
         self._notifier.tell(STOPPING=1, STATUS=left.reason)
         log.info("leaving status=%d: %s", left.status, left.reason)
+        if left.status == os.EX_IOERR:
+            sys.stderr.write(f"Error: {left.reason}\n")
         return left.status
 
     def _timeout_s(self, look_at_s: float) -> float:
@@ -117,8 +120,9 @@ class Loop:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request
-            self._notifier.tell(READY=1, STATUS=self._ready_line)
-            sys.stdout.write(self._ready_line + "\n")
+            line = self._ready_line()
+            self._notifier.tell(READY=1, STATUS=line)
+            sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
     # -- signals -------------------------------------------------------------------------------

@@ -28,11 +28,10 @@ from .folders import Places
 from .gateway import Keyed
 from .loop import Loop
 from .restore import restore
-from .server import Server
+from .server import LOG_NAME, Server
 
 log = logging.getLogger(__name__)
 
-LOG_NAME: Final = "server.log"
 STOP_TIMEOUT_S: Final = 5.0
 MAX_OPEN_FILES: Final = 65536  # what the soft limit is raised to
 SWITCH_INTERVAL_S: Final = 0.0005  # copier and upload writer must not keep the loop for 5 ms
@@ -67,11 +66,16 @@ def serve(config: Config) -> int:
         _log_to(places.logs / LOG_NAME, config.log.max_bytes)
         for device in devices:
             log.info("device=%s: %s", device.name, "; ".join([device.why, *device.reasons]))
-        server = Server(config, devices, places)
         try:
-            return _run(server)
-        finally:
-            server.close()
+            server = Server(config, devices, places)
+            try:
+                return _run(server)
+            finally:
+                server.close()
+        except OSError as error:  # out of descriptors, memory or disk; errors of the loop end there
+            raise ConfigError(
+                f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
+            ) from error
 
 
 def _run(server: Server) -> int:
@@ -79,7 +83,7 @@ def _run(server: Server) -> int:
     listeners = _open_doors(server)
     addresses = [listeners.tcp.address, listeners.ipc.address, *server.gateway.addresses]
     with contextlib.ExitStack() as cleanup:
-        loop = Loop(server, server.ready_line(addresses))
+        loop = Loop(server, lambda: server.ready_line(addresses))
         cleanup.callback(loop.close)
         log_path = server.places.logs / LOG_NAME
         dump = cleanup.enter_context(open(log_path, "a"))
@@ -99,7 +103,8 @@ def _run(server: Server) -> int:
         server.gateway.start(listeners.ipc.address)
         for command in server.scheduler.start(time.monotonic() * 1000.0):
             server.effects.perform(command)
-        restore(server)
+        restore(server, time.time())
+        server.tell_losses()
         loop.handle_inbox()  # before the first client is heard: it may ask for what was there
         watchdog.start()
         try:

@@ -24,6 +24,7 @@ from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
 from ..launch import command, without_threads
+from ..machine import SHORTAGES
 from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Processes:
             )
 
     def _start_failed(self, error: OSError) -> None:
-        self._failed_starts += 1
+        """Try again at the next look; a shortage ends some day and does not count."""
+        self._failed_starts += error.errno not in SHORTAGES
         log.error("fork_server=not_started failed=%d: %s", self._failed_starts, error)
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._on_hopeless(f"the fork server cannot be started: {error.strerror}")
@@ -137,6 +139,8 @@ class Processes:
                 waiting, self._waiting = self._waiting, []
                 for child, settings, descriptors in waiting:
                     self._order(child, settings, descriptors)
+            case Forked(ticket=ticket, pid=0):
+                self._not_forked(self._by_ticket.pop(ticket))
             case Forked(ticket=ticket, pid=pid):
                 self._forked(self._by_ticket.pop(ticket), pid)
             case ChildExited(pid=pid, status=status):
@@ -165,8 +169,7 @@ class Processes:
         never_forked = list(self._by_ticket.values())
         self._by_ticket.clear()
         for child in never_forked:
-            self._close(child)
-            child.on_exit(-signal.SIGKILL)
+            self._not_forked(child)
         self.start_server()
 
     def _watch_orphan(self, child: Child) -> None:
@@ -208,14 +211,13 @@ class Processes:
                 child.channels.append(ours)
                 passed.append(theirs.detach())
             passed += [os.dup(descriptor) for descriptor in descriptors]
-        except OSError as error:  # too many open files: as if it had died, which is tried again
-            log.error("child=%s not forked: %s", name, error)
+        except OSError as error:  # too many open files
+            log.error("child=%s: %s", name, error)
             for channel in child.channels:
                 channel.close()
             for descriptor in passed:
                 os.close(descriptor)
-            child.exit_status = -signal.SIGKILL
-            on_exit(child.exit_status)
+            self._not_forked(child)
             return child
         for channel in child.channels:
             channel.setblocking(False)
@@ -242,15 +244,33 @@ class Processes:
             self._server_channel.send(order, descriptors)
         except BrokenPipeError:
             log.warning("fork_server=gone child=%s", child.name)  # its end of file follows
+        except OSError as error:  # no memory, or no place for descriptors in flight
+            log.error("child=%s: %s", child.name, error)
+            self._not_forked(self._by_ticket.pop(child.ticket))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    def _not_forked(self, child: Child) -> None:
+        """Report an exit, as if the child had died at once: its owner tries again after a pause."""
+        log.error("child=%s not forked", child.name)
+        child.exit_status = -signal.SIGKILL
+        self._close(child)
+        child.on_exit(child.exit_status)
+
     def _forked(self, child: Child, pid: int) -> None:
         child.pid = pid
         self._by_pid[pid] = child
-        with contextlib.suppress(ProcessLookupError):
+        try:
             child.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pass  # it was reaped; its exit follows
+        except OSError as error:
+            # No descriptor is left to kill it by later. The fork server sends each exit after
+            # this message, so the number is still the child's, or was a moment ago.
+            log.error("child=%s cannot be watched, killing it: %s", child.name, error)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         log.info("child=%s pid=%d forked", child.name, pid)
         if child.is_doomed:
             self.kill(child)
@@ -319,16 +339,24 @@ class Processes:
     def send(
         self, child: Child, index: int, message: Message, descriptors: Sequence[int] = ()
     ) -> None:
-        """Send without ever blocking; a child that does not read is killed, a dead one ignored."""
-        channel = child.channels[index]
-        if channel.fileno() not in child.open_channels:
-            return  # it has exited; the event is on its way
+        """Send without ever blocking.
+
+        A child that has exited, or was never forked, gets nothing: its exit event is on its way.
+        One that cannot take the message is killed: it does not read, or the system has no memory
+        or no place left for descriptors in flight.
+        """
+        if (
+            child.exit_status is not None
+            or child.channels[index].fileno() not in child.open_channels
+        ):
+            return
         try:
-            channel.send(message, descriptors)
+            child.channels[index].send(message, descriptors)
         except BrokenPipeError:
             return
-        except BlockingIOError:
-            log.error("child=%s does not read its channel, killing it", child.name)
+        except OSError as error:
+            reason = "it does not read" if isinstance(error, BlockingIOError) else error.strerror
+            log.error("child=%s cannot be sent a message, killing it: %s", child.name, reason)
             self.kill(child)
 
     def kill(self, child: Child) -> None:

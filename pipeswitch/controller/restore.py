@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from typing import Any
 
 import msgspec
 
@@ -17,94 +16,118 @@ from ..ipc.messages import JobName, ModelName
 from ..programs.chains import Chain
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
-from ..scheduler.events import ChainAsked, RegisterAsked, SweepPrograms, Token
+from ..scheduler.events import ChainAsked, RegisterAsked, Token
 from ..scheduler.models.versions import split_name
+from .entries import Entry
 from .server import Server
 
 log = logging.getLogger(__name__)
 
 
-def restore(server: Server) -> None:
-    """Models and jobs of the journal, then the models of the configuration: each an event."""
-    journal, builds = server.journal, server.effects.builds
+def restore(server: Server, now_s: float) -> None:
+    """Bring back models and jobs of the journal, then the models of the configuration.
+
+    An entry that cannot be used is left out and named. ``now_s``: seconds since 1970.
+    """
+    journal = server.journal
     tokens = map(Token, itertools.count(-1, -1))  # negative: the server itself asks
     known = [split_name(name) for name in journal.models]
     for name, entry in journal.serving.items():
         numbers = entry["version"], entry["last"], entry["spec_digest"]
         there = [version for base, version in known if base == name]
         server.scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
-    for name, entry in journal.models.items():
-        builds.built_before[entry["spec"]] = entry["digest"]
-        server.inbox.append(
-            RegisterAsked(
-                token=next(tokens),
-                model=ModelName(name),
-                spec=entry["spec"],
-                spec_digest=entry["spec_digest"],
-                priority=entry["priority"],
-                is_pinned=entry["pin"],
-                tenant=entry["tenant"],
-                devices=devices_of(entry["spec"]),
-                stage=stage_of(entry["spec"]),
-                is_known=True,
-                restored=builds.manifest_of(entry["digest"]),
-            )
-        )
-    for name, entry in journal.chains.items():
-        try:
-            chain = msgspec.msgpack.decode(entry["spec"], type=Chain)
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("chain=%s of the journal ignored: %s", name, error)
-            continue
-        server.inbox.append(
-            ChainAsked(
-                token=next(tokens), model=ModelName(name), tenant=entry["tenant"], restored=chain
-            )
-        )
-    # Nothing is registered yet; the journal's models stay.
-    builds.sweep(SweepPrograms(digests=frozenset()))
-    server.effects.sweep_commits({*journal.jobs, *journal.ended})
-    for name, entry in journal.jobs.items():
-        _restore_job(server, JobName(name), entry)
-    for name, entry in journal.ended.items():
-        _restore_ended(server, JobName(name), entry["record"])
+    server.effects.sweep({*journal.jobs, *journal.ended}, now_s)
+    for kind, entries, bring_back in (
+        ("model", journal.models, _restore_model), ("chain", journal.chains, _restore_chain),
+        ("job", journal.jobs, _restore_job), ("ended", journal.ended, _restore_ended),
+    ):  # fmt: skip
+        for name, entry in entries.items():
+            try:
+                bring_back(server, name, entry, next(tokens))
+            except Exception as error:  # one entry, whatever is wrong with it, stops no server
+                log.exception("%s=%s of the journal left out", kind, name)
+                journal.losses.append(f"the entry of {kind} {name} cannot be used: {error!r}")
+                journal.lost.append((kind, name))
+    for kind, name in journal.lost:
+        _show_lost(server, kind, name, now_s)
     for model in server.config.models:
         if model.name not in {name for name, _ in known}:
             server.inbox.append(_configured(next(tokens), model))
 
 
-def _restore_job(server: Server, name: JobName, entry: dict[str, object]) -> None:
+def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
+    """List what was there and cannot be brought back, as failed."""
+    reason = "its entry in the journal is damaged, and no copy of it is left"
+    if kind == "model":
+        server.scheduler.registry.names.lost(ModelName(name), reason)
+    elif kind in ("job", "ended"):
+        record = {"state": "failed", "entry": "", "args": [], "priority": 1, "tenant": "",
+                  "step": 0, "error": reason, "why": "", "epoch": 0, "log": {},
+                  "ended_at_ms": now_s * 1000.0}  # fmt: skip
+        server.scheduler.machine.jobs.restore_ended(JobName(name), record, -1)
+
+
+def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
+    builds, spec = server.effects.builds, entry["spec"]
+    event = RegisterAsked(
+        token=token,
+        model=ModelName(name),
+        spec=spec,
+        spec_digest=entry["spec_digest"],
+        priority=entry["priority"],
+        is_pinned=entry["pin"],
+        tenant=entry["tenant"],
+        devices=devices_of(spec),
+        stage=stage_of(spec),
+        is_known=True,
+        restored=builds.manifest_of(entry["digest"]),
+    )
+    builds.built_before[spec] = entry["digest"]
+    server.inbox.append(event)
+
+
+def _restore_chain(server: Server, name: str, entry: Entry, token: Token) -> None:
+    chain = msgspec.msgpack.decode(entry["spec"], type=Chain)
+    event = ChainAsked(token=token, model=ModelName(name), tenant=entry["tenant"], restored=chain)
+    server.inbox.append(event)
+
+
+def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
+    name, damage = JobName(job), list[str]()
     slot_bytes, step = 0, -1
     try:
-        slot_bytes, step = server.effects.restore_commits(name) or (0, -1)
+        slot_bytes, step = server.effects.restore_commits(name, damage.append) or (0, -1)
     except (PipeSwitchError, OSError) as error:
-        log.error("job=%s commit on disk is unusable, starting over: %s", name, error)
+        damage.append(str(error))
+    why = f"goes on from step {step}" if step >= 0 else "starts over"
+    why = f"{why}: {'; '.join(damage)}" if damage else ""
+    if why:
+        log.error("job=%s %s", name, why)
+        server.journal.losses.append(f"job {name} {why}")
     life = read_life(server.places.logs / f"job-{name}{SUFFIX}")
     server.scheduler.machine.jobs.restore(
         name,
-        str(entry["entry"]),
-        tuple(entry["args"]),  # type: ignore[arg-type]
-        int(entry["priority"]),  # type: ignore[call-overload]
+        entry["entry"],
+        tuple(entry["args"]),
+        entry["priority"],
         slot_bytes,
         step,
         is_paused=name in server.journal.holds,
-        tenant=str(entry["tenant"]),
-        share=str(entry["share"]),
-        devices=tuple(entry["devices"]),  # type: ignore[arg-type]
+        tenant=entry["tenant"],
+        share=entry["share"],
+        devices=tuple(entry["devices"]),
         placed=server.journal.placed.get(name),
         restarts=life.restarts + life.is_running,
         steps_recomputed=life.steps_recomputed,
         last_step=life.step,
-        defaults=tuple((key, value) for key, value in entry["defaults"]),  # type: ignore[attr-defined]
+        defaults=tuple((key, value) for key, value in entry["defaults"]),
+        why=why,
     )
 
 
-def _restore_ended(server: Server, name: JobName, record: dict[str, Any]) -> None:
-    jobs = server.scheduler.machine.jobs
-    try:
-        jobs.restore_ended(name, record, server.effects.step_on_disk(name))
-    except (ValueError, TypeError, KeyError) as error:
-        log.warning("job=%s record of an ended job ignored: %r", name, error)
+def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
+    jobs, step = server.scheduler.machine.jobs, server.effects.step_on_disk(JobName(name))
+    jobs.restore_ended(JobName(name), entry["record"], step)
 
 
 def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
@@ -123,6 +146,7 @@ def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
     spec, digest = permissions.encode_spec(
         model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
         model.devices, model.preprocess, raw, model.postprocess, returns,
+        precision=model.precision,
     )  # fmt: skip
     return RegisterAsked(
         token=token,

@@ -30,6 +30,7 @@ from .stages import StageEffects
 
 log = logging.getLogger(__name__)
 
+LOG_NAME: Final = "server.log"
 SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkout; else not there
 
 
@@ -52,6 +53,7 @@ class Server:
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
         self.journal = _open_journal(places.root / FILE_NAME)
+        self.journal.run_later = self.frontend.uploads.run_later
         child_log = places.logs / "processes.log"
         self.processes = Processes(
             self.selector, child_log, self._give_up, log_bytes=sizes.log_bytes
@@ -128,7 +130,13 @@ class Server:
             + f"store {format_bytes(self.sizes[0].store_bytes)}, "
             f"1 active + {standby} standby workers{each}"
             + (f" ({'; '.join(whys)})" if whys else "")
+            + (f"; damage was found, see {LOG_NAME}" if self.journal.losses else "")
         )
+
+    def tell_losses(self) -> None:
+        """Say on stderr what was damaged; the log has it already."""
+        for text in self.journal.losses:
+            sys.stderr.write(f"Warning: {text}\n")
 
     def close(self) -> None:
         """Give back what was taken when this was made."""

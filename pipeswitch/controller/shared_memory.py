@@ -182,10 +182,14 @@ class Memory:
 
 
 def close_soon(descriptors: list[int]) -> None:
-    """Beside the loop: the last one who closes a memfd, or a file that was removed, gives its pages
-    back, 150 ms a GiB."""
+    """Close beside the loop, or here if no thread is left: the last one who closes a memfd, or a
+    file that was removed, gives its pages back, 150 ms a GiB."""
     if descriptors:
-        threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
+        try:
+            threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
+        except RuntimeError:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def _carry_over(old: int, new: int) -> None:

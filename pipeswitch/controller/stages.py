@@ -31,7 +31,8 @@ class StageEffects:
             case ToStage():
                 self._send(command)
             case KillStage(slot=slot):
-                self._ground.processes.kill(self._children[slot])
+                if slot in self._children:  # else it was never forked
+                    self._ground.processes.kill(self._children[slot])
             case TakeResult(slot=slot):
                 self._ground.frontend.inference.take_result(
                     command, memoryview(self._results[slot][1])
@@ -60,8 +61,12 @@ class StageEffects:
 
     def _send(self, command: ToStage) -> None:
         memory, child = self._ground.memory, self._children[command.slot]
-        pool = memory.pool_of(command.tenant) if command.tenant else memory.pool
-        self._ground.processes.send(child, 0, command.message, [pool])
+        try:
+            pool = memory.pool_of(command.tenant) if command.tenant else memory.pool
+        except OSError:  # no descriptor is left: as if the process had died
+            self._ground.processes.kill(child)
+        else:
+            self._ground.processes.send(child, 0, command.message, [pool])
 
     def close(self) -> None:
         """No process is left."""

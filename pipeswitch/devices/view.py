@@ -18,7 +18,7 @@ from .orders import WORD_BYTES, WORD_MASK
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.executor import BoundProgram
+    from ..programs.executor import BoundProgram, PackedKernels
     from .copies import HostCopies
 
 
@@ -146,6 +146,10 @@ class PoolView:
     def program(self, bound: BoundProgram) -> BoundProgram:
         """The program as this device runs it; takes inputs that lie in host memory."""
         return bound
+
+    def kernels(self) -> PackedKernels | None:
+        """Return what computes over packed weights on this device; None: nothing does."""
+        return None
 
     def can_improve(self, program: BoundProgram) -> bool:
         """Whether ``improve`` would do something."""

@@ -26,6 +26,7 @@ from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
 MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none
+MAX_ADDRESS_CHARS: Final = 64  # the longest of IPv6 with a zone is shorter
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
 MAX_INPUT_NAME: Final = 128
@@ -147,6 +148,25 @@ def check_infer(
         input_bytes=offset,
         reply_bytes=_reply_bytes(header.model, manifest, values),
     )
+
+
+def check_brought(
+    model: str, brought: Mapping[str, WireTensor], frame_bytes: Sequence[int], manifest: Manifest
+) -> dict[str, int]:
+    """Check the inputs that a sequence's request brings, before a byte of them is read.
+
+    Returns:
+        What they say the open dimensions are.
+
+    Raises:
+        InvalidInput: dtype, shape, range or size is wrong; with the model's signature in the text.
+    """
+    values: dict[str, int] = {}
+    for spec in manifest.inputs:
+        if (tensor := brought.get(spec.name)) is not None:
+            values = _check_shape(model, spec, tensor, manifest, values)
+            _tensor_bytes(model, tensor, frame_bytes[tensor.frame])
+    return values
 
 
 def _reply_bytes(model: str, manifest: Manifest, values: Values) -> int:
@@ -364,3 +384,17 @@ def tenant_of(body: Body, own: str) -> str:
     if named and own:
         raise PermissionDenied("only the server's owner may ask for another client")
     return (named if named == ANYONE else check_name(named, "tenant")) if named else own
+
+
+def address_of(body: Body, own: str) -> str:
+    """Return the address that the owner names, often empty; the gateway names its callers'.
+
+    Raises:
+        PermissionDenied, InvalidInput.
+    """
+    named = body.text("address", "")
+    if named and own:
+        raise PermissionDenied("only the server's owner may ask for another address")
+    if len(named) > MAX_ADDRESS_CHARS:
+        raise InvalidInput(f"address has {len(named)} characters, at most {MAX_ADDRESS_CHARS}")
+    return named

@@ -21,16 +21,14 @@ from .requests import Pending, Run
 
 def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
     """A chain as its requests are admitted: in the file of the pool where its models' lie."""
-    assert announced.chain is not None
-    first = models.get(announced.chain.steps[0].model)
+    first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
     return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
     """Of a request whose inputs lie, or will lie, in its room. The room is the run's from here."""
-    assert pending.room is not None
     values = {one.name: one for one in event.inputs}
-    rooms = [(pending.room, values.keys())]
+    rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None
     return Run(chain=chain, event=event, priority=priority, values=dict(values), rooms=[*rooms])
 

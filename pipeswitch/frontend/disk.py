@@ -17,7 +17,7 @@ from typing import Final
 from ..errors import HostStoreFull
 from ..units import Amount, format_bytes
 
-FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs")
+FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
 GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed
 PARTIAL: Final = ".part-"  # begins the name of an unfinished upload
 AUTO_SHARE: Final = 0.9  # of the disk, for all; the rest is logs' and the journal's
@@ -44,6 +44,11 @@ class Disk:
     def drop_program(self, model: str) -> None:
         with self._lock:
             self._programs.pop(model, None)
+
+    def digest_of(self, model: str) -> str:
+        """Return the program that the journal names for a model; empty if there is none."""
+        with self._lock:
+            return self._programs.get(model, ("", ""))[0]
 
     def digests(self) -> set[str]:
         """Of the programs that models need."""

@@ -10,12 +10,12 @@ scheduler, an answer becomes a message. Its parts: ``Peers`` (the connections) a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import select
 import selectors
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +181,6 @@ class Frontend:
         self._listeners = open_listeners(self._config.server)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.uploads.start()
-        self.inference.copier.start()
         return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -219,7 +218,7 @@ class Frontend:
         """How long the loop may wait; None: until a descriptor wakes it."""
         if self._calls or self.peers.turns:
             return 0.0
-        until_s = self.connections.next_at_s
+        until_s = min(self.connections.next_at_s, self.peers.rests_until_s)
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
         if self.sequences.held or self.sequences.spare:
             idle_s = self.sequences.expire() / 1000
@@ -238,6 +237,8 @@ class Frontend:
             self.peers.turn()
         if self._outbox.backlogged:
             self._outbox.sweep()
+        if self.peers.resting and self._now_ms() / 1000 >= self.peers.rests_until_s:
+            self.peers.wake()
         if self.connections.next_at_s != math.inf:
             self.connections.tick(self._now_ms() / 1000)
 
@@ -384,6 +385,7 @@ class Frontend:
     def _take_back(self, pending: Pending) -> None:
         if pending.is_copying:
             pending.is_cancelled = True
+            self.inference.look_again()
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
             self._take(ev.CancelAsked(token=pending.token))
@@ -422,25 +424,31 @@ class Frontend:
                 f'"{header.model}" generates no text',
                 hint=f"pipeswitch register {header.model} hf:NAME --generate",
             )
-        high = {dim.name: dim.high for dim in announced.manifest.dims}
-        told = {key: facts[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
+        told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        told["context"], told["piece"] = self.sequences.longest(announced.manifest)
+        if told["context"] < 2:
+            raise InvalidInput(
+                f'the request pool has no room for an answer of "{header.model}"',
+                hint="raise [server] pool",
+            )
         digest = announced.manifest.digest
-        told |= {"version": announced.version, "piece": high["length"], "digest": digest}
+        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
+        told |= {"version": announced.version, "digest": digest}
         file = self._state_directory / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
             """On the copier's thread: a tokenizer may have 30 MB."""
-            error: PipeSwitchError | None = None
-            try:
-                found = read_bundle(file).generation if wants_tokenizer else None
-                if found is not None:
-                    told.update(
-                        tokenizer=found.tokenizer,
-                        chat_template=found.chat_template,
-                        special=found.special,
-                    )
-            except (PipeSwitchError, OSError) as failed:
-                _logger.warning("model=%s tokenizer unread cause=%s", header.model, failed)
+            found = read_bundle(file).generation if wants_tokenizer else None
+            if found is not None:
+                told.update(
+                    tokenizer=found.tokenizer,
+                    chat_template=found.chat_template,
+                    special=found.special,
+                )
+            reply(None)
+
+        def reply(error: PipeSwitchError | None) -> None:
+            if error is not None:
                 error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
             self._call_soon(
                 lambda: (
@@ -450,7 +458,7 @@ class Frontend:
                 )
             )
 
-        self.inference.copier.put(read)
+        self.inference.copier.put(read, reply)
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
@@ -493,8 +501,10 @@ class Frontend:
 
     def _load(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
         """Read a commit beside the loop, which a large one would hold up, then go on."""
-        thread = threading.Thread(target=self._read_commit, args=(asked, folder), name="load")
-        thread.start()
+        self.uploads.run_later(
+            functools.partial(self._read_commit, asked, folder),
+            lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
+        )
 
     def _read_commit(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
         pending = self.requests.find(asked.token)
@@ -531,6 +541,8 @@ class Frontend:
             known = self.sequences.by_model()  # once each, where a model has a row for each device
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
+        if pending.op in ("register", "models", "show"):
+            self._note_lengths(answer.body)
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())
@@ -553,6 +565,20 @@ class Frontend:
         outgoing = self.requests.end(pending, answer)
         if outgoing is not None:
             self._outbox.send(client, outgoing)
+
+    def _note_lengths(self, body: dict[str, Any]) -> None:
+        """Note of language models how long an answer can be, where the pool is why."""
+        manifests = {one.manifest.digest: one.manifest for one in self.inference.models.values()}
+        for row in (body, body.get("model"), *body.get("models", ())):
+            manifest = manifests.get(row.get("digest", "")) if isinstance(row, dict) else None
+            generation = manifest.extra.get("generation") if manifest is not None else None
+            if manifest is None or not generation:
+                continue
+            longest, context = self.sequences.longest(manifest)[0], generation["context"]
+            if longest < context:
+                most = f"{longest} tokens with its prompt, of {context}"
+                note = f"an answer has at most {most}: [server] pool has room for no more"
+                row["notes"] = [*row["notes"], note]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""

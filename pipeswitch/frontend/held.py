@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -18,10 +18,13 @@ from ..scheduler.events import Announce, Answer
 from ..units import printable
 from .admission import Admitted, Body
 from .clients import Client
-from .prefixes import History
+from .prefixes import History, Tokens, tokens_of
 from .request_pool import Room
 
 MAX_ID: Final = 64
+
+MAX_STEP_TOKENS: Final = 1 << 16  # of one request: what the loop reads of it takes 1 ms
+NO_TOKENS: Final = tokens_of(())
 
 Key = tuple[str, str]  # who asks, and what it calls the sequence
 
@@ -62,7 +65,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     is_busy: bool = False
     is_ending: bool = False  # with the request that it has
     is_left: bool = False  # the same, however that ends
-    copies: list[tuple[int, int, int]] = []  # to, from (negative: zeros), bytes; in this order
+    copies: list[tuple[int, Any, int]] = []  # to, from (None: zeros), bytes; in this order
     leaving: list[Room] = []  # that are copied from, and not needed then
     donors: list[Held] = []  # that are copied from
     pins: int = 0  # sequences that copy from this one
@@ -70,9 +73,9 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     choosing: Choosing | None = None  # of the request under way
     sent: int = 0  # tokens that the worker gets of it
     chosen: SlabTensor | None = None  # what came of it
-    asked: list[int] = []  # by the request under way
+    asked: Tokens[int] = NO_TOKENS  # by the request under way
     borrowed: int = 0  # of these, those whose rows were there
-    ahead: list[int] = []  # tokens whose rows lie behind those that are used
+    ahead: Tokens[int] = NO_TOKENS  # whose rows lie behind those that are used
 
     @property
     def copy_bytes(self) -> int:
@@ -162,6 +165,8 @@ def asked_of(body: Body) -> Asked | None:
         Sampling(**sampling).check()
         if not 1 <= choosing.steps <= MOST_STEPS:
             raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
+        if choosing.rows < 0:
+            raise InvalidInput(f"infer: choose: {choosing.rows} rows, it is 0 or more")
     if len(name) > MAX_ID or printable(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
     return Asked(id=name, starts=starts, ends=ends, choosing=choosing)

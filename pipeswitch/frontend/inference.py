@@ -7,6 +7,7 @@ a large one by another thread, and its request goes on when that is done.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -14,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from .. import failpoints
-from ..errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
+from ..errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
 from ..ipc.messages import Epoch, ModelName, SlabTensor
 from ..lane import Lane
@@ -30,19 +31,36 @@ from ..scheduler.events import (
     TakeResult,
 )
 from ..scheduler.models.versions import split_name
+from ..shares import Shares
 from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
 from .clients import Client
-from .held import Held, asked_of
+from .held import Held, Key, asked_of
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
 from .sequences import Sequences
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
+AGAIN: Final = "wait for answers, or raise [server] pool"
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+MAX_WAITING_BYTES: Final = 64 << 20  # of steps that wait for room
+WAITING_BYTES: Final = 64 << 10  # one counts so many at least: 1,024 wait at most
+
+
+class Waiting(msgspec.Struct, kw_only=True, eq=False):
+    """A step of an answer that has begun, for whose cache there is no room now."""
+
+    pending: Pending
+    client: Client
+    header: RequestHeader
+    tensors: Sequence[bytes]
+    key: Key  # of its sequence
+    starts: bool  # it holds nothing: its cache was given up
+    arrived_at_ms: float
+    counted_bytes: int  # to its caller's share of all that wait
 
 
 class Inference:
@@ -79,6 +97,9 @@ class Inference:
         self.models: dict[str, Announce] = {}  # the current versions
         self._versions: dict[tuple[str, int], Announce] = {}  # all of them
         self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+        self._waiting: list[Waiting] = []
+        self._waiting_bytes = Shares(MAX_WAITING_BYTES, "steps that wait for room")
+        self._is_looking = False  # or will soon
 
     def announce(self, announced: Announce) -> None:
         """A model is there, or another one is current."""
@@ -104,13 +125,23 @@ class Inference:
             raise admission.model_not_found(name, self.models)
         return admission.find_version(name, version, self._versions) if version else announced
 
-    def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        """One request."""
-        arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
-        trace_id, asked, held = "", None, None
+    def infer(
+        self,
+        client: Client,
+        header: RequestHeader,
+        tensors: Sequence[Any],
+        waiting: Waiting | None = None,
+    ) -> None:
+        """Take one request, or one that has waited for room."""
+        arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
+        version, caller = 0, client.standing.tenant
+        trace_id, asked, held, is_begun = "", None, None, False
+        connection = client.session
+        as_it_came = header, tensors
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
+            connection = admission.address_of(body, caller) or connection
             caller = admission.tenant_of(body, caller)
             trace_id = admission.trace_id_of(body)
             asked = asked_of(body)
@@ -122,6 +153,9 @@ class Inference:
             announced = chains.begins(announced, self.models)
         try:
             if asked is not None:
+                is_begun = asked.choosing is not None and asked.choosing.waits
+                if self._waiting and asked.starts and not is_begun:
+                    self._check_turn(caller)
                 held = self._sequences.of(asked, client, caller, announced)
                 announced = self._of_sequence(held, version)
                 header, tensors = self._sequences.given(held, asked, header, tensors)
@@ -140,12 +174,19 @@ class Inference:
             room = self._pool.reserve(
                 caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
-        except PipeSwitchError:
+        except PipeSwitchError as error:
             if held is not None:
                 self._sequences.refused(held)
-            raise
+            if asked is None or not is_begun or waiting or not isinstance(error, QueueFull):
+                raise
+            self._wait(client, *as_it_came, (caller, asked.id), asked.starts)
+            return
         payload = [tensors[item.frame] for item in admitted.inputs]
-        pending = self._requests.accept(client, header, room)
+        if waiting is None:
+            pending = self._requests.accept(client, header, room)
+        else:
+            pending = waiting.pending
+            pending.room, pending.is_copying = room, False
         pending.caller, pending.trace_id = caller, trace_id
         pending.bytes_in = sum(map(len, payload))
         if asked is not None and held is not None:
@@ -165,6 +206,7 @@ class Inference:
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             caller=caller,
+            connection=connection,
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
@@ -192,9 +234,100 @@ class Inference:
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            if held is not None:
-                self.copier.put(functools.partial(self._sequences.copy, held))
-            self.copier.put(functools.partial(self._copy, placed, payload, event.tenant, copied))
+            self._copy(placed, payload, event.tenant, copied, held)
+
+    # ---- steps that wait for room --------------------------------------------------------------
+
+    def _check_turn(self, caller: str) -> None:
+        """Refuse a new sequence of a caller whose answers that have begun wait for room.
+
+        Raises:
+            QueueFull
+        """
+        if any(one.key[0] == caller for one in self._waiting):
+            raise QueueFull("answers that have begun wait for room in the pool", hint=AGAIN)
+
+    def _wait(
+        self, client: Client, header: RequestHeader, tensors: Sequence[Any], key: Key, starts: bool
+    ) -> None:
+        """Accept a step now, and take it when there is room for its cache.
+
+        Raises:
+            QueueFull: too many bytes of this caller's wait so.
+        """
+        counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
+        self._waiting_bytes.take(key[0], counted_bytes)
+        pending = self._requests.accept(client, header)
+        pending.caller, pending.is_copying = key[0], True
+        step = Waiting(
+            pending=pending,
+            client=client,
+            header=header,
+            tensors=[bytes(one) for one in tensors],
+            key=key,
+            starts=starts,
+            arrived_at_ms=self._now_ms(),
+            counted_bytes=counted_bytes,
+        )
+        self._waiting.append(step)
+        self._pool.on_release = self.look_again
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Look soon whether a step need not wait any longer: there is room, or it is cancelled."""
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            self._call_soon(self._look)
+
+    def _look(self) -> None:
+        """Try each caller's steps in the order in which their answers began. The first that finds
+        no room takes that of the youngest answer that waits too, whose client sends its tokens
+        again: the oldest always goes on, so all come to their ends."""
+        self._sequences.expire()  # now: what it releases later in this look would be overlooked
+        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
+        for one in sorted(self._waiting, key=self._began):
+            while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
+                if not self._goes_on(one) and not self._give_up_for(one):
+                    behind.add(one.key[0])
+        if not self._waiting:
+            self._pool.on_release = None
+        self._is_looking = False
+        # What is released by a look is not looked at by it: of an answer that was given up, or a
+        # spare that a step wanted to copy from, so that it had to stay until the step had failed.
+        if len(self._waiting) < count or self._pool.free_bytes > free_bytes:
+            self.look_again()
+
+    def _began(self, one: Waiting) -> tuple[float, int]:
+        held = None if one.starts else self._sequences.held.get(one.key)
+        return (math.inf if held is None else held.number), one.pending.token
+
+    def _goes_on(self, one: Waiting) -> bool:
+        """Return whether the step waits no longer: it is under way, or has its answer."""
+        try:
+            if one.pending.is_cancelled:
+                raise Cancelled(f"request {one.pending.request_id} was taken back")
+            self.infer(one.client, one.header, one.tensors, one)
+        except QueueFull:
+            return False
+        except PipeSwitchError as error:
+            self._answer(Answer(token=one.pending.token, error=error))
+        self._waiting.remove(one)
+        self._waiting_bytes.give(one.key[0], one.counted_bytes)
+        return True
+
+    def _give_up_for(self, one: Waiting) -> bool:
+        """End the youngest sequence that waits, if it is younger than this step's; or this one,
+        whose cache may lie where it cannot grow, if nothing that goes on will make room."""
+        began = self._began(one)[0]
+        younger = [two for two in self._waiting if began < self._began(two)[0] < math.inf]
+        if younger:
+            one = max(younger, key=self._began)
+        elif began == math.inf or self._sequences.is_going_on(
+            one.key[0], {other.key for other in self._waiting}
+        ):
+            return False
+        self._sequences.end(one.key[1], one.key[0])
+        return self._goes_on(one)
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
         """The version that it began with, as it is now.
@@ -229,13 +362,23 @@ class Inference:
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
-        then: Callable[[], None],
+        then: Callable[[PipeSwitchError | None], None], held: Held | None = None,
     ) -> None:  # fmt: skip
-        """On the copier's thread: a large payload into the pool."""
-        self._pool.fill(placed, payload, tenant)
-        self._call_soon(then)
+        """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
 
-    def _copied(self, pending: Pending, event: InferArrived) -> None:
+        Args:
+            then: called by the loop's thread afterwards, with the error if it could not be copied.
+        """
+
+        def copy() -> None:
+            if held is not None:
+                self._sequences.copy(held)
+            self._pool.fill(placed, payload, tenant)
+            self._call_soon(functools.partial(then, None))
+
+        self.copier.put(copy, lambda error: self._call_soon(functools.partial(then, error)))
+
+    def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
         """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
         pending.is_copying = False
         reach("frontend.copied")
@@ -243,6 +386,7 @@ class Inference:
             self._sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
+        if error is not None:
             self._answer(Answer(token=pending.token, error=error))
         elif pending.run is None:
             self._take(event)
@@ -282,13 +426,15 @@ class Inference:
             digest=announced.manifest.digest,
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
-        taken = functools.partial(self._take, prepared)
+
+        def taken(error: PipeSwitchError | None) -> None:
+            self._take(msgspec.structs.replace(prepared, error=error))
+
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
             self._pool.fill(prepared.inputs, payload, room.tenant)
-            taken()
+            taken(None)
         else:
-            copy = functools.partial(self._copy, prepared.inputs, payload, room.tenant, taken)
-            self.copier.put(copy)
+            self._copy(prepared.inputs, payload, room.tenant, taken)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
         """Whether a model takes what its function returned.
@@ -379,8 +525,7 @@ class Inference:
                 run.event.tenant,
             )  # fmt: skip
         except PipeSwitchError as error:
-            self._take(CancelAsked(token=pending.token))  # if it is waited for there
-            self._answer(Answer(token=pending.token, error=error))
+            self._end_run(pending, error)
             return
         placed = room.place(admitted.inputs) if is_copied else [
             msgspec.structs.replace(values[item.frame], name=item.name) for item in admitted.inputs
@@ -395,14 +540,25 @@ class Inference:
         )  # fmt: skip
         if announced.stage is not None and announced.stage.after:
             pending.after = event
-        taken = functools.partial(self._take, event)
         if not is_copied:
-            taken()
+            self._take(event)
             return
         memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
-        self.copier.put(functools.partial(self._copy, event.inputs, payload, event.tenant, taken))
+
+        def taken(error: PipeSwitchError | None) -> None:
+            if error is None:
+                self._take(event)
+            else:
+                self._end_run(pending, error)
+
+        self._copy(event.inputs, payload, event.tenant, taken)
+
+    def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
+        """Answer a request of which a step cannot be asked for."""
+        self._take(CancelAsked(token=pending.token))  # if it is waited for there
+        self._answer(Answer(token=pending.token, error=error))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:

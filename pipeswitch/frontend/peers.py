@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import selectors
 import socket
@@ -23,6 +24,7 @@ import numpy as np
 
 from ..errors import RemoteProtocolError
 from ..ipc.board import sealed_memfd
+from ..machine import SHORTAGES
 from ..roles import Standing
 from ..wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
 from ..wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
@@ -38,6 +40,7 @@ POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an 
 PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
 BURST_PEERS: Final = 16  # accepted in one turn
 BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
+REST_S: Final = 0.5  # between two attempts to accept when descriptors are short
 _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
 
 
@@ -269,6 +272,8 @@ class Peers:
         self.all: set[StreamPeer] = set()
         self.turns: set[StreamPeer] = set()  # those that may have something to read
         self._selector: selectors.BaseSelector | None = None  # that they are registered with
+        self.resting: list[Listener] = []  # where nothing is accepted for now
+        self.rests_until_s = math.inf
 
     def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
         """Accept, and have them call when they can be read."""
@@ -280,7 +285,8 @@ class Peers:
     def unwatch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
         self._selector = None
         for listener in listeners:
-            selector.unregister(listener.sock)
+            if listener not in self.resting:
+                selector.unregister(listener.sock)
         for peer in self.all:
             selector.unregister(peer)
 
@@ -288,14 +294,26 @@ class Peers:
         """Connections that wait there."""
         if self._selector is None:
             return
-        for peer in accept(listener, self._max_message_bytes, self.shares):
-            self.all.add(peer)
-            if not peer.is_owners:
-                self._limits.add(peer, self._now_ms() / 1000)
-            peer.on_change = functools.partial(self._follow, peer)
-            self._selector.register(
-                peer, selectors.EVENT_READ, functools.partial(self.turns.add, peer)
-            )
+        try:
+            for peer in accept(listener, self._max_message_bytes, self.shares):
+                self._selector.register(
+                    peer, selectors.EVENT_READ, functools.partial(self.turns.add, peer)
+                )
+                self.all.add(peer)
+                if not peer.is_owners:
+                    self._limits.add(peer, self._now_ms() / 1000)
+                peer.on_change = functools.partial(self._follow, peer)
+        except OSError as error:  # descriptors are short: the loop would find it readable for ever
+            _logger.warning("no connection is accepted for %s s: %s", REST_S, error)
+            self._selector.unregister(listener.sock)
+            self.resting.append(listener)
+            self.rests_until_s = self._now_ms() / 1000 + REST_S
+
+    def wake(self) -> None:
+        """Accept again where nothing was accepted for a while; ``rests_until_s`` says when."""
+        resting, self.resting, self.rests_until_s = self.resting, [], math.inf
+        if self._selector is not None:
+            self.watch(self._selector, resting)
 
     def _follow(self, peer: StreamPeer) -> None:
         """Have the loop woken when it can go on sending, as long as it has to."""
@@ -340,12 +358,18 @@ class Peers:
 
 
 def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[StreamPeer]:
-    """Connections that wait there. At the owner's only this user's: the folder is closed to others,
-    who could have been handed a connection all the same."""
+    """Accept the connections that wait at a listener; at the owner's only this user's: the folder
+    is closed to others, who could have been handed a connection all the same.
+
+    Raises:
+        OSError: descriptors or memory are short.
+    """
     for _ in range(BURST_PEERS):
         try:
             sock, _ = listener.sock.accept()
-        except OSError:  # none, or no descriptor is left: the others wait in the backlog
+        except OSError as error:
+            if error.errno in SHORTAGES and not isinstance(error, BlockingIOError):
+                raise  # the others wait in the backlog
             return
         if not listener.standing.is_owner:
             keep_alive(sock)

@@ -14,6 +14,7 @@ import msgspec
 
 from ..errors import InvalidInput, PermissionDenied
 from ..programs.nesting import Tree
+from ..programs.packing import PRECISIONS
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -216,14 +217,21 @@ def encode_spec(
     returns: Mapping[str, list[Any]] | None = None,
     state: Mapping[str, tuple[str, int]] | None = None,
     generate: bool = False,
+    precision: str = "",
+    max_error: float = 0.0,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
     ``max_batch`` 0 means the default, ``batch`` 0 that no requests are joined.
 
     Raises:
-        InvalidInput: a batch of one, or a delay without a batch.
+        InvalidInput: a batch of one, a delay without a batch, or an unknown precision.
     """
+    precision = precision or "exact"
+    if precision not in PRECISIONS:
+        raise InvalidInput(
+            f"precision {precision[:40]!r} is not known", hint=f"one of {', '.join(PRECISIONS)}"
+        )
     if batch == 1 or (batch_delay_ms and not batch):
         raise InvalidInput(
             "a batch joins two requests or more" if batch else "batch_delay without batch",
@@ -247,6 +255,8 @@ def encode_spec(
         returns=_declared(returns or {}),
         state=dict(state or {}),
         generate=generate,
+        precision=precision,
+        max_error=max_error,
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

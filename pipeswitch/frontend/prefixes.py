@@ -1,18 +1,28 @@
 """Which sequences of a language model begin with the same tokens. Pure.
 
-A history has a hash of each whole block of its tokens and of all before it: two that have one in
-common had the same tokens so far, which is compared again. Only within a *scope*: who asks, and
-which program.
+A history has a hash of its first tokens at some lengths: two that have one in common had the same
+tokens so far, which is compared again. Only within a *scope*: who asks, and which program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from array import array
+from collections.abc import Hashable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 BLOCK: Final = 16  # tokens
+FINE_BLOCKS: Final = 64  # each of them has a hash; behind them one follows each 32nd to 64th part
+TOKEN_BYTES: Final = 4  # of memory for each token of a history
+
+Tokens = array  # of C ints: no vocabulary has more than 2**21
+
+
+def tokens_of(ids: Any) -> Tokens[int]:
+    """Return ids, an array or a sequence, as packed tokens."""
+    return array("i", np.asarray(ids).astype(np.int32).tobytes())
 
 
 class History(msgspec.Struct, eq=False):
@@ -20,18 +30,20 @@ class History(msgspec.Struct, eq=False):
 
     scope: Hashable
     of: Any = None  # what its owner knows it by
-    tokens: list[int] = []
+    tokens: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))
     chain: list[int] = []
+    hashed: int = 0  # tokens that the last hash of the chain is of
 
-    def hashes(self, tokens: Sequence[int]) -> list[int]:
-        """Of the whole blocks that ``tokens`` complete."""
-        made = list[int]()
-        rest = [*self.tokens[BLOCK * len(self.chain) :], *tokens]
+    def hashes(self, tokens: Tokens[int]) -> tuple[list[int], int]:
+        """Return the hashes that ``tokens`` add to the chain, and how many tokens it is of then."""
+        made, at = list[int](), self.hashed
+        rest = self.tokens[at:] + tokens
         last = self.chain[-1] if self.chain else hash(self.scope)
-        for at in range(0, len(rest) - BLOCK + 1, BLOCK):
-            last = hash((last, *rest[at : at + BLOCK]))
+        while (end := at + _span(at)) - self.hashed <= len(rest):
+            last = hash((last, rest[at - self.hashed : end - self.hashed].tobytes()))
             made.append(last)
-        return made
+            at = end
+        return made, at
 
 
 class Prefixes:
@@ -40,39 +52,47 @@ class Prefixes:
     def __init__(self) -> None:
         self._with: dict[int, dict[History, None]] = {}
 
-    def extend(self, history: History, tokens: Sequence[int]) -> None:
-        """It has the rows of these too."""
-        made = history.hashes(tokens)
+    def extend(self, history: History, tokens: Tokens[int]) -> None:
+        """Add tokens whose rows the history's sequence has too."""
+        made, history.hashed = history.hashes(tokens)
         history.tokens.extend(tokens)
         history.chain.extend(made)
         for one in made:
             self._with.setdefault(one, {})[history] = None
 
     def remove(self, history: History) -> None:
-        """It has none any more. Idempotent."""
+        """Remove all tokens of a history. Idempotent."""
         for one in history.chain:
             owners = self._with[one]
             del owners[history]
             if not owners:
                 del self._with[one]
-        history.tokens, history.chain = [], []
+        history.tokens, history.chain, history.hashed = array("i"), [], 0
 
-    def find(self, history: History, tokens: Sequence[int]) -> tuple[History, int] | None:
-        """One with the same tokens and the most of those to come, and how many both have."""
+    def find(self, history: History, tokens: Tokens[int]) -> tuple[History, int] | None:
+        """Return a history with the same tokens and the most of those to come, and how many tokens
+        both have."""
         found: History | None = None
-        for one in history.hashes(tokens):
+        for one in history.hashes(tokens)[0]:
             if one not in self._with:
                 break
             found = next(reversed(self._with[one]))
-        whole = [*history.tokens, *tokens]
         if found is None or found.scope != history.scope:
             return None
-        count = common(whole, found.tokens)
+        count = common(history.tokens + tokens, found.tokens)
         return (found, count) if count > len(history.tokens) else None
 
 
-def common(these: Sequence[int], those: Sequence[int]) -> int:
-    """How many they begin with alike."""
-    pairs = enumerate(zip(these, those, strict=False))
-    unlike = next((at for at, (one, other) in pairs if one != other), None)
-    return min(len(these), len(those)) if unlike is None else unlike
+def common(these: Tokens[int], those: Tokens[int]) -> int:
+    """Return how many tokens both begin with."""
+    count = min(len(these), len(those))
+    if not count:
+        return 0
+    is_unlike = np.frombuffer(these, np.int32, count) != np.frombuffer(those, np.int32, count)
+    first = int(is_unlike.argmax())
+    return first if is_unlike[first] else count
+
+
+def _span(at: int) -> int:
+    """Return how many tokens behind ``at`` the next hash is of: a long history has few hashes."""
+    return BLOCK << max(0, (at // BLOCK).bit_length() - FINE_BLOCKS.bit_length() + 1)

@@ -38,6 +38,7 @@ class Room(msgspec.Struct, kw_only=True, eq=False):
     input_offset_bytes: int
     reply_offset_bytes: int
     reply_bytes: int
+    counted_bytes: int  # to the holder's share: whole pages, and what the server keeps beside them
     tenant: str = ""  # in whose file it lies
 
     def place(
@@ -99,6 +100,7 @@ class RequestPool:
         self._slabs = SlabPool(len(self.memory))
         self._shares = Shares(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
+        self.on_release: Callable[[], None] | None = None  # somebody waits for room
         self.give_up: Callable[[], bool] = lambda: False  # something that is only kept in case
 
     @property
@@ -122,17 +124,29 @@ class RequestPool:
 
     # ---- room ----------------------------------------------------------------------------------
 
-    def reserve(self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = "") -> Room:
-        """Room for a request's inputs and for its reply, or for neither, in a tenant's file.
+    def reserve(
+        self,
+        holder: str,
+        input_bytes: int,
+        reply_bytes: int,
+        tenant: str = "",
+        beside_bytes: int = 0,
+    ) -> Room:
+        """Return room for a request's inputs and for its reply, or for neither, in a tenant's file.
+
+        Args:
+            beside_bytes: memory of this process that the room's owner needs with it; it counts to
+                the holder's share too.
 
         Raises:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
+        counted_bytes = _paged(input_bytes) + _paged(reply_bytes) + beside_bytes
         left_bytes = self._shares.left(holder)
-        while wanted_bytes > left_bytes and self.give_up():
+        while counted_bytes > left_bytes and self.give_up():
             left_bytes = self._shares.left(holder)
-        if wanted_bytes > left_bytes:
+        if counted_bytes > left_bytes:
             raise QueueFull(
                 f"this client's waiting requests hold {self._shares.of(holder)} bytes of the pool, "
                 f"{wanted_bytes} more are over its share of what is free",
@@ -148,7 +162,7 @@ class RequestPool:
                 if offset is not None:
                     self._slabs.free(offset)
             if self.give_up():
-                return self.reserve(holder, input_bytes, reply_bytes, tenant)
+                return self.reserve(holder, input_bytes, reply_bytes, tenant, beside_bytes)
             raise QueueFull(
                 f"the request pool is full: {wanted_bytes} bytes wanted, "
                 f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",
@@ -156,28 +170,29 @@ class RequestPool:
                 requested_bytes=wanted_bytes,
                 largest_free_bytes=self._slabs.largest_free_bytes,
             )
-        self._shares.add(holder, wanted_bytes)
+        self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
                 self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
         return Room(
             holder=holder,
             held_bytes=wanted_bytes,
+            counted_bytes=counted_bytes,
             input_offset_bytes=input_offset,
             reply_offset_bytes=reply_offset,
             reply_bytes=reply_bytes,
             tenant=tenant,
         )
 
-    def grow(self, room: Room, input_bytes: int) -> bool:
+    def grow(self, room: Room, input_bytes: int, beside_bytes: int = 0) -> bool:
         """Make room for inputs that large where they lie; False: there is none, or it is over the
         holder's share."""
-        more = input_bytes + room.reply_bytes - room.held_bytes
-        at = room.input_offset_bytes
+        counted_bytes = _paged(input_bytes) + _paged(room.reply_bytes) + beside_bytes
+        more, at = counted_bytes - room.counted_bytes, room.input_offset_bytes
         if more > self._shares.left(room.holder) or not self._slabs.grow(at, input_bytes):
             return False
         self._shares.add(room.holder, more)
-        room.held_bytes += more
+        room.held_bytes, room.counted_bytes = input_bytes + room.reply_bytes, counted_bytes
         if self._file_of is not None:
             self._files[room.tenant].slabs[at] = self._slabs.size_of(at)
         return True
@@ -212,9 +227,12 @@ class RequestPool:
             keep_only(file.descriptor, taken, len(file.memory))
 
     def release_inputs(self, room: Room) -> None:
-        """Their last reader is done. KeyError: they were released before."""
+        """Free the inputs' slab: their last reader is done. KeyError: it was released before."""
         offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
+        size_bytes = self._slabs.size_of(offset)
         self._slabs.free(offset)
+        room.counted_bytes -= size_bytes
+        self._shares.give(room.holder, size_bytes)
         if self._file_of is not None:
             self._give_back(room.tenant, offset)
 
@@ -227,7 +245,9 @@ class RequestPool:
         self._slabs.free(offset)
         if self._file_of is not None:
             self._give_back(room.tenant, offset)
-        self._shares.give(room.holder, room.held_bytes)
+        self._shares.give(room.holder, room.counted_bytes)
+        if self.on_release is not None:
+            self.on_release()
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -256,6 +276,10 @@ class RequestPool:
     def capacity_bytes(self) -> int:
         return self._slabs.capacity_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        return self._slabs.free_bytes
+
     def as_dict(self) -> dict[str, int]:
         """As ``stats`` shows it."""
         return {
@@ -274,3 +298,8 @@ class RequestPool:
         self._slabs.check()
         self._shares.check()
         assert self._slabs.slab_count or not self._shares.held
+
+
+def _paged(size_bytes: int) -> int:
+    """Return the bytes of the slab that holds so many: whole pages, one at least."""
+    return aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)

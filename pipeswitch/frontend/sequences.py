@@ -16,7 +16,7 @@ rows. Large copies are another thread's (``copy``), before the request is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -24,18 +24,22 @@ import numpy as np
 
 from ..errors import InvalidInput, SequenceNotFound
 from ..ipc.messages import SlabTensor
-from ..programs.dims import NoExtent, Values, match, shape_at
-from ..programs.layout import ITEM_BYTES, ValueSpec, aligned
+from ..programs.dims import NoExtent, Values, shape_at
+from ..programs.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
+from ..programs.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
 from ..scheduler.events import Announce
 from ..wire.frames import RequestHeader, WireTensor
+from .admission import check_brought
 from .clients import Client
-from .held import Asked, Grown, Held, Key
-from .prefixes import BLOCK, History, Prefixes, common
+from .held import MAX_STEP_TOKENS, NO_TOKENS, Asked, Grown, Held, Key
+from .prefixes import BLOCK, TOKEN_BYTES, History, Prefixes, Tokens, common, tokens_of
 from .request_pool import RequestPool, Room
 
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
 SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
 MOST_SPARES: Final = 128
+PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
+SMALL_BYTES: Final = 64 << 10  # of a step's request, beside its ids and rows
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -90,15 +94,19 @@ class Sequences:
     def given(
         self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
     ) -> tuple[RequestHeader, list[Any]]:
-        """A request's inputs and frames with the state among them, as if its client had sent it.
+        """Return a request's inputs and frames with the state among them, as if its client had sent
+        it.
 
-        The first request may bring it; what it does not bring begins as zeros.
+        The first request may bring it. What it does not bring begins as zeros, or without rows.
 
         Raises:
-            InvalidInput: a later one brings it too, or the shape that it begins with is unknown.
+            InvalidInput: an input is not what the model takes here, a later request brings the
+                state too, or the shape that it begins with is unknown.
         """
         manifest = held.announced.manifest
         brought = {one.name: one for one in header.inputs if one.name}
+        if brought and len(brought) < len(header.inputs):
+            raise InvalidInput(f"{header.model}: an input is given twice, or has no name")
         if held.steps and (twice := brought.keys() & held.state.keys()):
             raise InvalidInput(
                 f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
@@ -114,18 +122,18 @@ class Sequences:
                 spec.name: msgspec.structs.replace(one, name=spec.name) for spec, one in pairs
             }
         all_frames = list(frames)
-        if held.history is not None:
-            self._reuse(held, own, brought, all_frames)
-        inputs, values = [*brought.values()], _values(own, brought)
+        values = check_brought(header.model, brought, [*map(len, frames)], manifest)
+        grows = {name for name, (_, axis) in held.state.items() if axis >= 0}
+        first = {name: frames[brought.pop(name).frame] for name in grows & brought.keys()}
+        if manifest.extra.get("generation"):
+            self._reuse(held, brought, all_frames, values, first)
+        inputs = [*brought.values()]
         held.choosing, held.sent = asked.choosing, values.get("length", 0)
         for spec in manifest.inputs:
-            axis = held.state[spec.name][1] if spec.name in held.state else -1
-            if axis >= 0 and spec.name in brought:
-                raise InvalidInput(f'"{spec.name}" grows from nothing', hint="leave it out")
             if spec.name not in held.state or spec.name in brought:
                 continue
-            if axis >= 0:
-                self._make_room(held, spec, axis, values)
+            if (axis := held.state[spec.name][1]) >= 0:
+                self._make_room(held, spec, axis, values, first.get(spec.name))
             kept = held.values.get(spec.name)
             if kept is not None:
                 shape = kept.shape
@@ -140,20 +148,24 @@ class Sequences:
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
     def _reuse(
-        self, held: Held, own: Sequence[ValueSpec], brought: dict[str, WireTensor],
+        self,
+        held: Held,
+        brought: dict[str, WireTensor],
         frames: list[Any],
-    ) -> None:  # fmt: skip
-        """A language model need not compute the tokens whose rows are there: they leave the
-        request, but for the last."""
-        ids = _ids_of(held, brought, frames)
-        if ids is None:
-            self._forget_tokens(held)
-            return
-        assert held.history is not None
-        known = len(held.history.tokens)
-        count = common(held.ahead, ids[:-1])
-        found = None
-        if len(ids) > BLOCK and not count:
+        values: dict[str, int],
+        first: Mapping[str, Any],
+    ) -> None:
+        """Take the tokens whose rows are there out of a language model's request, but for the last.
+
+        What was read of its inputs is what is computed: a sender could still change its own bytes.
+        """
+        known = values["past"] if first else next((one.used for one in held.grown.values()), 0)
+        ids, count, found = _ids_of(held, brought, frames, known), 0, None
+        if first:
+            self._forget_tokens(held)  # nobody knows what its rows are of
+        if held.history is not None:
+            count = common(held.ahead, ids[:-1])
+        if held.history is not None and len(ids) > BLOCK and not count:
             found = self._prefixes.find(held.history, ids[:-1])
         donor: Held | None = found[0].of if found is not None else None
         if donor is not None and donor.copies and not donor.is_busy:
@@ -165,23 +177,19 @@ class Sequences:
             ):  # fmt: skip
                 self._take_over(held, donor)
             else:
-                self._copy_rows(held, donor, known, count, _values(own, brought))
+                self._copy_rows(held, donor, known, count, values)
         for grown in held.grown.values():
             grown.used += count
-        held.asked, held.borrowed = ids, count
-        if count:
-            for name, numbers in (
-                ("ids", ids[count:]), ("count", [len(ids) - count]), ("used", [known + count]),
-            ):  # fmt: skip
-                shape = (1, len(numbers)) if name == "ids" else (1,)
-                frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
-                brought[name] = msgspec.structs.replace(brought[name], shape=shape)
+        held.asked, held.borrowed, values["length"] = ids, count, len(ids) - count
+        left = ids[count:]
+        for name, numbers in ((IDS, left), (COUNT, [len(left)]), (USED, [known + count])):
+            frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
+        brought[IDS] = msgspec.structs.replace(brought[IDS], shape=(1, len(left)))
 
     def _take_over(self, held: Held, donor: Held) -> None:
         """All that a spare has."""
-        assert donor.history is not None
         held.grown, donor.grown = donor.grown, {}
-        held.ahead = donor.history.tokens
+        held.ahead = donor.history.tokens if donor.history is not None else NO_TOKENS
         for grown in held.grown.values():
             grown.stale, grown.used = max(grown.stale, grown.used), 0
         self.drop(donor)
@@ -189,7 +197,7 @@ class Sequences:
     def _copy_rows(self, held: Held, donor: Held, known: int, count: int, values: Values) -> None:
         """Of one that others may need: it stays as it is."""
         donor.pins += 1  # before room is made, which a spare may be given up for
-        held.ahead = []  # copied over
+        held.ahead = NO_TOKENS  # copied over
         held.donors.append(donor)
         for spec in held.announced.manifest.inputs:
             if spec.name in donor.grown:
@@ -203,13 +211,15 @@ class Sequences:
         """Nobody knows any more what its rows are of."""
         if held.history is not None:
             self._prefixes.remove(held.history)
-        held.history, held.ahead, held.asked = None, [], []
+        held.history, held.ahead, held.asked = None, NO_TOKENS, NO_TOKENS
 
     def copy(self, held: Held) -> None:
         """What its request needs, in its place. Any thread may; ``copied`` comes next."""
         memory = self._memory(held)
         for at, source, size in held.copies:
-            memory[at : at + size] = bytes(size) if source < 0 else memory[source : source + size]
+            if isinstance(source, int):
+                source = memory[source : source + size]
+            memory[at : at + size] = bytes(size) if source is None else source
 
     def copied(self, held: Held) -> None:
         """What was copied from is needed no longer."""
@@ -241,7 +251,7 @@ class Sequences:
         for grown in held.grown.values():
             grown.stale = max(grown.stale, grown.used)
             grown.used -= held.borrowed
-        held.borrowed, held.asked = 0, []
+        held.borrowed, held.asked = 0, NO_TOKENS
 
     def begin(self, held: Held, asked: Asked) -> None:
         """Its request was accepted. One that starts replaces another of this name."""
@@ -255,7 +265,7 @@ class Sequences:
         """Its request is over, and the room of the reply is this one's to give back."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
-        chosen = self._chosen(held) if is_ok else []
+        chosen = self._chosen(held) if is_ok else NO_TOKENS
         if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
             model = held.announced.model
             self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
@@ -268,9 +278,9 @@ class Sequences:
                 fed = held.asked + chosen[:-1]
                 self._prefixes.extend(held.history, fed)
                 is_same = held.ahead[: len(fed)] == fed
-                held.ahead = held.ahead[len(fed) :] if is_same else []
+                held.ahead = held.ahead[len(fed) :] if is_same else NO_TOKENS
                 self._tokens_reused += held.borrowed
-                held.borrowed, held.asked = 0, []
+                held.borrowed, held.asked = 0, NO_TOKENS
             if made:
                 room, held.room = held.room, room
                 held.values |= made
@@ -297,7 +307,7 @@ class Sequences:
 
     def _retire(self, held: Held) -> None:
         """It is over. A language model's is a spare, if it knows its tokens."""
-        tokens = held.history.tokens if held.history is not None else []
+        tokens = held.history.tokens if held.history is not None else NO_TOKENS
         is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
         if len(tokens) < BLOCK or not is_whole:
             self.drop(held)
@@ -305,6 +315,8 @@ class Sequences:
         self.held.pop(held.key, None)
         held.used_at_ms = self._now_ms()
         self.spare[id(held)] = held
+        if self._pool.on_release is not None:
+            self._pool.on_release()
         if len(self.spare) > MOST_SPARES:
             self._give_up()
 
@@ -337,8 +349,32 @@ class Sequences:
         return found
 
     def retract(self, model: str) -> None:
-        """It is gone, and one of this name is another."""
+        """End all sequences and spares of a model that is gone: one of this name is another."""
         self._tokens.pop(model, None)
+        for held in (*self.held.values(), *self.spare.values()):
+            if held.announced.model == model:
+                self._forget_tokens(held)  # it leaves no spare
+                held.is_left = True
+                if not held.is_busy:
+                    self.drop(held)
+
+    def longest(self, manifest: Manifest) -> tuple[int, int]:
+        """Return how many tokens an answer of a language model has at most, with its prompt, and
+        how many a step: its cache and its request fit a caller's share of the pool."""
+        high = {dim.name: dim.high for dim in manifest.dims}
+        (cache,) = [one for one in manifest.inputs if one.name == CACHE]
+        row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
+        rows = (self._pool.share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
+        piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
+        beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
+        return min(high["past"], max(0, rows - beside)), piece
+
+    def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
+        """Return whether an answer of this caller's goes on, besides those that are named."""
+        return any(
+            key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
+            for key, one in self.held.items()
+        )
 
     def _give(self, room: Room) -> None:
         self._pool.release_inputs(room)
@@ -347,12 +383,18 @@ class Sequences:
     def _memory(self, held: Held) -> memoryview:
         return self._pool.memory_of_tenant(held.announced.tenant)
 
-    def _make_room(self, held: Held, spec: ValueSpec, axis: int, values: Values) -> None:
-        """For the rows of the answer to come, so that it cannot fail then.
+    def _make_room(
+        self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
+    ) -> None:
+        """Make room for the rows of the answer to come, so that it cannot fail then.
+
+        Args:
+            first: the rows that the request brings, which starts the sequence.
 
         Raises:
             QueueFull: over its caller's share of the pool.
-            InvalidInput: it is of several rows, which would grow side by side; or it is full.
+            InvalidInput: it is of several rows, which would grow side by side; it is full; or it
+                has no rows, and the model cannot tell zeros from them.
         """
         manifest, (output, _) = held.announced.manifest, held.state[spec.name]
         (made,) = [one for one in manifest.outputs if one.name == output]
@@ -364,28 +406,42 @@ class Sequences:
         row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
         grown = held.grown.get(spec.name)
         used = grown.used if grown is not None else 0
+        if first is not None:
+            used = len(first) // row_bytes
+        elif not (used or (dim is not None and dim.name in manifest.pads)):
+            raise InvalidInput(
+                f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
+                hint=f'bring "{spec.name}" with the request that starts the sequence',
+            )
         more = held.choosing.steps - 1 if held.choosing is not None else 0
         wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
-        if dim is not None and wanted > dim.high:
+        most = dim.high if dim is not None else wanted
+        if wanted > most:
             raise InvalidInput(
-                f'"{spec.name}" would have {wanted} rows, the model takes {dim.high}',
+                f'"{spec.name}" would have {wanted} rows, the model takes {most}',
                 hint="start another sequence",
             )
+        if held.choosing is not None:
+            wanted = max(wanted, min(held.choosing.rows, most))
         if grown is None or wanted > grown.capacity:
-            most = dim.high if dim is not None else wanted
+            if manifest.extra.get("generation"):
+                most = max(wanted, self.longest(manifest)[0])
             rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
             capacity = min(aligned(wanted, rows_more), most)
             size = 0 if grown is None else row_bytes * grown.capacity
-            if grown is not None and self._pool.grow(grown.room, row_bytes * capacity):
+            beside = TOKEN_BYTES * capacity if manifest.extra.get("generation") else 0
+            if grown is not None and self._pool.grow(grown.room, row_bytes * capacity, beside):
                 room = grown.room
             else:
                 tenant = held.announced.tenant
-                room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant)
+                room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant, beside)
             at = room.input_offset_bytes
             if grown is not None and room is not grown.room:  # with what lies ahead
                 held.copies.append((at, grown.room.input_offset_bytes, size))
                 held.leaving.append(grown.room)
-            held.copies.append((at + size, -1, row_bytes * capacity - size))
+            held.copies.append((at + size, None, row_bytes * capacity - size))
+            if first is not None:
+                held.copies.append((at, first, len(first)))
             grown = Grown(
                 room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used,
                 stale=grown.stale if grown is not None else 0,
@@ -400,13 +456,12 @@ class Sequences:
             offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
 
-    def _chosen(self, held: Held) -> list[int]:
-        """Tokens that the worker chose."""
+    def _chosen(self, held: Held) -> Tokens[int]:
+        """Return the tokens that the worker chose."""
         if held.chosen is None:
-            return []
+            return NO_TOKENS
         tokens = self._memory(held)[held.chosen.offset_bytes :][: held.chosen.size_bytes]
-        found: list[int] = np.frombuffer(tokens, np.int64).tolist()
-        return found
+        return tokens_of(np.frombuffer(tokens, np.int64))
 
     def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:
         memory = self._memory(held)
@@ -478,29 +533,35 @@ def _bytes(held: Held) -> int:
 
 
 def _ids_of(
-    held: Held, brought: Mapping[str, WireTensor], frames: Sequence[Any]
-) -> list[int] | None:
-    """The tokens of a step that goes on where its sequence is, and that is all there; else None."""
-    named = [brought.get(name) for name in ("ids", "count", "used")]
-    given = [one for one in named if one is not None and one.dtype == "int64"]
-    places = {one.frame for one in given if 0 <= one.frame < len(frames)}
-    if len(places) != len(named) or any(len(frames[place]) % 8 for place in places):
-        return None
-    ids, count, used = (np.frombuffer(frames[one.frame], np.int64).tolist() for one in given)
-    shapes = [one.shape for one in given]
-    assert held.history is not None
-    is_next = (count, used) == ([len(ids)], [len(held.history.tokens)])
-    return ids if is_next and shapes == [(1, len(ids)), (1,), (1,)] else None
+    held: Held, brought: Mapping[str, WireTensor], frames: Sequence[Any], used: int
+) -> Tokens[int]:
+    """Return the tokens of a language model's step, whose sequence has ``used`` rows.
 
-
-def _values(own: Sequence[ValueSpec], brought: Mapping[str, WireTensor]) -> Values:
-    """What the open dimensions are, as far as the client's own inputs say; all that fit."""
-    values: dict[str, int] = {}
-    for spec in own:
-        one = brought.get(spec.name)
-        if one is not None:
-            match(spec.shape, one.shape, values)
-    return values
+    Raises:
+        InvalidInput: they, their count, or where they belong is wrong; with what would be right.
+    """
+    if missing := [name for name in (IDS, COUNT, USED) if name not in brought]:
+        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"bring {IDS}, {COUNT} and {USED}")
+    length = brought[IDS].shape[1]
+    if brought[IDS].shape[0] != 1:
+        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows: a sequence has a batch of 1')
+    if length > MAX_STEP_TOKENS:
+        raise InvalidInput(
+            f"{length} tokens in one request: a sequence takes {MAX_STEP_TOKENS} at most",
+            hint="send the prompt in pieces",
+        )
+    for name, right in ((COUNT, length), (USED, used)):
+        number = int(np.frombuffer(frames[brought[name].frame], np.int64)[0])
+        if number != right:
+            data: dict[str, Any] = {name: right}
+            text = f'"{name}" is {number}, but sequence "{held.key[1]}" needs {right} here'
+            raise InvalidInput(text, hint=f"{name}=[{right}]", **data)
+    ids = np.frombuffer(bytes(frames[brought[IDS].frame]), np.int64)
+    vocabulary = held.announced.manifest.extra["generation"]["vocabulary"]
+    for number in (int(ids.min()), int(ids.max())):
+        if not 0 <= number < vocabulary:
+            raise InvalidInput(f"{number} is no token from 0 to {vocabulary - 1}")
+    return tokens_of(ids)
 
 
 def _beginning(spec: ValueSpec, values: Values, held: Held) -> tuple[int, ...]:

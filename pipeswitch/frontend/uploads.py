@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ..errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
-from ..lane import Lane
+from ..lane import Failed, Lane, Work
 from ..machine import sync_directory
 from ..programs.spec import files_of
 from ..shares import Shares
@@ -118,10 +118,9 @@ class Uploads:
         self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
-        """Make the folder, drop what another server left, start the writer."""
+        """Make the folder, drop what another server left."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove(list(self.directory.iterdir()))
-        self._writer.start()
 
     def stop(self) -> None:
         """Finish what is queued, drop partial files, join the writer."""
@@ -161,7 +160,13 @@ class Uploads:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
         chunk = _Chunk((session, tenant, f"{digest}.{kind}"), digest, size, offset, data, reply)
-        self._writer.put(functools.partial(self._answer, chunk))
+        self._writer.put(
+            functools.partial(self._answer, chunk), functools.partial(self._end, chunk, {})
+        )
+
+    def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
+        """Do other file work on the writer's thread; as ``Lane.put``."""
+        self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:
         """Files and folders that are of no use any more."""
@@ -232,6 +237,9 @@ class Uploads:
             error = PipeSwitchError(
                 "the server could not store the upload: internal error", hint="see its log"
             )
+        self._end(chunk, body, error)
+
+    def _end(self, chunk: _Chunk, body: dict[str, Any], error: PipeSwitchError | None) -> None:
         with self._lock:
             self._queued -= 1
         chunk.reply(body, error)

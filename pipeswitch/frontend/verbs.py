@@ -128,6 +128,7 @@ def _register(q: Question) -> Event:
         name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
         body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
         postprocess, returns, state, body.flag("generate"),
+        body.text("precision", ""), body.number("max_error", 0.0, 1.0),
     )  # fmt: skip
     return ev.RegisterAsked(
         token=q.token,

@@ -83,6 +83,8 @@ class Registration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_batch: int = 0
     batch: int = 0
     batch_delay_ms: float = 0.0
+    precision: str = ""
+    max_error: float = 0.0
 
 
 Verb = Callable[[Asked], Awaitable[Answer]]
@@ -177,7 +179,9 @@ class Api:
                          "pin": ("boolean", "With a bundle: keep it on the device"),
                          "max_batch": ("integer", "With a bundle: the largest batch"),
                          "batch": ("integer", "With a bundle: up to which requests are joined"),
-                         "batch_delay_ms": ("number", "With a bundle: for which one waits")}),
+                         "batch_delay_ms": ("number", "With a bundle: for which one waits"),
+                         "precision": ("string", "With a bundle: exact or fast"),
+                         "max_error": ("number", "With a bundle: of precision, at most")}),
             Route(method="DELETE", path="models/{model}", role=operate,
                   run=self._verb("unregister", is_safe=False), what="Unregister"),
             Route(method="POST", path="models/{model}/load", role=operate,
@@ -380,6 +384,8 @@ def _of_query(asked: Asked) -> Registration:
         max_batch=int(asked.number("max_batch", 0, MAX_OFFSET)),
         batch=int(asked.number("batch", 0, MAX_OFFSET)),
         batch_delay_ms=asked.number("batch_delay_ms", 0, MAX_OFFSET),
+        precision=asked.query.get("precision", ""),
+        max_error=asked.number("max_error", 0, 1),
     )
 
 

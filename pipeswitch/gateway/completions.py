@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -26,24 +27,55 @@ from ..roles import Standing
 from ..units import nearest
 from .feed import CONTENT_TYPE
 from .http import Answer, Head, Work, json_answer, refusal
-from .refusals import MethodNotAllowed, NotFound, TooLarge, body_of, status_of
+from .oip import LONG_BYTES
+from .refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
 from .service import Service
+from .sharing import Aside
 from .text_process import Begin
 from .texts import Answering, Texts
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
-MAX_MESSAGES: Final = 1024
+MAX_FIELDS: Final = 256
+NEUTRAL_BYTES: Final = 256  # of a value that asks for nothing
+NULL: Final = msgspec.Raw(b"null")
+ABSENT: Final = msgspec.Raw()
 SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
 WHOLE_CONTEXT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
-# What else OpenAI has: what says nothing of the text, and what is as if it were not said.
-IGNORED: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier",
-                            "prompt_cache_key", "tool_choice", "parallel_tool_calls"})  # fmt: skip
-NEUTRAL: Final = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "logprobs": False}
+_NEUTRAL: Final = """
+user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
+stream_options.include_obfuscation parallel_tool_calls = true false
+n best_of repetition_penalty length_penalty = 1
+frequency_penalty presence_penalty min_p min_tokens priority top_logprobs = 0
+store echo use_beam_search ignore_eos include_stop_str_in_output logprobs = false
+continue_final_message return_token_ids return_tokens_as_token_ids = false
+stream_options.continuous_usage_stats chat.add_special_tokens enable_response_messages = false
+skip_special_tokens spaces_between_special_tokens add_special_tokens include_reasoning = true
+add_generation_prompt exclude_input_in_output = true
+tools functions documents bad_words stop_token_ids logits_processors previous_input_messages = []
+logit_bias chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
+kv_transfer_params = {}
+tool_choice function_call = "none" "auto"
+reasoning_effort verbosity = "medium"
+service_tier = "auto" "default"
+modalities = ["text"]
+response_format = {"type":"text"}
+suffix = ""
+top_k = 0 -1
+truncate_prompt_tokens = -1
+"""
+NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
+    name: [json.loads(value) for value in values.split()]
+    for names, _, values in (line.partition(" = ") for line in _NEUTRAL.split("\n"))
+    for name in names.split()
+}
+"""Options of OpenAI and vLLM that are not done: the values of each that change no answer, which are
+accepted, as null is; ``*``: all of them. Any other value is refused by name."""
 CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
 S = TypeVar("S", "Said", "Asked")
+log = logging.getLogger(__name__)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +99,7 @@ class Said(Asked, frozen=True, kw_only=True):
 
     model: str
     prompt: Any = None
-    messages: list[dict[str, Any]] | None = None
+    messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
@@ -75,8 +107,8 @@ class Said(Asked, frozen=True, kw_only=True):
 class Completions:
     """The paths below ``/v1``, and two of a model."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._texts = service, Texts(service)
+    def __init__(self, service: Service, aside: Aside) -> None:
+        self._service, self._texts, self._aside = service, Texts(service), aside
         self._began_s = int(time.time())
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -120,28 +152,36 @@ class Completions:
         return json_answer(rows[name])
 
     async def _complete(self, caller: Standing, head: Head, body: Any, *, is_chat: bool) -> Answer:
-        said = _said(body, Said)
+        said = await self._read(head, body, Said)
         wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
-        if getattr(said, wanted) is None or getattr(said, other) is not None:
+        absent = None, ABSENT
+        if getattr(said, wanted) in absent or getattr(said, other) not in absent:
             raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
         if said.max_completion_tokens is not None:
             said = replace(said, max_tokens=said.max_completion_tokens)
         prompt = "" if is_chat else _prompt(said.prompt)
-        begin = _begin(said, prompt, WHOLE_CONTEXT if is_chat else SHORT_TOKENS, temperature=1.0)
-        if said.messages is not None:
-            begin = replace(begin, messages=_messages(said.messages))
-        answering = await self._texts.begin(caller, head, said.model, begin)
+        messages = bytes(said.messages) if is_chat else None
+        tokens = None if is_chat else SHORT_TOKENS
+        begin = partial(_begin, said, prompt, messages, tokens=tokens)
+        answering = await self._texts.begin(caller, head, said.model, begin, "")
         form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
         return await self._answer(answering, form, is_stream=bool(said.stream))
+
+    async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
+        """Decode a request; a long one beside the loop, in its address's turn."""
+        _check_size(len(body))
+        if len(body) <= LONG_BYTES:
+            return _said(body, kind)
+        return await self._aside.run(head.peer, _said, body, kind)
 
     async def generate(
         self, caller: Standing, model: str, version: str, head: Head, body: Any,
         *, is_stream: bool,
     ) -> Answer:  # fmt: skip
         """Triton's, of one model."""
-        asked = _said(body, Asked)
-        begin = _begin(asked, asked.text_input, WHOLE_CONTEXT, temperature=0.0)
-        answering = await self._texts.begin(caller, head, model, begin, version=version)
+        asked = await self._read(head, body, Asked)
+        begin = partial(_begin, asked, asked.text_input, temperature=0.0)
+        answering = await self._texts.begin(caller, head, model, begin, version)
         return await self._answer(answering, _Triton(answering), is_stream=is_stream)
 
     async def _answer(
@@ -152,7 +192,8 @@ class Completions:
             token, texts = await answering.next(), [""]
             if is_stream:
                 events = _Events(_pieces(answering, form, token), partial(self._close, answering))
-                return Answer(content_type=CONTENT_TYPE, stream=events)
+                cut = lambda error: _event(form.failed(error))  # noqa: E731
+                return Answer(content_type=CONTENT_TYPE, stream=events, cut=cut)
             while token is not None:
                 texts.append(token.text)
                 token = await answering.next()
@@ -176,7 +217,7 @@ class _OpenAi:
     def __init__(self, answering: Answering, said: Said, *, has_ids: bool) -> None:
         """``has_ids``: who asks in token ids is told them, beside the text."""
         self._answering, self._has_ids = answering, has_ids
-        self._is_chat, self._created_s = said.messages is not None, int(time.time())
+        self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
         self._role = {"role": "assistant"}
         self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
 
@@ -260,6 +301,9 @@ async def _pieces(
         yield b"".join([*map(_event, form.events(None)), form.end]) or b"\n"
     except PipeSwitchError as error:
         yield _event(form.failed(error))
+    except Exception as error:
+        log.exception("answer=%s failed", answering.id)
+        yield _event(form.failed(as_ours(error)))
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -294,16 +338,21 @@ def _said(body: Any, kind: type[S]) -> S:
     Raises:
         InvalidInput: it is no such request, or asks for what is not done here.
     """
-    _check_size(len(body))
     try:
-        given = msgspec.json.decode(body, type=dict[str, Any])
-        if kind is Asked:
-            given |= msgspec.convert(given.pop("parameters", {}), dict[str, Any])
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _fields(body)
+        if kind is Asked and "parameters" in given:
+            given |= _fields(given.pop("parameters"))
+        if len(given) > MAX_FIELDS:
+            raise InvalidInput(f"{len(given)} fields: a request has {MAX_FIELDS} at most")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
-        for name in given.keys() - {*known} - IGNORED:
-            _check_neutral(name, given[name], known)
-        return msgspec.convert(given, kind)
+        for name in given.keys() - {*known}:
+            _check_neutral(name, given[name], known, is_chat="messages" in given)
+        options = bytes(given.get("stream_options", b""))
+        for name, value in _fields(options).items() if options[:1] == b"{" else ():
+            if name not in StreamOptions.__struct_fields__:
+                _check_neutral(f"stream_options.{name}", value, known)
+        wanted = {name: given[name] for name in known if name in given}
+        return msgspec.json.decode(msgspec.json.encode(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
         raise InvalidInput(
@@ -311,33 +360,65 @@ def _said(body: Any, kind: type[S]) -> S:
         ) from None
 
 
-def _check_neutral(name: str, value: Any, known: Iterable[str]) -> None:
-    """Of what is not known here only what asks for nothing may be."""
-    is_same = NEUTRAL.get(name, value) == value and type(NEUTRAL.get(name, value)) is type(value)
-    if not is_same or (value and name not in NEUTRAL):
+def _fields(data: Any) -> dict[str, msgspec.Raw]:
+    """Return an object's fields that are not null, undecoded: nobody knows how much they become."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return {name: value for name, value in fields.items() if value != NULL}
+
+
+def _check_neutral(
+    name: str, raw: msgspec.Raw, known: Iterable[str], *, is_chat: bool = False
+) -> None:
+    """Raises InvalidInput: an option that is not done asks for something."""
+    neutral = NEUTRAL.get(f"chat.{name}" if is_chat else name, NEUTRAL.get(name, ()))
+    if "*" in neutral:
+        return
+    value = msgspec.json.decode(raw) if len(raw) <= NEUTRAL_BYTES else ...
+    is_flag = isinstance(value, bool)  # which equals a number
+    if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
         near = nearest(name, known)
-        hint = "leave it out" + (f", or {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else "")
+        hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
         raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
 
 
-def _begin(asked: Asked, prompt: str | list[int], tokens: int, *, temperature: float) -> Begin:
-    """``tokens`` and ``temperature``: where it does not say."""
+def _begin(
+    asked: Asked,
+    prompt: str | list[int],
+    messages: bytes | None = None,
+    *,
+    own: Mapping[str, Any],
+    tokens: int | None = None,
+    temperature: float | None = None,
+) -> Begin:
+    """Return the answer that is asked for.
+
+    What the request leaves out is ``tokens`` and ``temperature``; where these are None, what the
+    model's author has (``own``), else OpenAI's default.
+    """
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
     stop = asked.stop or []
     return Begin(
         answer=0,
         prompt=prompt,
+        messages=messages,
         sampling=Sampling(
-            temperature=temperature if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            temperature=_first(asked.temperature, temperature, own.get("temperature"), 1.0),
+            top_p=_first(asked.top_p, own.get("top_p"), 1.0),
             seed=secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed,
         ),
         ending=Ending(
-            max_new_tokens=asked.max_tokens or tokens,
+            max_new_tokens=_first(
+                asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
+            ),
             stop=(stop,) if isinstance(stop, str) else (*stop,),
         ),
     )
+
+
+def _first(*values: Any) -> Any:
+    """The first one that is said."""
+    return next(value for value in values if value is not None)
 
 
 def _prompt(given: Any) -> str | list[int]:
@@ -349,17 +430,3 @@ def _prompt(given: Any) -> str | list[int]:
         raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")
     found: str | list[int] = given
     return found
-
-
-def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As templates take them: a content of several texts is one."""
-    if not 0 < len(given) <= MAX_MESSAGES:
-        raise InvalidInput(f"{len(given)} messages: 1 to {MAX_MESSAGES}", param="messages")
-    return [{**one, "content": _content(one.get("content"))} for one in given]
-
-
-def _content(given: Any) -> str:
-    parts = given if isinstance(given, list) else [{"text": given or ""}]
-    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
-        raise InvalidInput("a message's content is text", param="messages")
-    return "".join(one["text"] for one in parts)

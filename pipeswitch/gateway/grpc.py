@@ -55,6 +55,10 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 1),  # the controller holds the port
+    # What a stream may send before its last answer was read. Probing would raise it to many MiB,
+    # which no share counts; a message that is being read may always come whole.
+    ("grpc.http2.lookahead_bytes", 256 << 10),
+    ("grpc.http2.bdp_probe", 0),
 )
 _CONTENTS: Final[Mapping[str, str]] = {
     "bool": "bool_contents", "int8": "int_contents", "int16": "int_contents",
@@ -184,6 +188,7 @@ class Calls:
         """
         with self._shared.waiting.holding(address, len(data)):
             answer = _to_bytes(await verb(caller, address, data))
+        del data  # it is no longer charged
         with self._shared.answers.holding(address, len(answer)):
             yield answer
 
@@ -319,7 +324,7 @@ class Calls:
             asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
         outputs, bill = await self._service.infer(
-            caller, model, request.model_version, asked, CARRIER.get()
+            caller, model, request.model_version, asked, CARRIER.get(), address
         )
         size_bytes = sum(len(output.data) for output in outputs)
         with self._shared.answers.holding(address, size_bytes):  # before it is copied
@@ -340,6 +345,7 @@ class Calls:
                 async for data in requests:
                     try:
                         async with self._answered(streamed, caller, address, data) as answer:
+                            data = b""  # the client may be slow to read the answer
                             yield answer
                         continue
                     except PipeSwitchError as error:

@@ -126,6 +126,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     content_type: str = "application/json"
     headers: Sequence[tuple[str, str]] = ()
     stream: Stream | None = None  # instead of the parts; the connection ends with it
+    cut: Callable[[PipeSwitchError], bytes] | None = None  # the stream's last words, if we cut it
 
 
 Work = Callable[[Any], Awaitable[Answer]]
@@ -272,6 +273,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     is_compressed: bool
     is_kept: bool  # the connection, afterwards
     has_body: bool  # its answer
+    is_chunked: bool = True  # its answer, if that is a stream: HTTP/1.0 has no chunks
 
 
 Known = tuple[bytes, bytes, Work]
@@ -302,11 +304,13 @@ class Connection(asyncio.BufferedProtocol):
         self._raw_bytes = 0  # of a body in chunks: with all that is around them
         self._rest: memoryview | None = None  # of a body of known length, still to be received
         self._is_kept = False
+        self._is_current = True  # it speaks HTTP/1.1
         self._error: PipeSwitchError | None = None  # what is wrong with what was parsed
         self._is_ending = False  # nothing that is read counts any more
         self._queue: deque[_Asked] = deque()
         self._task: Prompt | None = None
-        self._is_streaming = False
+        self._streaming: Callable[[bytes], bytes] | None = None  # what frames a piece of it
+        self._cut: Callable[[PipeSwitchError], bytes] | None = None
         self._has_answered = False  # a whole request
         self._can_write = asyncio.Event()
         self._can_write.set()
@@ -393,6 +397,8 @@ class Connection(asyncio.BufferedProtocol):
         self.known, size = None, nbytes - len(asked.body)
         if isinstance(asked.work, Answer) or asked.is_compressed or not asked.is_kept:
             return
+        if not asked.is_chunked:
+            return  # HTTP/1.0
         is_plain = asked.has_body and "expect" not in self._headers and size <= KEPT_HEAD_BYTES
         head = bytes(_scratch[:size]) if is_plain else b""
         found = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
@@ -461,7 +467,7 @@ class Connection(asyncio.BufferedProtocol):
         if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
             site = path.split("/", 3)
             headers["host"], path = site[2], "/" + "".join(site[3:])
-        is_current = self._parser.get_http_version() == "1.1"
+        is_current = self._is_current = self._parser.get_http_version() == "1.1"
         wish = headers.get("connection", "").lower()
         self._is_kept = "close" not in wish if is_current else "keep-alive" in wish
         length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
@@ -568,6 +574,7 @@ class Connection(asyncio.BufferedProtocol):
             is_compressed=head is not None and head.coding != "identity",
             is_kept=head is None or self._is_kept,
             has_body=head is None or head.method != "HEAD",
+            is_chunked=head is None or self._is_current,
         )
         if self._task is not None or self._queue:
             self._transport.pause_reading()  # the next is read when this one is answered
@@ -594,9 +601,12 @@ class Connection(asyncio.BufferedProtocol):
                 finally:
                     self._server.shared.waiting.give(self.peer, len(asked.body))
                 is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
+                frame = _chunk if asked.is_chunked else bytes
                 del asked  # its body, before the answer is on its way
                 if answer.stream is not None:
-                    writing = self._write_stream(answer, answer.stream, has_body=has_body)
+                    writing = self._write_stream(
+                        answer, answer.stream, frame=frame, has_body=has_body
+                    )
                     try:
                         await asyncio.create_task(writing)  # it has timeouts
                     finally:
@@ -663,18 +673,29 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self._server.shared.answers.give(self.peer, size)
 
-    async def _write_stream(self, answer: Answer, stream: Stream, *, has_body: bool) -> None:
-        """Head, then pieces as they come, each when the peer has taken those before it."""
+    async def _write_stream(
+        self, answer: Answer, stream: Stream, *, frame: Callable[[bytes], bytes], has_body: bool
+    ) -> None:
+        """Write the head, then pieces as they come, each when the peer has taken those before it.
+
+        The last chunk is empty, so that a peer can tell this end from a cut.
+        """
         try:
-            self._is_streaming = has_body
+            self._streaming, self._cut = frame if has_body else None, answer.cut
             self._stop_reading()
             self._transport.resume_reading()  # else a peer that hangs up would not be noticed
-            self._transport.write(_head_of(answer, None, is_kept=False))
+            self._transport.write(_head_of(answer, None, is_kept=False, is_chunked=frame is _chunk))
             while has_body and (piece := await stream.next()):
-                self._transport.write(piece)
+                self._transport.write(frame(piece))
                 await self._can_write.wait()
+        except Exception:
+            log.exception("http=%s stream failed", self.peer)
+            self._transport.close()  # without the last chunk
+            return
         finally:
-            self._is_streaming = False
+            self._streaming = None
+        if has_body:
+            self._transport.write(frame(b""))
         self._end()
 
     def _end(self) -> None:
@@ -733,9 +754,12 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
 
     def leave(self) -> None:
-        """Close when what is due has been answered; a stream has no end to wait for."""
+        """Close when what is due has been answered; a stream has no end to wait for: it is cut."""
         self._is_ending = True
-        if self._task is None or self._is_streaming:
+        if self._streaming is not None and self._cut is not None:
+            error = ServerUnavailable("the server's gateway is stopping", hint="ask again soon")
+            self._transport.write(self._streaming(self._cut(error)))
+        if self._task is None or self._streaming is not None:
             self._transport.close()
 
     def abort(self) -> None:
@@ -769,12 +793,18 @@ def _inflated(data: Any, most: int) -> bytes:
     return body
 
 
-def _head_of(answer: Answer, size: int | None, *, is_kept: bool) -> bytes:
-    """``size``: of the body in bytes; None: it ends with the connection."""
+def _chunk(piece: bytes) -> bytes:
+    """A piece of a body as HTTP/1.1 frames it; an empty one is the end."""
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+def _head_of(answer: Answer, size: int | None, *, is_kept: bool, is_chunked: bool = False) -> bytes:
+    """``size``: of the body in bytes; None: it comes in chunks, or ends with the connection."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
         *([] if size is None else [f"Content-Length: {size}"]),
+        *(["Transfer-Encoding: chunked"] if is_chunked else []),
         *[f"{name}: {value}" for name, value in answer.headers],
         f"Connection: {'keep-alive' if is_kept else 'close'}\r\n\r\n",  # said for HTTP/1.0
     ]

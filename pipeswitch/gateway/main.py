@@ -42,6 +42,8 @@ from .ui import Page
 from .upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
+RETURN_EVERY_S: Final = 2.0
+RETURN_BYTES: Final = 32 << 20  # more than at the start
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
 DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
 BACKLOG: Final = 512
@@ -103,6 +105,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
+    service.text_processes = settings.text_processes
     callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,
@@ -143,6 +146,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
+        stack.callback(loop.create_task(_return_memory()).cancel)
         await is_over.wait()
 
 
@@ -173,6 +177,22 @@ async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
             except ConfigError as error:
                 log.error("tokens=unchanged: %s", error)
         await asyncio.sleep(TOKENS_EVERY_S)
+
+
+async def _return_memory() -> None:
+    """Give memory back to the system after requests were large: neither the collector's rare runs
+    nor the allocator's free lists would."""
+    libc = ctypes.CDLL(None)
+    own_pages = _resident_pages()
+    while True:
+        await asyncio.sleep(RETURN_EVERY_S)
+        if (_resident_pages() - own_pages) * resource.getpagesize() > RETURN_BYTES:
+            gc.collect()
+            libc.malloc_trim(0)
+
+
+def _resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def _refuse_huge_pages() -> None:

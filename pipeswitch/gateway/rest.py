@@ -51,7 +51,7 @@ class Rest:
         self, service: Service, callers: Callers, api: Api, page: Page, aside: Aside
     ) -> None:
         self._service = service
-        self._completions = completions = Completions(service)
+        self._completions = completions = Completions(service, aside)
         self._aside = aside
         self._callers = callers
         self._api = api
@@ -238,7 +238,9 @@ class Rest:
             asked = oip.decode_request(body, json_bytes)
         else:
             asked = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
-        outputs, bill = await self._service.infer(caller, model, version, asked, head.headers)
+        outputs, bill = await self._service.infer(
+            caller, model, version, asked, head.headers, head.peer
+        )
         answer = (model, asked, outputs, bill)
         if oip.is_long(asked, outputs):
             parts, json_bytes = await self._aside.run(head.peer, oip.encode_answer, *answer)

@@ -53,6 +53,7 @@ class Service:
         tracer: Any = None,
     ) -> None:  # fmt: skip
         """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
+        self.text_processes = 8  # that run at once, at most
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -151,10 +152,10 @@ class Service:
 
     async def infer(
         self, caller: Standing, model: str, version: str, asked: InferRequest,
-        carrier: Mapping[str, str] = MappingProxyType({}),
+        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
         """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
-        name the caller's trace."""
+        name the caller's trace; ``address``: the caller's, which has its turns."""
         require(caller, "infer")
         if asked.priority == URGENT_PRIORITY:
             require_role(caller, Role.URGENT, "priority high")
@@ -170,7 +171,8 @@ class Service:
         elif traceparent and not TRACEPARENT.fullmatch(traceparent):
             traceparent = ""  # a wrong one is none, says W3C
         try:
-            answer = self._upstream.infer(model, number, asked, caller.tenant, traceparent)
+            tenant = caller.tenant
+            answer = self._upstream.infer(model, number, asked, tenant, address, traceparent)
             outputs, bill = await answer
         except BaseException as error:
             if traced is not None:
@@ -205,6 +207,10 @@ class Service:
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
         return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
+
+    async def owner(self, model: str, version: str) -> str:
+        """Return the tenant that registered a model, which callers do not see."""
+        return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
     async def end_sequence(self, caller: Standing, name: str) -> None:
         """With the request that it has; raises SequenceNotFound."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, Generic, TypeVar
 
 from ..shares import Shares
 
 R = TypeVar("R")
+T = TypeVar("T")
+MOST_PASSES: Final = 64  # urgent things that go before another one that waits
 
 
 class Shared:
@@ -45,3 +47,38 @@ class Aside:
             self._waiting[address] -= 1
             if not self._waiting[address]:
                 del self._waiting[address], self._turns[address]
+
+
+class Turns(Generic[T]):
+    """What waits for one thing at a time, in turns of the callers. Pure.
+
+    Urgent things go first; after ``MOST_PASSES`` of them one of the others goes too.
+    """
+
+    def __init__(self) -> None:
+        self._lines: tuple[dict[str, deque[T]], dict[str, deque[T]]] = {}, {}  # urgent, others
+        self._passes = 0
+
+    def put(self, caller: str, one: T, *, is_urgent: bool = False) -> None:
+        self._lines[not is_urgent].setdefault(caller, deque()).append(one)
+
+    def take(self) -> T | None:
+        """Return the next one, of the caller whose last one is the longest ago; None: nothing."""
+        urgent, others = self._lines
+        is_urgent = bool(urgent) and (not others or self._passes < MOST_PASSES)
+        self._passes = self._passes + 1 if is_urgent and others else 0
+        lines = urgent if is_urgent else others
+        if not lines:
+            return None
+        caller = next(iter(lines))
+        line = lines.pop(caller)
+        one = line.popleft()
+        if line:
+            lines[caller] = line
+        return one
+
+    def clear(self) -> list[T]:
+        """Return all that waits, and forget it."""
+        found = [one for lines in self._lines for line in lines.values() for one in line]
+        self._lines = {}, {}
+        return found

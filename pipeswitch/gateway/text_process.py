@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import signal
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO, Final
@@ -27,6 +28,11 @@ from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
+USUAL_CHARS: Final = 4  # of a token: a prompt that should not fit is tried by its beginning
+SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
+GROWTH: Final = 4  # of that beginning
+NICENESS: Final = 10  # behind workers: they have nine times as much of a processor
+MAX_MESSAGES: Final = 1024
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 
@@ -41,9 +47,14 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     """A new one."""
 
     prompt: str | list[int] = ""
-    messages: list[dict[str, Any]] | None = None  # instead: the template makes the prompt of them
+    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
     sampling: Sampling
     ending: Ending
+    # Of an answer that another process began: tokens that came, those of them whose text is known,
+    # rows of the cache that are computed.
+    so_far: list[int] = []
+    told: int = 0
+    used: int = 0
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
@@ -60,6 +71,10 @@ class Drop(Said, frozen=True, kw_only=True, tag=True):
     """Nobody asks for more of it; this alone has no reply."""
 
 
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Reply to the model's facts: requests may come."""
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Back: the tokens that have come, and what is asked next."""
 
@@ -67,6 +82,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     next: generating.Step
     tokens: list[Token] = []
     reason: str | None = None  # why there is no next
+    prompt: bytes = b""  # ids of a new answer's, int32
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -74,6 +90,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     message: str
     hint: str = ""
+    param: str = ""
 
 
 Asked = Begin | Came | Lost | Drop
@@ -93,36 +110,51 @@ class Texts:
         try:
             return self._step(asked)
         except InvalidInput as error:
-            return Wrong(message=error.message, hint=error.hint)
+            return Wrong(
+                message=error.message, hint=error.hint, param=error.data.get("param") or ""
+            )
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, asked: Begin | Came | Lost) -> Step:
         tokens: list[Token] = []
+        prompt = b""
         if isinstance(asked, Begin):
             ids = self._ids(asked)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
             new = Generating(self._facts, ids, asked.sampling, asked.ending, decode)
             self._answers[asked.answer] = new, len(ids)
+            if asked.so_far or asked.used:
+                tokens = new.resume(asked.so_far, asked.used)[asked.told :]
+            else:
+                prompt = array("i", ids).tobytes()
         answer, prompt_count = self._answers[asked.answer]
         if isinstance(asked, Lost):
             answer.lost()
         elif isinstance(asked, Came):
             tokens = answer.answered(asked.tokens)
         return Step(
-            prompt_count=prompt_count, next=answer.step(), tokens=tokens, reason=answer.reason
+            prompt_count=prompt_count,
+            next=answer.step(),
+            tokens=tokens,
+            reason=answer.reason,
+            prompt=prompt,
         )
 
     def _ids(self, asked: Begin) -> list[int]:
         if isinstance(asked.prompt, list):
             return asked.prompt
         encode, _ = self._tokenizer
-        text = asked.prompt if asked.messages is None else self._rendered(asked.messages)
-        if len(text) > CHARS_PER_TOKEN * self._facts.context:
-            raise InvalidInput(
-                f"a prompt of {len(text)} characters: the model takes {self._facts.context} tokens"
-            )
-        return encode(text, with_special=asked.messages is None)  # a template writes its own
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        context = self._facts.context
+        check_length(text, context)
+        with_special = asked.messages is None  # a template writes its own
+        size = USUAL_CHARS * context
+        while size < len(text):
+            if len(encode(text[:size], with_special=with_special)) > SURE * context:
+                raise _too_long(f"{len(text)} characters", context)
+            size *= GROWTH
+        return encode(text, with_special=with_special)
 
     def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
         if not self._facts.chat_template:
@@ -137,6 +169,41 @@ class Texts:
     @cached_property
     def _template(self) -> Callable[..., str]:
         return compiled(self._facts.chat_template)
+
+
+def check_length(prompt: str | list[int], context: int) -> None:
+    """Raises InvalidInput: it cannot fit, as its length alone says."""
+    is_text = isinstance(prompt, str)
+    if len(prompt) > (CHARS_PER_TOKEN * context if is_text else context - 1):
+        raise _too_long(f"{len(prompt)} {'characters' if is_text else 'tokens'}", context)
+
+
+def _too_long(what: str, context: int) -> InvalidInput:
+    return InvalidInput(
+        f"a prompt of {what}: the model takes {context} tokens, with those of the answer"
+    )
+
+
+def parsed(messages: bytes) -> list[dict[str, Any]]:
+    """Return a chat's messages as templates take them: each content is one text.
+
+    Raises:
+        InvalidInput: they are not a list of messages, or a content is not text.
+    """
+    try:
+        chat = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+    if not 0 < len(chat) <= MAX_MESSAGES:
+        raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
+    return [{**one, "content": _content(one.get("content"))} for one in chat]
+
+
+def _content(given: Any) -> str:
+    parts = given if isinstance(given, list) else [{"text": given or ""}]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
+        raise InvalidInput("a message's content is text", param="messages")
+    return "".join(one["text"] for one in parts)
 
 
 def compiled(template: str) -> Callable[..., str]:
@@ -183,6 +250,7 @@ def _frame(source: BinaryIO) -> bytes:
 
 def main() -> None:
     """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
+    os.nice(NICENESS)
     from jinja2.exceptions import TemplateError
 
     with contextlib.suppress(TemplateError):
@@ -197,11 +265,14 @@ def main() -> None:
         confine_worker(MEMORY_BYTES)
     texts = Texts(msgspec.msgpack.decode(_frame(source), type=Facts))
     decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
-    while data := _frame(source):
-        reply = texts.handle(decoder.decode(data))
+    reply: Hello | Step | Wrong | None = Hello()
+    while True:
         if reply is not None:
             sink.write(framed(msgspec.msgpack.encode(reply)))
             sink.flush()
+        if not (data := _frame(source)):
+            return
+        reply = texts.handle(decoder.decode(data))
 
 
 if __name__ == "__main__":

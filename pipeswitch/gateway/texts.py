@@ -14,106 +14,213 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections import deque
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from ..client.tensors import to_frames
-from ..errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound, ServerUnavailable
+from ..errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
 from ..programs import generating
 from ..programs.generating import Facts, Token
-from ..roles import Standing
+from ..roles import ANYONE, Standing
 from ..sandbox.environment import harmless
 from ..shares import Shares
+from . import text_process
 from .http import Head
 from .oip import InferRequest
 from .service import Service
+from .sharing import Turns
 from .text_process import (
     LENGTH_BYTES,
     Asked,
     Begin,
     Came,
     Drop,
+    Hello,
     Lost,
     Step,
     Wrong,
+    check_length,
     framed,
 )
 
 ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
-PROCESSES: Final = 8  # of models' texts; of more models the idlest one's ends
-TEXT_S: Final = 10.0  # for one reply of such a process, those of its other answers before it
-START_S: Final = 60.0  # for its first one: on a busy machine a process starts slowly
+TEXT_S: Final = 10.0  # for one reply of such a process, from when it has the request
+LEAST_SHARE: Final = 0.2  # of that time on a processor; with less the machine is busy, not the text
+START_S: Final = 60.0  # until it says hello; the most that a busy machine makes of TEXT_S
+TURN_S: Final = 10.0  # that a busy model keeps its process while others wait for one
+LOOK_S: Final = 0.25  # between two looks at who has had its turn
+TRIES: Final = 3  # of one request, where processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
+PROCESS_CLOCK: Final = 2  # Linux' clock of the processor time of a process: ~pid << 3 | this
 _numbers = count(1)
-_reply = msgspec.msgpack.Decoder(Step | Wrong)
+_reply = msgspec.msgpack.Decoder(Hello | Step | Wrong)
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class ProcessLost(ServerUnavailable):
+    """A text process ended before it replied: another one may be asked."""
+
+    was_computing = False  # this request
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's text process, or its wish for one."""
+
+    owner: str  # of the model
+    caller: str = ""  # that wishes for it
+    since_s: float  # when the process began; of a wish: when that came
+    idle_since_s: float | None = None  # None: it has answers under way
+
+
+def next_place(
+    held: Mapping[str, Place], wanted: Mapping[str, Place], most: int, now_s: float
+) -> tuple[str, str] | None:
+    """Choose whose process starts next, and whose ends for it (empty: nobody's); None: wait.
+
+    First comes the owner with the fewest processes, then the caller with the fewest wishes. An idle
+    process ends for a model of its own owner, or of one that has fewer. So does a busy one after
+    its turn, or at once where its owner has two more. What was idle for a turn ends for any.
+    """
+    has = Counter(one.owner for one in held.values())
+    wishes = Counter(one.caller for one in wanted.values())
+
+    def may_end(one: Place, owner: str) -> bool:
+        is_fair = one.owner == owner or has[one.owner] > has[owner]
+        if one.idle_since_s is not None:
+            return is_fair or now_s - one.idle_since_s >= TURN_S
+        is_over_share = has[one.owner] > has[owner] + 1
+        return is_over_share or (is_fair and now_s - one.since_s >= TURN_S)
+
+    def order(name: str) -> tuple[bool, int, float]:
+        one = held[name]
+        is_busy = one.idle_since_s is None
+        return is_busy, -has[one.owner], one.idle_since_s or one.since_s
+
+    def urgency(name: str) -> tuple[int, int, float]:
+        return has[wanted[name].owner], wishes[wanted[name].caller], wanted[name].since_s
+
+    for name in sorted(wanted, key=urgency):
+        if len(held) < most:
+            return name, ""
+        if ending := [key for key, one in held.items() if may_end(one, wanted[name].owner)]:
+            return name, min(ending, key=order)
+    return None
+
+
+class _Request:
+    """One request to a text process."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.reply: asyncio.Future[Hello | Step | Wrong]
+        self.reply = asyncio.get_running_loop().create_future()
 
 
 class Talk:
-    """With the process of one model's texts. Replies come in the order of what was asked."""
+    """Connection to the text process of one model.
+
+    The process has one request at a time; the others wait here, in turns of their callers.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:  # fmt: skip
-        self._process, self._reader, self._writer = process, reader, writer
-        self._waiting: deque[asyncio.Future[Step | Wrong]] = deque()
-        self._reading = asyncio.create_task(self._read())
+        self, process: subprocess.Popen[bytes], stream: _Stream, facts: Facts, owner: str = ""
+    ) -> None:
+        self._process, (self._reader, self._writer) = process, stream
+        self._turns: Turns[_Request] = Turns()
+        self._owner, self._since_s = owner, time.monotonic()
+        self.idle_since_s = self._since_s
         self.answers = 0  # under way
-        self.is_over = self._has_answered = False
+        self.is_over = self._is_late = self._is_started = False
+        self._begin(_Request(msgspec.msgpack.encode(facts)), START_S)
+        self._reading = asyncio.create_task(self._read())
 
     @staticmethod
-    async def open(facts: Facts) -> Talk:
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(
-            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+    async def open(facts: Facts, owner: str = "") -> Talk:
+        """Start a process; requests may be asked before it says hello."""
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = map(undo.enter_context, socket.socketpair())
+                process = subprocess.Popen(
+                    COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
+                )  # fmt: skip
+            except OSError as error:
+                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+            undo.pop_all()
         theirs.close()
-        talk = Talk(process, *await asyncio.open_connection(sock=ours))
-        talk.tell(facts)
-        return talk
+        return Talk(process, await asyncio.open_connection(sock=ours), facts, owner)
 
-    async def ask(self, asked: Asked) -> Step:
-        """
+    @property
+    def place(self) -> Place:
+        idle_since_s = None if self.answers else self.idle_since_s
+        return Place(owner=self._owner, since_s=self._since_s, idle_since_s=idle_since_s)
+
+    async def ask(self, asked: Asked, caller: str = "") -> Step:
+        """Wait for the reply, in turns with other callers.
+
         Raises:
-            InvalidInput: it cannot be done.
-            ServerUnavailable: the process took too long, or died.
+            InvalidInput: the prompt or a setting does not fit.
+            ProcessLost: the process ended before the reply.
+            ServerUnavailable: it took too long for this request.
         """
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Step | Wrong] = loop.create_future()
-        self.tell(asked)
-        self._waiting.append(reply)
-        limit_s = TEXT_S if self._has_answered else START_S
-        late = loop.call_later(limit_s, self._late, reply)  # also if who asked has hung up
-        found = await reply
-        late.cancel()
-        if isinstance(found, Wrong):
-            raise InvalidInput(found.message, hint=found.hint)
-        return found
-
-    def tell(self, asked: Asked | Facts) -> None:
         if self.is_over:
-            raise self._gone()
+            raise _lost()
+        request = _Request(_encoded(asked))
+        is_new = isinstance(asked, Begin) and not asked.so_far
+        self._turns.put(caller, request, is_urgent=not is_new)
+        self._next()
         try:
-            data = msgspec.msgpack.encode(asked)
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise InvalidInput(f"a value of this request is none: {error}") from None
-        self._writer.write(framed(data))
+            return _step(await request.reply)
+        finally:
+            request.data = b""  # a caller that has hung up keeps nothing while it waits
+
+    def tell(self, asked: Drop) -> None:
+        """Send what has no reply."""
+        if not self.is_over:
+            self._writer.write(framed(_encoded(asked)))
 
     async def close(self) -> None:
-        """End the process; who waits for it is told."""
+        """End the process. Requests without a reply end in ProcessLost."""
+        self.is_over = True
         self._process.kill()
         await self._reading
 
-    def _late(self, reply: asyncio.Future[Step | Wrong]) -> None:
-        if reply in self._waiting:
-            self._process.kill()
+    def _next(self) -> None:
+        """Begin the next request, when the process has none."""
+        while self._computing is None and not self.is_over and (request := self._turns.take()):
+            if not request.reply.done():  # its caller is still there
+                self._begin(request, TEXT_S)
+
+    def _begin(self, request: _Request, limit_s: float) -> None:
+        self._computing: _Request | None = request
+        self._writer.write(framed(request.data))
+        self._began_s, self._began_cpu_s = time.monotonic(), self._cpu_s()
+        self._clock = asyncio.get_running_loop().call_later(limit_s, self._late)
+
+    def _late(self) -> None:
+        """End the process: its time is over, unless the machine was busy with others."""
+        has_computed = self._cpu_s() - self._began_cpu_s >= LEAST_SHARE * TEXT_S
+        if not has_computed and time.monotonic() - self._began_s < START_S:
+            self._clock = asyncio.get_running_loop().call_later(LOOK_S, self._late)
+            return
+        self._is_late = True
+        self._process.kill()
+
+    def _cpu_s(self) -> float:
+        """Processor time of the process so far."""
+        with contextlib.suppress(OSError):  # it has ended
+            return time.clock_gettime(~self._process.pid << 3 | PROCESS_CLOCK)
+        return 0.0
 
     async def _read(self) -> None:
         try:
@@ -122,48 +229,80 @@ class Talk:
                 if size > MAX_REPLY_BYTES:
                     return
                 found = _reply.decode(await self._reader.readexactly(size))
-                self._has_answered = True
-                reply = self._waiting.popleft()
-                if not reply.done():
-                    reply.set_result(found)
-        except (EOFError, OSError, IndexError, msgspec.DecodeError):
+                request = self._computing
+                if request is None or isinstance(found, Hello) is self._is_started:
+                    return
+                self._clock.cancel()
+                self._computing, self._is_started = None, True
+                if not request.reply.done():
+                    request.reply.set_result(found)
+                self._next()
+        except (EOFError, OSError, msgspec.DecodeError):
             pass  # it died, or lies
         finally:
             self.is_over = True
+            self._clock.cancel()
             self._process.kill()
             self._writer.close()
-            for reply in self._waiting:
-                if not reply.done():
-                    reply.set_exception(self._gone())
+            for request in filter(None, (self._computing, *self._turns.clear())):
+                self._fail(request)
             await asyncio.to_thread(self._process.wait)
 
-    def _gone(self) -> ServerUnavailable:
-        return ServerUnavailable(
-            "the process of this model's texts died, or took too long",
-            hint="its chat template or tokenizer may be why; a new one is started",
-        )
+    def _fail(self, request: _Request) -> None:
+        """End a request: for good if it took too long, else another process may have it."""
+        lost = _lost()
+        lost.was_computing = request is self._computing or not self._is_started
+        is_for_good = lost.was_computing and self._is_late
+        if not request.reply.done():
+            request.reply.set_exception(
+                ServerUnavailable(lost.message, hint=lost.hint) if is_for_good else lost
+            )
+            request.reply.exception()  # nobody waits for a hello
+
+
+class Inline:
+    """The same for a model without a tokenizer: it has no text, so nothing needs a process."""
+
+    is_over = False
+
+    def __init__(self, facts: Facts) -> None:
+        self._texts = text_process.Texts(facts)
+
+    async def ask(self, asked: Asked, caller: str = "") -> Step:
+        return _step(self._texts.handle(asked))
+
+    def tell(self, asked: Drop) -> None:
+        self._texts.handle(asked)
 
 
 class Answering:
     """One answer, token by token."""
 
     def __init__(
-        self, texts: Texts, talk: Talk, caller: Standing, head: Head, model: str, version: int
+        self, texts: Texts, caller: Standing, head: Head, model: str, facts: Facts
     ) -> None:
         self.id = secrets.token_hex(12)  # of its sequence too
         self.step: Step
         self.tokens: list[int] = []
         self._came: deque[Token] = deque()
-        self.model, self.version = model, version
-        self._texts, self._talk, self._caller, self._head = texts, talk, caller, head
+        self.model, self.version = model, facts.version
+        self._texts, self._caller, self._head, self._facts = texts, caller, head, facts
+        self._turn = turn_of(caller, head.peer)
         self._number = next(_numbers)
         self._is_started = False
-        talk.answers += 1
+        self._talk: Talk | Inline | None = None
+        self._begin: Begin
+        self._prompt = b""  # its ids, once they are known
+        self._made: list[int] = []  # tokens of the model
+        self._told = self._used = 0  # of these, those whose text came; rows of the cache
 
     async def begin(self, asked: Begin) -> None:
         """Raises InvalidInput: the prompt or a setting does not fit."""
-        begun = msgspec.structs.replace(asked, answer=self._number)
-        self.step = await self._talk.ask(begun)
+        check_length(asked.prompt, self._facts.context)
+        self._begin = msgspec.structs.replace(asked, answer=self._number)
+        await self._ask(self._begin)
+        self._prompt = self.step.prompt
+        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
 
     async def next(self) -> Token | None:
         """The next token; None: that was the last. A sequence that the server forgot is begun
@@ -173,15 +312,21 @@ class Answering:
             try:
                 outputs, _ = await self._texts.service.infer(
                     self._caller, self.model, str(self.version), _request(self.id, step),
-                    self._head.headers,
+                    self._head.headers, self._head.peer,
                 )  # fmt: skip
             except SequenceNotFound:
                 if not step.used:
                     raise
-                self.step = await self._talk.ask(Lost(answer=self._number))
+                self._used = 0
+                await self._ask(Lost(answer=self._number))
                 continue
             tokens = np.frombuffer(outputs[0].data, np.int64).tolist()
-            self.step = await self._talk.ask(Came(answer=self._number, tokens=tokens))
+            self._used = step.used + len(step.ids)
+            if self._used >= self.step.prompt_count:  # else it is a piece of the prompt
+                self._made += tokens
+                self._used += len(tokens) - 1
+            await self._ask(Came(answer=self._number, tokens=tokens))
+            self._told += len(self.step.tokens)
             self._came.extend(self.step.tokens)
         if not self._came:
             return None
@@ -189,13 +334,40 @@ class Answering:
         self.tokens.append(token.id)
         return token
 
+    async def _ask(self, asked: Asked) -> None:
+        """Set ``step``. A process that ended is replaced: the next one is told all that came."""
+        tries = 0
+        while True:
+            if self._talk is None or self._talk.is_over:
+                self._leave()
+                self._talk = await self._texts.enter(
+                    self._caller, self._turn, self.model, self._facts
+                )
+                if self._prompt:
+                    ids, made = array("i", self._prompt).tolist(), self._made
+                    asked = msgspec.structs.replace(
+                        self._begin, prompt=ids, so_far=made, told=self._told, used=self._used
+                    )
+            try:
+                self.step = await self._talk.ask(asked, self._turn)
+                return
+            except ProcessLost as error:
+                tries += error.was_computing
+                if tries >= TRIES:
+                    raise
+
+    def _leave(self) -> None:
+        talk, self._talk = self._talk, None
+        if talk is not None:
+            talk.tell(Drop(answer=self._number))
+            if isinstance(talk, Talk):
+                self._texts.leave(talk)
+
     async def close(self) -> None:
         """It is over, or nobody wants the rest: its cache on the server is given back. Once."""
-        self._talk.answers -= 1
-        with contextlib.suppress(PipeSwitchError):
-            self._talk.tell(Drop(answer=self._number))
+        self._leave()
         if self._is_started:
-            self._texts.answers.give(self._head.peer, 1)
+            self._texts.answers.give(self._turn, 1)
             with contextlib.suppress(PipeSwitchError):  # it never began, or the server is gone
                 await self._texts.service.end_sequence(self._caller, self.id)
 
@@ -206,46 +378,132 @@ class Texts:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.answers = Shares(ANSWERS, "answers under way")
-        self._talks: dict[str, Talk] = {}  # by program, the idlest first
-        self._starting = asyncio.Lock()
+        self._talks: dict[str, Talk] = {}  # by program, as all below
+        self._opening: dict[str, _Opening] = {}
+        self._wanted: dict[str, Place] = {}
+        self._starting: dict[str, Place] = {}
+        self._news = asyncio.Event()  # a process may be free
 
     async def begin(
-        self, caller: Standing, head: Head, model: str, asked: Begin, *, version: str = ""
+        self,
+        caller: Standing,
+        head: Head,
+        model: str,
+        asked: Callable[..., Begin],
+        version: str = "",
     ) -> Answering:
-        """An answer of that model, whose tokens ``next`` gives.
+        """Return an answer of that model, whose tokens ``next`` gives.
+
+        ``asked(own=defaults)`` is what is asked of a model whose author has these defaults.
 
         Raises:
             QueueFull: too many are under way.
             InvalidInput: the model generates no text, or the request does not fit it.
         """
-        with self.answers.holding(head.peer, 1):
+        turn = turn_of(caller, head.peer)
+        with self.answers.holding(turn, 1):
             facts = await self.service.generation(caller, model, version)
-            async with self._starting:
-                talk = self._talks.pop(facts.digest, None)
-                if talk is None or talk.is_over:
-                    talk = await self._open(caller, model, facts)
-                self._talks[facts.digest] = talk
-            answering = Answering(self, talk, caller, head, model, facts.version)
+            answering = Answering(self, caller, head, model, facts)
             try:
-                await answering.begin(asked)
+                await answering.begin(asked(own=facts.sampling))
             except BaseException:
                 await answering.close()
                 raise
-            self.answers.add(head.peer, 1)  # until it is closed
+            self.answers.add(turn, 1)  # until it is closed
             return answering
 
-    async def _open(self, caller: Standing, model: str, facts: Facts) -> Talk:
-        """Where there are too many one that is idle goes."""
-        self._talks = {key: one for key, one in self._talks.items() if not one.is_over}
-        if len(self._talks) >= PROCESSES:
-            idle = [key for key, one in self._talks.items() if not one.answers]
-            if not idle:
-                raise QueueFull(f"{PROCESSES} language models answer already", hint=AGAIN)
-            await self._talks.pop(idle[0]).close()
-        version = str(facts.version)
-        return await Talk.open(
-            await self.service.generation(caller, model, version, with_texts=True)
-        )
+    async def enter(self, caller: Standing, turn: str, model: str, facts: Facts) -> Talk | Inline:
+        """Return the model's process, started when it is its turn, with one more answer."""
+        if not facts.has_tokenizer:
+            return Inline(facts)
+        talk, name = self._talks.get(facts.digest), facts.digest
+        if talk is None or talk.is_over:
+            if name not in self._opening:
+                self._opening[name] = _Opening(self._open(caller, turn, model, facts))
+            opening = self._opening[name]
+            opening.waiting += 1
+            try:
+                talk = await asyncio.shield(opening.task)
+            finally:
+                opening.waiting -= 1
+                if not opening.waiting:
+                    opening.task.cancel()
+                    del self._opening[name]
+        talk.answers += 1
+        return talk
+
+    def leave(self, talk: Talk) -> None:
+        """One answer less, after ``enter``."""
+        talk.answers -= 1
+        if not talk.answers:
+            talk.idle_since_s = time.monotonic()
+            self._news.set()
+
+    async def _open(self, caller: Standing, turn: str, model: str, facts: Facts) -> Talk:
+        name, version = facts.digest, str(facts.version)
+        owner = await self.service.owner(model, version)
+        place = Place(owner=owner, caller=turn, since_s=time.monotonic())
+        try:
+            self._wanted[name] = place
+            while (found := self._next_place()) is None or found[0] != name:
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), LOOK_S)
+            del self._wanted[name]
+            self._starting[name] = place
+            if found[1]:
+                await self._talks.pop(found[1]).close()
+            facts = await self.service.generation(caller, model, version, with_texts=True)
+            talk = self._talks[name] = await Talk.open(facts, owner)
+            return talk
+        finally:
+            for places in (self._wanted, self._starting):
+                if places.get(name) is place:  # not that of a later one
+                    del places[name]
+            self._news.set()
+
+    def _next_place(self) -> tuple[str, str] | None:
+        self._talks = {name: one for name, one in self._talks.items() if not one.is_over}
+        held = self._starting | {name: one.place for name, one in self._talks.items()}
+        return next_place(held, self._wanted, self.service.text_processes, time.monotonic())
+
+
+class _Opening:
+    """A process that is to start, and how many requests wait for it."""
+
+    def __init__(self, work: Coroutine[Any, Any, Talk]) -> None:
+        self.task, self.waiting = asyncio.create_task(work), 0
+
+
+def turn_of(caller: Standing, peer: str) -> str:
+    """Who takes turns: a token's name, wherever it is used; else an address."""
+    return f"address {peer}" if caller.tenant == ANYONE else f"token {caller.tenant}"
+
+
+def _lost() -> ProcessLost:
+    return ProcessLost(
+        "the process of this model's texts died, or took too long",
+        hint="its chat template or tokenizer may be why; a new one is started",
+    )
+
+
+def _step(found: Hello | Step | Wrong | None) -> Step:
+    """Raises InvalidInput: the process says so."""
+    if isinstance(found, Wrong):
+        raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
+    assert isinstance(found, Step)
+    return found
+
+
+def _encoded(asked: Asked) -> bytes:
+    """
+    Raises:
+        InvalidInput: a value of the request cannot be sent.
+    """
+    try:
+        return msgspec.msgpack.encode(asked)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidInput(f"a value of this request is none: {error}") from None
 
 
 def _request(name: str, step: generating.Step) -> InferRequest:

@@ -48,13 +48,21 @@ class Upstream:
         self._events.close()
 
     def infer(
-        self, model: str, version: int, asked: InferRequest, tenant: str, traceparent: str = ""
+        self,
+        model: str,
+        version: int,
+        asked: InferRequest,
+        tenant: str,
+        address: str = "",
+        traceparent: str = "",
     ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
         """The outputs and the bill. To cancel this takes the request back.
 
-        Version 0 is the current one; ``tenant`` is who asks.
+        Version 0 is the current one; ``tenant`` is who asks, from that address.
         """
         body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
+        if address:
+            body["address"] = address
         if version:
             body["version"] = version
         if traceparent:

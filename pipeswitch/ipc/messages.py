@@ -48,7 +48,7 @@ class Forked(Message, frozen=True):
     """fork server -> controller: the child's pid."""
 
     ticket: int
-    pid: int
+    pid: int  # 0: the system had no room for another process
 
 
 class ChildExited(Message, frozen=True):
@@ -322,6 +322,8 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    rows: int = 0  # that the cache is to have room for, with this step
+    waits: bool = False  # for room: the answer has begun
 
 
 class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -341,9 +343,8 @@ class RunInference(Message, frozen=True):
 
     Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
 
-    A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
-    up its inputs, writes no outputs, and leaves between two groups when the board's stop word
-    says so (InferenceFailed, Cancelled).
+    With ``is_timed`` the worker waits for the device after each group, so that a group's times are
+    those of its computation (``pipeswitch profile``).
 
     With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
     that word ends it after the step that it is at.
@@ -363,7 +364,7 @@ class RunInference(Message, frozen=True):
     plan: tuple[int, ...] = ()  # as PrepareModel's
     landings: tuple[int, ...] = ()  # as PrepareModel's
     joined: tuple[JoinedRequest, ...] = ()
-    trial_batch: int = 0  # 0: a request
+    is_timed: bool = False
     is_code: bool = False  # as PrepareModel's
     choosing: Choosing | None = None  # None: its outputs are answered
     sequence: int = 0  # whose step it is; 0: it stands alone
@@ -749,6 +750,7 @@ class GatewaySettings(Message, frozen=True):
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
     nv_metrics: bool = False
+    text_processes: int = 8
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
     keyed: KeyedSettings | None = None

@@ -1,10 +1,8 @@
-"""A window of jobs in an order, and orders for it: the thesis' simulator and its rivals. Pure.
+"""Execution-time simulator of a window of jobs, and the thesis' order for it. Pure.
 
 One link and one compute unit, each serial in the order given; a job's load may run while an
-earlier job computes. What each function orders are indices into the jobs of one window.
-
-Sources: the thesis' scheduler (``alternating``), genetic search (``ga``) and execution-time
-simulator (``run``); Johnson 1954 (``johnson``); Nawaz, Enscore and Ham 1983 (``neh``).
+earlier job computes. An order is a tuple of indices into the jobs of one window. The orders that
+it is compared with are in ``benchmarks/thesis.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Final
 
 Order = tuple[int, ...]
@@ -133,14 +130,6 @@ def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLI
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 
-# -- orders by a rule --------------------------------------------------------------------------
-
-
-def fifo(jobs: Sequence[Job]) -> Order:
-    """As they came."""
-    return tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].arrived_at_ms))
-
-
 def alternating(jobs: Sequence[Job]) -> Order:
     """The thesis' scheduler: the largest weight, the smallest, the second largest, and so on.
 
@@ -158,86 +147,3 @@ def alternating(jobs: Sequence[Job]) -> Order:
     half = (len(ranked) + 1) // 2
     strong, weak = ranked[:half], ranked[half:][::-1]
     return (*(i for pair in zip(strong, weak, strict=False) for i in pair), *strong[len(weak) :])
-
-
-def johnson(jobs: Sequence[Job]) -> Order:
-    """Johnson's rule: jobs that load shorter than they compute first, the shortest load first;
-    then the others, the longest compute first. The optimum where all models fit."""
-
-    def rule(i: int) -> tuple[bool, float]:
-        job = jobs[i]
-        is_late = job.load_ms >= job.compute_ms
-        return (is_late, -job.compute_ms if is_late else job.load_ms)
-
-    return tuple(sorted(range(len(jobs)), key=rule))
-
-
-# -- orders by search --------------------------------------------------------------------------
-
-
-def neh(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
-    """Insertion: the longest job first, each next one where the makespan is least.
-
-    n (n + 1) / 2 simulations for n jobs.
-    """
-    order: Order = ()
-    longest = sorted(range(len(jobs)), key=lambda i: -(jobs[i].load_ms + jobs[i].compute_ms))
-    for index in longest:
-        candidates = [(*order[:at], index, *order[at:]) for at in range(len(order) + 1)]
-        order = min(candidates, key=lambda candidate: makespan_ms(jobs, candidate, memory))
-    return order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """How ``ga`` searches: 24 + 20 x 16 = 344 simulations as it stands."""
-
-    population: int = 24
-    survivors: int = 8
-    generations: int = 20
-    mutation: float = 0.3  # probability, for each child
-    seed: int = 0
-
-
-def ga(jobs: Sequence[Job], memory: Memory = UNLIMITED, search: Search = Search()) -> Order:
-    """The thesis' genetic search. The best survive unchanged, so no generation is worse than the
-    one before; the same seed gives the same order."""
-    if len(jobs) < 2:
-        return tuple(range(len(jobs)))
-    chance = Random(search.seed)
-    cost: dict[Order, float] = {}
-
-    def measured(order: Order) -> tuple[float, Order]:
-        if order not in cost:
-            cost[order] = makespan_ms(jobs, order, memory)
-        return cost[order], order
-
-    start = tuple(range(len(jobs)))
-    shuffled = [tuple(chance.sample(start, len(start))) for _ in range(search.population - 1)]
-    people = [fifo(jobs), *shuffled]
-    for _ in range(search.generations):
-        best = sorted(set(people), key=measured)[: search.survivors]
-        people = best + [
-            mutated(
-                crossed(chance.choice(best), chance.choice(best), chance), search.mutation, chance
-            )
-            for _ in range(search.population - search.survivors)
-        ]
-    return min(people, key=measured)
-
-
-def crossed(first: Order, second: Order, chance: Random) -> Order:
-    """Order crossover: the second's head, then the rest as the first has it."""
-    head = second[: chance.randint(1, len(second))]
-    taken = set(head)
-    return (*head, *(i for i in first if i not in taken))
-
-
-def mutated(order: Order, probability: float, chance: Random) -> Order:
-    """One job moved to another place."""
-    if chance.random() >= probability:
-        return order
-    index = order[chance.randrange(len(order))]
-    rest = tuple(i for i in order if i != index)
-    at = chance.randint(0, len(rest))
-    return (*rest[:at], index, *rest[at:])

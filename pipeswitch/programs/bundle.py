@@ -16,6 +16,7 @@ arithmetic is on Python integers, and every fault is a ``RegistrationRefused``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import keyword
 import os
@@ -44,6 +45,7 @@ from .generation import Generation, check_generation, decode_generation
 from .layout import ITEM_BYTES, Manifest, ValueSpec
 from .nesting import Tree, check_takes, check_tree
 from .operators import split_target
+from .packing import TARGETS, PackedLayout
 
 VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
@@ -98,6 +100,7 @@ class Graph(
     dims: tuple[Dim, ...] = ()  # each is an extent of an input
     takes: Tree = None  # the arguments by name; None: each input is one
     returns: Tree = None  # how the outputs nest; None: not told, or a lone tensor
+    packed: dict[str, PackedLayout] = {}  # by weight; of a derived graph, never of a client's
 
     @property
     def first_node_value(self) -> int:
@@ -127,17 +130,25 @@ def _refuse(part: str, reason: str) -> NoReturn:
     raise RegistrationRefused(part, reason)
 
 
-def read_bundle(path: str | os.PathLike[str] | int) -> Bundle:
+def read_bundle(
+    path: str | os.PathLike[str] | int, head_sha256: str = "", *, is_derived: bool = False
+) -> Bundle:
     """Read and check a bundle's header. Tensor bytes are not touched.
+
+    Args:
+        head_sha256: what the digest of its head must be; empty: it is not known.
+        is_derived: the build of this server wrote it, so its weights may be packed.
 
     Raises:
         RegistrationRefused: the file is not a bundle we accept; says which part.
     """
-    tensors, metadata = read_safetensors_header(path)
+    tensors, metadata, digest = read_safetensors_header(path)
+    if head_sha256 not in ("", digest):
+        _refuse("bundle", "its head is damaged: it does not match the digest in the manifest")
     text = metadata.get(METADATA_KEY)
     if text is None:
         _refuse("bundle", f"its metadata has no {METADATA_KEY!r}: these are bare weights")
-    graph = decode_graph(text)
+    graph = decode_graph(text, is_derived=is_derived)
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
     said = metadata.get(GENERATION_KEY)
@@ -167,7 +178,7 @@ def encode_graph(graph: Graph) -> str:
     return msgspec.json.encode(graph).decode()
 
 
-def decode_graph(text: str) -> Graph:
+def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
     """The graph from its JSON, checked.
 
     Raises:
@@ -177,6 +188,8 @@ def decode_graph(text: str) -> Graph:
         graph = msgspec.json.decode(text, type=Graph)
     except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError) as error:
         _refuse("bundle graph", str(error)[:200] or "it is not the JSON of a program")
+    if not is_derived and (graph.packed or any(node.target in TARGETS for node in graph.nodes)):
+        _refuse("bundle graph", "its weights are packed: only this server packs weights")
     check_graph(graph)
     return graph
 
@@ -339,8 +352,10 @@ def weights_of_node(graph: Graph, node: Node) -> list[int]:
 
 def read_safetensors_header(
     path: str | os.PathLike[str] | int,
-) -> tuple[tuple[FileTensor, ...], dict[str, str]]:
-    """The tensors in file order, and the metadata. Needs no torch and reads no tensor bytes.
+) -> tuple[tuple[FileTensor, ...], dict[str, str], str]:
+    """Return the tensors in file order, the metadata, and the sha256 of the head in hex.
+
+    Needs no torch and reads no tensor bytes.
 
     Raises:
         RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
@@ -374,7 +389,7 @@ def read_safetensors_header(
         position += tensor.size_bytes
     if position != file_bytes:
         _refuse("weights file", f"{file_bytes} bytes long, its header speaks of {position}")
-    return tuple(tensors), metadata
+    return tuple(tensors), metadata, hashlib.sha256(prefix + text).hexdigest()
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

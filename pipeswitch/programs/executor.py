@@ -17,10 +17,11 @@ from .bundle import Graph
 from .contracts import BrokenContract
 from .dims import NoExtent, Values, shape_at, values_of, values_text
 from .factories import without_cache
-from .graph import CompiledGraph, Environment, GroupCall, behind_contract
+from .graph import CompiledGraph, Environment, GroupCall, behind_contract, resolve
 from .layout import Manifest, TensorSpec
 from .loose import slots
 from .nesting import arguments
+from .packing import PackedLayout
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
 
@@ -53,20 +54,72 @@ class Program(Protocol):
         """Bind to the tensors of one region; nothing is read from them yet."""
 
 
+class PackedKernels(Protocol):
+    """Operators over packed weights, of one kind of device."""
+
+    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
+        """Pack a weight ``[out, in]`` for about ``rows`` rows of input; its layout and bytes."""
+
+    def pack_convolution(
+        self,
+        weight: torch.Tensor,
+        padding: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        input_shape: Sequence[int],
+    ) -> tuple[PackedLayout, torch.Tensor]:
+        """Pack a weight ``[out, in / groups, height, width]``; its layout and bytes."""
+
+    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """Wrap packed bytes, where they lie, as a weight; they must outlive it."""
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """Return the operators by the targets of ``packing``."""
+
+
+def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a packed operator that refuses an input whose extents do not fit its weight's."""
+
+    def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        weight = next(one for one in rest if one.layout is not torch.strided)
+        is_linear = weight.dim() == 2
+        groups = 1 if is_linear else next(one for one in rest if type(one) is int)
+        channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
+        if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
+            raise BrokenContract(f"an input {list(x.shape)} for a weight {list(weight.shape)}")
+        return call(x, *rest)
+
+    return checked
+
+
 # --- graph mode ----------------------------------------------------------------------------------
 
 
 class GraphProgram:
     """A bundle's graph, compiled for one device: one callable per layer group."""
 
-    def __init__(self, manifest: Manifest, graph: Graph, device: torch.device | str) -> None:
-        """Compile; refused when the manifest and the graph do not belong together."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        graph: Graph,
+        device: torch.device | str,
+        kernels: PackedKernels | None = None,
+    ) -> None:
+        """Compile; refused when the manifest and the graph do not belong together.
+
+        ``kernels`` compute over packed weights, for a graph that has some.
+        """
+        if graph.packed and kernels is None:
+            raise RegistrationRefused("weights", f"they are packed, and {device} cannot read them")
+        self._kernels = kernels
+        self._packed = {} if kernels is None else kernels.operators()
         if graph.weights != tuple(spec.name for spec in manifest.tensors):
             raise RegistrationRefused("manifest", "its tensors are not the graph's weights")
         self.manifest = manifest
         self.graph = graph
         spans = [(group.first_node, group.end_node) for group in manifest.groups]
-        self.compiled = CompiledGraph(graph, spans, device)
+        self.compiled = CompiledGraph(graph, spans, device, self._look_up)
         self._spans, self._device = spans, device
         self._is_whole = bool(manifest.extra.get("is_whole"))
         self._tried: set[tuple[int, ...]] = set()  # what the dimensions were
@@ -79,7 +132,19 @@ class GraphProgram:
 
     def bind(self, tensor_for: TensorFor) -> BoundGraph:
         """Bind to the tensors of one region."""
-        return BoundGraph(self, [tensor_for(spec) for spec in self.manifest.tensors])
+        weights = [tensor_for(spec) for spec in self.manifest.tensors]
+        if self._kernels is not None:
+            for index, name in enumerate(self.graph.weights):
+                if (layout := self.graph.packed.get(name)) is not None:
+                    weights[index] = self._kernels.wrap(weights[index], layout)
+        return BoundGraph(self, weights)
+
+    def _look_up(self, target: str) -> Callable[..., Any]:
+        return self._packed.get(target) or resolve(target)
+
+    def _look_up_asking(self, target: str) -> Callable[..., Any]:
+        call = self._packed.get(target)
+        return behind_contract(target) if call is None else fitting(call)
 
     def is_tried(self, shapes: Shapes) -> bool:
         """Whether every call is known to keep its contract at these shapes of the inputs."""
@@ -88,7 +153,9 @@ class GraphProgram:
     def asking(self) -> Sequence[GroupCall]:
         """The groups for shapes that were not tried: each call asks its contract first."""
         if self._asking is None:
-            self._asking = CompiledGraph(self.graph, self._spans, self._device, behind_contract)
+            self._asking = CompiledGraph(
+                self.graph, self._spans, self._device, self._look_up_asking
+            )
         return self._asking.calls
 
     def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -237,6 +304,8 @@ class ModuleProgram:
         """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
+        # A request must stay what it was: it is run again when a worker dies under it.
+        self._writes_inputs = bool(manifest.extra.get("writes_inputs"))
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
@@ -299,6 +368,8 @@ class ModuleProgram:
         self._before_group, self._opened = before_group, 0
         try:
             with self._settings.inside(), torch.inference_mode():
+                if self._writes_inputs:
+                    inputs = [value.clone() for value in inputs]
                 named = dict(zip(self._inputs, inputs, strict=True))
                 given = arguments(self.manifest.takes, named).values()
                 outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))

@@ -3,9 +3,15 @@ what is set in a call of any model."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+import sysconfig
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from typing import Final
 
 from torch import nn
 
@@ -38,6 +44,61 @@ def factory(source: str) -> Callable[[], nn.Module]:
         return made
 
     return construct
+
+
+_STANDARD: Final = sysconfig.get_path("stdlib") + "/"
+_imported: dict[str, str] = {}  # a module that this process has imported -> digest of its file
+
+
+def code_of(source: str, before: Container[str]) -> dict[str, str]:
+    """Return digests of the files that a factory's modules come from, by the modules' names.
+
+    They are its package's, and others that are neither installed nor were imported ``before`` it:
+    what an operator may edit while the server runs.
+    """
+    package = source.partition(":")[0].partition(".")[0]
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        top = name.partition(".")[0]
+        is_known = name in before or file.startswith(_STANDARD) or "-packages/" in file
+        if file.endswith(".py") and (top == package or not is_known):
+            found[name] = _digest(file)
+    return found
+
+
+def import_as_built(source: str, code: Mapping[str, str]) -> None:
+    """Import a factory's package, anew where this process has other code than it was built with.
+
+    Raises:
+        RegistrationRefused: its code has changed since.
+    """
+    if any(_imported.get(name, digest) != digest for name, digest in code.items()):
+        for name in {*_imported, *code}:
+            sys.modules.pop(name, None)
+        _imported.clear()
+        importlib.invalidate_caches()
+    factory(source)
+    for name, digest in code.items():
+        if _imported.get(name) == digest:
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # it is gone
+            spec = None
+        _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
+        if _imported[name] != digest:
+            raise RegistrationRefused(
+                f"source {source!r}", f"the code of {name} has changed since it was registered",
+                hint="register the model again: what is served is what was checked",
+            )  # fmt: skip
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # it is gone
+        return ""
 
 
 def without_cache(module: nn.Module) -> dict[str, bool]:

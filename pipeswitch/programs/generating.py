@@ -33,6 +33,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str = ""
     special: dict[str, str] = {}  # tokens that the template names
     tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
+    has_tokenizer: bool = True
+    sampling: dict[str, int | float] = {}  # what its author has where a request does not say
 
 
 class Token(NamedTuple):
@@ -47,7 +49,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: list[int]
     used: int  # tokens before these
-    choose: dict[str, int | float]  # as the body of ``infer`` has it
+    choose: dict[str, int | float | bool]  # as the body of ``infer`` has it
 
     def inputs(self) -> dict[str, NDArray[np.int64]]:
         """Of the request, less the cache."""
@@ -86,7 +88,7 @@ class Generating:
             ending, max_new_tokens=most, eos_ids=(*facts.eos_ids, *ending.eos_ids)
         )
         self._facts, self._most = facts, most
-        self._choose: dict[str, int | float] = msgspec.to_builtins(sampling)
+        self._choose: dict[str, int | float | bool] = msgspec.to_builtins(sampling)
         self._ids, self._prompt_count = list(prompt), len(prompt)
         self._answer = Answer(ending, decode, prompt)
         self._used = self._asked = 0
@@ -108,13 +110,19 @@ class Generating:
         return self._answer.reason
 
     def step(self) -> Step:
-        """The next request. A token may be followed by twice as many as came last: the memory for
-        their rows is taken before."""
+        """Return the next request. A token may be followed by twice as many as came last: the
+        memory for their rows is taken before. An answer that has begun waits for that memory; one
+        that begins again takes more at once, so that it does so a few times at most."""
         piece = self._ids[self._used : self._used + self._facts.piece]
         self._asked = len(piece)
         steps = min(2 * self._came, MOST_STEPS, self._most - len(self.tokens))
         is_token = len(piece) == 1 and self._used + 1 == len(self._ids)  # no piece of a prompt
         choose = {**self._choose, "steps": max(steps, 1) if is_token else 1}
+        if self.starts:
+            ahead = max(len(self._ids) // 2, MOST_STEPS) if self.tokens else 0
+            choose["rows"] = min(len(self._ids) + ahead, self._prompt_count + self._most)
+        if self.tokens:
+            choose["waits"] = True
         return Step(ids=piece, used=self._used, choose=choose)
 
     def answered(self, tokens: Sequence[int]) -> list[Token]:
@@ -122,8 +130,18 @@ class Generating:
         self._used += self._asked
         if self._used < len(self._ids):
             return []
-        self._came, found = len(tokens), []
+        self._came = len(tokens)
         self._used += self._came - 1
+        return self._take(tokens)
+
+    def resume(self, tokens: Sequence[int], used: int) -> list[Token]:
+        """Go on with an answer that another process began: its tokens so far, and the rows of the
+        cache that the server has."""
+        self._used = used
+        return self._take(tokens)
+
+    def _take(self, tokens: Sequence[int]) -> list[Token]:
+        found = []
         for token in tokens:
             self._ids.append(token)
             found.append(Token(token, self._answer.push(token)))

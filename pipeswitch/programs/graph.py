@@ -19,6 +19,7 @@ from .dims import NoExtent, Values, all_values, corners, shape_at, shape_count, 
 from .kinds import element, fits, returned
 from .layout import ITEM_BYTES
 from .operators import FRESH, ZEROED, split_target
+from .packing import NAMESPACE
 from .zeroed import on_zeros
 
 Environment = dict[int, Any]
@@ -129,6 +130,8 @@ def check_kinds(graph: Graph) -> None:
                         f"its argument {key!r} is {wanted}, not {str(value)[:80]}",
                     )
             kinds.append(returned(call._schema))
+        elif namespace == NAMESPACE:
+            kinds.append("Tensor")  # the build wrote its arguments
         elif name == "getitem":
             of = references(node.args[0]) if node.args else []
             kinds.append(element(kinds[of[0]]) if of else "nothing")
@@ -208,6 +211,7 @@ def last_readers(graph: Graph) -> list[int]:
         node = graph.nodes[position]
         namespace, name, _ = split_target(node.target)
         is_fresh = name != "getitem" if namespace == "_operator" else name in FRESH
+        is_fresh = is_fresh or namespace == NAMESPACE
         reads = position if is_fresh else max(position, last[graph.first_node_value + position])
         for value in node_references(node):
             last[value] = max(last[value], reads)
@@ -331,7 +335,8 @@ class CompiledGraph:
 
     def _callable(self, target: str) -> Callable[..., Any]:
         call = self._look_up(target)
-        is_zeroed = self._device.type == "cpu" and split_target(target)[1] in ZEROED
+        namespace, name, _ = split_target(target)
+        is_zeroed = self._device.type == "cpu" and namespace == "aten" and name in ZEROED
         return on_zeros(call) if is_zeroed else call
 
     def _constant(self, argument: Any) -> Any:

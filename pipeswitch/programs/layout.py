@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from .dims import Dim, Shape, Values, batch_range, shape_at
+from .packing import Precision
 
 MOST_JOINED_BYTES: Final = 512 << 20  # of padded requests' inputs together: a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
@@ -100,7 +101,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
+    head_sha256: str = ""  # of the bundle's head, which has the graph; empty: of an older release
     batching: Batching | None = None  # None: each request runs alone
+    precision: Precision | None = None  # None: exact; else the tensors are those of a derived form
     extra: dict[str, Any] = {}
 
     @property

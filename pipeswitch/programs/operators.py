@@ -39,6 +39,7 @@ from importlib.metadata import version
 from typing import Final
 
 from ..errors import RegistrationRefused
+from .packing import NAMESPACE, TARGETS
 
 _POINTWISE: Final = """
 __and__:Scalar,Tensor __or__:Tensor,Scalar __xor__:Tensor,Scalar abs acos acosh add:Tensor,Scalar
@@ -192,6 +193,8 @@ def split_target(target: str) -> tuple[str, str, str]:
         return ("_operator", "getitem", "")
     if target.startswith("_operator.") and target[10:] in INTEGER_OPERATORS:
         return ("_operator", target[10:], "")
+    if target in TARGETS:  # of a derived graph; ``bundle.check_graph`` refuses any other's
+        return (NAMESPACE, target.partition(".")[2], "")
     found = _ATEN.fullmatch(target)
     if found is None or found[2] not in OVERLOADS.get(found[1], ()):
         raise RegistrationRefused(

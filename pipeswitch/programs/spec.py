@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import os
+import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +21,7 @@ from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
+from .packing import DERIVED_FILE
 from .signature import signature_text
 from .stages import Stage, stage
 
@@ -23,6 +29,7 @@ DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # of a language model in one step
 MANIFEST_FILE: Final = "manifest.json"
 WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
+PROGRAM_FOLDER: Final = re.compile("[0-9a-f]{64}")  # its program's digest
 MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
@@ -56,6 +63,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # inputs of a sequence's request: the outputs of its last one, and the dimension along which
     # they are appended; -1: they take its place
     state: dict[str, tuple[str, int]] = {}
+    precision: str = "exact"  # one of packing.PRECISIONS
+    max_error: float = 0.0  # of a precision, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -72,7 +81,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
     """Those that an encoded spec limits its model to; none: it does not, or is no spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ()
 
 
@@ -113,12 +122,15 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
         if axis >= 0 and all(axis < len(shape) for shape in shapes):
             for shape in shapes:
                 del shape[axis]
-        if into.dtype != out.dtype or shapes[0] != shapes[1] or axis >= len(into.shape):
+        is_fixed = 0 <= axis < len(into.shape) and not isinstance(into.shape[axis], str)
+        is_unlike = into.dtype != out.dtype or shapes[0] != shapes[1]
+        if is_unlike or is_fixed or axis >= len(into.shape):
             texts = [signature_text(one.dtype, map(extent_text, one.shape)) for one in (into, out)]
             raise RegistrationRefused(
                 "state",
                 f'input "{name}" is {texts[0]}, output "{source}" is {texts[1]}'
                 + (f", to be appended along dimension {axis}" if axis >= 0 else ""),
+                hint=f'dynamic={{"{name}": {{{axis}: (1, 400)}}}}, up to how many' * is_fixed,
             )
     if len({source for source, _ in state.values()}) < len(state) or len(state) == len(inputs):
         raise RegistrationRefused("state", "an output is one input, and one input is no state")
@@ -141,18 +153,26 @@ def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
     return asked == (found and (found.limit, found.delay_ms))
 
 
+def is_same_content(one: Manifest, other: Manifest) -> bool:
+    """Return whether two programs have the same graph and weights, as far as both tell."""
+    heads = {one.head_sha256, other.head_sha256} - {""}
+    return one.weights_sha256 == other.weights_sha256 and len(heads) < 2
+
+
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
-    return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE
+    if manifest.mode == "module":
+        return WEIGHTS_FILE
+    return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
 
 
 def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
     """Read ``manifest.json`` (or the one in the folder ``path``, or a descriptor of it).
 
     Raises:
-        RegistrationRefused: it is missing or not a manifest, no message could carry its numbers,
-            or a graph's signature is not a bounded one: a builder of a client's program may have
-            written it.
+        RegistrationRefused: it is missing, damaged, another program's or not a manifest, no
+            message could carry its numbers, or a graph's signature is not a bounded one: a builder
+            of a client's program may have written it.
     """
     place = path
     if not isinstance(path, int) and os.path.isdir(path):
@@ -163,10 +183,18 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
+        content, _, digest = text.rpartition(b"\n")
+        if len(digest) == hashlib.sha256().digest_size * 2:  # else of an older release, or cut off
+            if hashlib.sha256(content).hexdigest().encode() != digest:
+                raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
+            text = content
         manifest = msgspec.json.decode(text, type=Manifest)
         msgspec.msgpack.encode(manifest)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
+    folder = "" if isinstance(path, int) else os.path.basename(path)
+    if PROGRAM_FOLDER.fullmatch(folder) and manifest.digest != folder:
+        raise RegistrationRefused("manifest", "it is another program's")
     if manifest.mode == "graph":
         check_signature(manifest.inputs, manifest.outputs, manifest.dims)
     check_trees(manifest)
@@ -174,8 +202,21 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder ``path``."""
-    (Path(path) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    """Write ``manifest.json`` into the folder ``path``: a line of JSON, and its digest."""
+    content = msgspec.json.encode(manifest)
+    digest = hashlib.sha256(content).hexdigest().encode()
+    (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    wanted = ("flags", "model name", "Features")
+    facts = sorted({line for line in lines if line.startswith(wanted)})
+    return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]
 
 
 def is_checked(manifest: Manifest) -> bool:
@@ -183,6 +224,8 @@ def is_checked(manifest: Manifest) -> bool:
     weight last; a module is its owner's code."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
+    if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
+        return False  # packed for another machine: it is derived again
     return manifest.mode == "module" or is_known
 
 

@@ -7,14 +7,14 @@ In module mode an operator's code runs in a worker that computes other models to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from .factories import factory
+from .factories import factory, import_as_built
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 _MIXED: Final = "mixed"
@@ -121,16 +121,23 @@ class TorchSettings:
 _of_imports: dict[str, TorchSettings] = {}  # a package sets what it sets once, when it is imported
 
 
-def construct_on_meta(source: str) -> tuple[torch.nn.Module, TorchSettings]:
-    """What ``package.module:factory`` makes, without data, and what it has set for itself.
+def construct_on_meta(
+    source: str, code: Mapping[str, str]
+) -> tuple[torch.nn.Module, TorchSettings]:
+    """Return what ``package.module:factory`` makes, without data, and what it has set for itself.
+
+    Args:
+        source: names the factory.
+        code: as ``code_of`` the build of the program.
 
     Raises:
-        RegistrationRefused: it cannot be imported.
+        RegistrationRefused: it cannot be imported, or has changed since the build.
     """
     package = source.partition(":")[0]
     before = TorchSettings.now()
     try:
         _of_imports.get(package, before).apply()
+        import_as_built(source, code)
         construct = factory(source)
         _of_imports.setdefault(package, TorchSettings.now())
         with torch.device("meta"):

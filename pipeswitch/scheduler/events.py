@@ -51,6 +51,7 @@ class InferArrived(Asked, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     caller: str = ""  # who asks: Standing.tenant of its client; empty: the server's owner
+    connection: str = ""  # of that caller: a session, or an address if it came over the gateway
     tenant: str = ""  # Announce's: in whose file of the pool they lie
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
@@ -180,7 +181,8 @@ class Query(Asked, frozen=True):
 
 
 class ProfileAsked(Asked, frozen=True):
-    """Measure a model layer by layer when no request waits; answered with its profile."""
+    """Measure a model layer by layer on an idle device, by the asker's requests; the final answer
+    is its profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -475,8 +477,8 @@ class Journal(_Told, frozen=True):
 
 
 class Interrupt(_Told, frozen=True):
-    """Write the board's stop word of that slot: between two groups its trial leaves, its pass of a
-    model that streams steps aside; between two steps its run ends."""
+    """Write the board's stop word of that slot: between two groups its pass of a model that streams
+    steps aside; between two steps its run ends."""
 
     slot: Slot
     epoch: Epoch

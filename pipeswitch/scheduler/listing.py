@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from .events import Query
 from .machine import Machine
 from .memory.ledgers import gib
 from .memory.regions import Owner
-from .models.versions import Versions
+from .models.versions import Versions, version_name
 from .processes.stages import Process, Stages
 from .profiling.plans import plan_row, stream_of
 from .records import Job, Model, Replica, Worker
@@ -47,8 +47,12 @@ def _functions(model: Model) -> dict[str, str]:
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, machine: Machine, versions: Versions, stages: Stages) -> None:
+    def __init__(
+        self, core: Core, machine: Machine, versions: Versions, stages: Stages,
+        failed: Mapping[ModelName, Model],
+    ) -> None:  # fmt: skip
         self._core = core
+        self._failed = failed  # models that could not be brought back
         self._stages = stages
         self._machine = machine
         self._versions = versions
@@ -78,6 +82,8 @@ class Listing:
         model = self._machine.models.get(versions.resolve(name, event.version))
         if model is not None:
             core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
+        elif (model := self._failed.get(version_name(name, event.version))) is not None:
+            core.answer(event.token, model=self._facts(model))
         elif name in self._machine.chains:
             core.answer(event.token, model=self._chain(name))
         elif versions.served(name) is not None:
@@ -86,12 +92,13 @@ class Listing:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Each name's current version, or all there are."""
+        """Each name's current version, or all there are; also those that failed to come back."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
         for one in models:
             there[one.base].append(one)
         shown = (m for m in models if all_versions or self._versions.is_current(m))
         rows = [self._model(m, there[m.base]) for m in shown]
+        rows += [self._facts(model) for model in self._failed.values()]
         return rows + [self._chain(name) for name in self._machine.chains]
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
@@ -115,25 +122,23 @@ class Listing:
             "outputs": {v.name: _shown(v) for v in chain.outputs},
             "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
             "batch": list(chain.manifest.batch), "batching": None,
+            "precision": None,
         }  # fmt: skip
 
-    def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
-        """``versions``: of its name; for all models they are not sought in all models."""
-        replica = self._machine.shown(model)
-        manifest = replica.manifest or model.manifest  # in its groups, once it was built
-        row: dict[str, Any] = {
+    @staticmethod
+    def _facts(model: Model) -> dict[str, Any]:
+        """Return what is known of a model that no device has and no program is known of."""
+        return {
             "name": model.base,
             "version": model.version,
-            "current": self._versions.is_current(model),
-            "share": self._versions.share(model),
-            "versions": sorted(one.version for one in versions),
+            "current": False,
+            "share": 0,
+            "versions": [model.version],
             "state": model.state.state.value,
-            "residency": replica.residency.state.value,
+            "residency": "",
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),
             "pinned": model.want_pinned,
-            "requests": sum(
-                device.state.replicas[model.name].use_count for device in self._machine.devices
-            ),
+            "requests": 0,
             "reason": model.reason,
             "tenant": model.tenant,
             "digest": "",
@@ -147,6 +152,21 @@ class Listing:
             "dims": {},
             "batch": [1, 1],
             "batching": None,
+            "precision": None,
+        }
+
+    def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
+        """``versions``: of its name; for all models they are not sought in all models."""
+        replica = self._machine.shown(model)
+        manifest = replica.manifest or model.manifest  # in its groups, once it was built
+        row = self._facts(model) | {
+            "current": self._versions.is_current(model),
+            "share": self._versions.share(model),
+            "versions": sorted(one.version for one in versions),
+            "residency": replica.residency.state.value,
+            "requests": sum(
+                device.state.replicas[model.name].use_count for device in self._machine.devices
+            ),
         }
         if manifest is not None:
             row |= {
@@ -163,6 +183,7 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
+                "precision": msgspec.to_builtins(manifest.precision),
             }
         streams = self._machine.stream_of(model)
         if streams is not None:
@@ -383,8 +404,9 @@ class Listing:
         counts = core.counts
         rows = [self._of_device(device) for device in devices]
         used_s = defaultdict[str, float](float)
-        for account in (one for device in devices for one in device.state.accounts):
-            used_s[account.caller or OWNER] += account.used_ms / 1000.0
+        for device in devices:
+            for caller, used_ms in device.state.accounts.used_ms().items():
+                used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
             "preprocessing": len(self._stages),

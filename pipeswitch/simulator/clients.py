@@ -69,6 +69,7 @@ class SimulatedClients:
         priority: int = 1,
         deadline_ms: float | None = None,
         caller: str = "",
+        connection: str = "",
     ) -> ev.Token:
         """A request; the deadline counts from now."""
         token, now_ms = self.token(), self._scene.clock.now_ms
@@ -79,6 +80,7 @@ class SimulatedClients:
                 digest=program.manifest.digest if program is not None else "", priority=priority,
                 deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
                 inputs=(), reply_offset_bytes=0, reply_bytes=0, caller=caller,
+                connection=connection,
             )
         )  # fmt: skip
         return token

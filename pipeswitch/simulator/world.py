@@ -452,7 +452,5 @@ class World:
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    """The requests whose outputs are written; those of a trial are thrown away."""
-    if order.trial_batch:
-        return set()
+    """The requests whose outputs are written."""
     return {order.request_id, *(one.request_id for one in order.joined)}

@@ -157,7 +157,8 @@ class KeyFolder:
             )
         make_pair(SERVER_NAME, self.path)
         found = self.server()
-        assert found is not None
+        if found is None:
+            raise ConfigError(f"{self.path}: the server's new key is gone")
         return found
 
     def server(self) -> ServerKeys | None:

@@ -48,7 +48,7 @@ def run(data: bytes) -> None:
     raw = file_of(split_frames(data))
     file.fill(raw)
     try:
-        tensors, _ = bundle.read_safetensors_header(file.path)
+        tensors, *_ = bundle.read_safetensors_header(file.path)
         for tensor in tensors:
             end = tensor.file_offset_bytes + tensor.size_bytes
             if not 8 <= tensor.file_offset_bytes <= end <= len(raw):

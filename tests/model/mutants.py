@@ -304,7 +304,7 @@ def _until_it_is_full(device: Any, replica: Any, batch: Any) -> float:
     return 0.0 if batch.is_full or not replica.is_on_device else math.inf
 
 
-def _place_for_request(self: Arena, replica: Any, *, for_request: bool) -> Any:
+def _place_for_request(self: Arena, replica: Any, **_: bool) -> Any:
     return _find_place(self, replica, for_request=True)
 
 

@@ -22,7 +22,7 @@ class Cell(torch.nn.Module):
 
 
 class Recalls(torch.nn.Module):
-    """Attends to all that its sequence has had; before the first there is a row of zeros."""
+    """Attends to all rows that its sequence has, those of this step included."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import http.client
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from process_tools import Checked, checked_server, until
 
-from pipeswitch.errors import PipeSwitchError, SequenceNotFound
+from pipeswitch.errors import InvalidInput, PipeSwitchError, SequenceNotFound
 from pipeswitch.gateway import texts
-from pipeswitch.gateway.text_process import Begin
+from pipeswitch.gateway.text_process import Begin, Came
 from pipeswitch.programs.answer import Ending
 from pipeswitch.programs.generating import Facts
 from pipeswitch.programs.generation import packed_tokenizer
@@ -157,6 +160,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
     for path, body, status, param, words in (
         (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
         (text, {**good, "n": 2}, 400, "n", "leave it out, or 1"),
+        (text, {**good, "ignore_eos": True}, 400, "ignore_eos", "leave it out, or false"),
         (text, {**good, "temprature": 1}, 400, "temprature", "temperature"),
         (text, {**good, "max_tokens": "4"}, 400, "max_tokens", "Expected `int"),
         (text, {**good, "max_tokens": 0}, 400, "max_tokens", "below 1"),
@@ -241,7 +245,7 @@ def test_a_hostile_template_costs_its_own_process_alone(
     facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
                   chat_template=template,
                   tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
-    asked = Begin(answer=1, messages=[{"role": "user"}], sampling=Sampling(),
+    asked = Begin(answer=1, messages=b'[{"role": "user"}]', sampling=Sampling(),
                   ending=Ending(max_new_tokens=4))  # fmt: skip
 
     async def asks() -> Any:
@@ -260,3 +264,170 @@ def test_a_hostile_template_costs_its_own_process_alone(
 
     with pytest.raises(PipeSwitchError, match=words):
         asyncio.run(asks())
+
+
+def text_processes(checked: Checked) -> list[psutil.Process]:
+    children = psutil.Process(checked.running.pid).children(recursive=True)
+    return [one for one in children if "pipeswitch.gateway.text_process" in one.cmdline()]
+
+
+def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any) -> None:
+    """Each time the rest comes from another one, and the text is the same."""
+    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
+    whole = ai.completions.create(**asked)
+    chunks = []
+    for chunk in ai.completions.create(**asked, stream=True):
+        chunks.append(chunk)
+        if len(chunks) in (2, 60, 120):
+            for process in text_processes(running):
+                process.kill()
+    assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
+    """Tokens of answers go first, then callers by turns; a long prompt costs what fits, not all."""
+    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
+                  tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
+    order: list[str] = []
+
+    async def asks() -> None:
+        talk = await texts.Talk.open(facts)
+        number = iter(range(1, 100))
+
+        async def begin(caller: str, prompt: str) -> int:
+            answer = next(number)
+            asked = Begin(answer=answer, prompt=prompt, sampling=Sampling(),
+                          ending=Ending(max_new_tokens=4))  # fmt: skip
+            with contextlib.suppress(InvalidInput):
+                await talk.ask(asked, caller)
+            order.append(caller)
+            return answer
+
+        first = await begin("alice", PROMPT)
+        order.clear()
+        long = [asyncio.create_task(begin("mallory", "a b " * 30_000)) for _ in range(12)]
+        await asyncio.sleep(0)
+        short = asyncio.create_task(begin("alice", PROMPT))
+        await asyncio.sleep(0)
+        await talk.ask(Came(answer=first, tokens=[1]), "alice")
+        order.append("token")
+        await asyncio.gather(short, *long)
+        await talk.close()
+
+    asyncio.run(asks())
+    assert order.index("token") <= 1
+    assert order.index("alice") <= 3
+    assert order.count("mallory") == 12
+
+
+def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
+    """Each keeps its process for a turn; answers under way go on in the next."""
+    config = tmp_path / "pipeswitch.toml"
+    config.write_text("[gateway]\ntext_processes = 1\n")
+    options: Any = {"arena": "64MiB", "host_store": "256MiB", "http": True}
+    with checked_server(**options, args=("--config", str(config))) as checked:
+        model, tokenizer = made()
+        for number in range(3):
+            with torch.no_grad():
+                next(model.parameters()).add_(0.01)
+            checked.client.register(f"m{number}", model, generate=True, tokenizer=tokenizer)
+        checked.client.register("ids", model, generate=True)
+        url = f"http://{checked.running.http_address}/v1"
+
+        async def text(client: Any, name: str) -> str:
+            prompt: Any = [1, 2, 3] if name == "ids" else PROMPT
+            asked = {"model": name, "prompt": prompt, "max_tokens": 900, "temperature": 0}
+            stream = await client.completions.create(**asked, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert len(text_processes(checked)) <= 2  # one may be ending
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+        async def together() -> list[str]:
+            names = ("m0", "m1", "m2", "ids")
+            async with openai.AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
+                return await asyncio.gather(*(text(client, name) for name in names))
+
+        found = asyncio.run(together())
+        assert len({*found}) == 4
+        for number in range(3):
+            ours = checked.client.generate(f"m{number}", PROMPT, max_new_tokens=900)
+            assert ours.text == found[number]
+
+
+def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) -> None:
+    model, tokenizer = made()
+    asked: Any = {"messages": SAID, "seed": 3}
+    plain = ai.chat.completions.create(
+        model="chat", **asked, temperature=0.7, top_p=0.5, max_tokens=6
+    )
+    greedy = ai.completions.create(model="chat", prompt=[4, 5], temperature=0, max_tokens=9)
+    end = greedy.choices[0].token_ids[3]
+    settings = model.generation_config
+    settings.do_sample, settings.temperature, settings.top_p = True, 0.7, 0.5
+    settings.max_new_tokens, settings.no_repeat_ngram_size = 6, 3
+    settings.eos_token_id = [end, 9999]
+    row = running.client.register("own", model, generate=True, tokenizer=tokenizer)
+    found = ai.chat.completions.create(model="own", **asked)
+    text = found.choices[0].message.content
+    assert plain.choices[0].message.content.startswith(text)
+    assert found.usage.completion_tokens <= 6
+    ended = ai.completions.create(model="own", prompt=[4, 5], temperature=0, max_tokens=9)
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 4)
+    notes = " ".join(next(one["notes"] for one in running.client.models() if one["name"] == "own"))
+    assert "no_repeat_ngram_size = 3" in notes
+    assert "9999" in notes
+    assert "top_p" not in notes
+    assert "no_repeat_ngram_size" in " ".join(row["notes"])
+
+
+def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bool]:
+    """The events of a stream in whose midst ``act`` is done, and whether its framing was whole."""
+    options: Any = {"arena": "64MiB", "host_store": "256MiB", "http": True, "settles": False}
+    with checked_server(**options) as checked:
+        model, tokenizer = made()
+        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 2000, "stream": True}
+        if path != "/v1/completions":
+            asked = {"text_input": PROMPT, "max_tokens": 2000}
+        connection = http.client.HTTPConnection(checked.running.http_address, timeout=60)
+        connection.request("POST", path, json.dumps(asked).encode())
+        answer, body, is_whole = connection.getresponse(), b"", True
+        assert answer.headers["Transfer-Encoding"] == "chunked"
+        try:
+            while piece := answer.read1():
+                has_begun, body = b"\n\n" in body, body + piece
+                if not has_begun and b"\n\n" in body:
+                    act(checked)
+        except (http.client.IncompleteRead, OSError):
+            is_whole = False
+        connection.close()
+    lines = [line for line in body.splitlines() if line.startswith(b"data: {")]
+    return [json.loads(line[6:]) for line in lines], is_whole
+
+
+def gateway_gets(number: int, checked: Checked) -> None:
+    children = psutil.Process(checked.running.pid).children(recursive=True)
+    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
+    gateway.send_signal(number)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/chat/generate_stream"])
+@pytest.mark.parametrize(
+    ("act", "says_error"),
+    [
+        (partial(gateway_gets, signal.SIGKILL), False),
+        (partial(gateway_gets, signal.SIGTERM), True),
+        (lambda checked: checked.client.unregister("chat"), True),
+        (lambda checked: checked.running.process.send_signal(signal.SIGTERM), True),
+    ],
+    ids=["gateway killed", "gateway stopped", "model unregistered", "server stopped"],
+)
+def test_a_stream_that_is_cut_does_not_look_like_an_end(
+    act: Callable[[Checked], object], says_error: bool, path: str
+) -> None:
+    events, is_whole = ended_by(act, path)
+    assert len(events) < 1000
+    assert ("error" in events[-1]) is says_error
+    assert says_error or not is_whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -245,6 +246,28 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
         client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         tools.finish(client.train(script, name="hello"))
         log_is_clean(checked)
+
+
+def test_a_stop_on_a_full_disk_fails_and_names_the_steps_that_are_lost(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    status = os.EX_IOERR
+    with tools.checked_server(
+        state_dir=small_disk / "state", environment=tools.ENVIRONMENT, settles=False, status=status
+    ) as checked:
+        task = tools.start_endless_job(checked, tmp_path, "trains")
+        tools.until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
+        fill(small_disk)
+        tools.until(lambda: "No space left" in task.status()["why"], "a commit is not")
+        fill(small_disk)  # what that attempt gave back
+        step = task.status()["committed_step"]
+        tools.until(lambda: task.status()["committed_step"] > step, "it goes on")
+        done = tools.command("--host", checked.running.ipc_address, "stop")
+        assert done.returncode == 1
+        [told] = re.findall(r'job "trains" loses steps (\d+) to (\d+)', done.stderr)
+        assert int(told[0]) <= int(told[1])
+        assert int(told[1]) > step
+        assert "No space left" in done.stderr
 
 
 def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:

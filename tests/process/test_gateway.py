@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from process_tools import Checked, checked_server, eager, mlp, until, write_script
@@ -98,6 +99,20 @@ def run(source: str, *args: str, python: str = sys.executable) -> Any:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def gateway_of(checked: Checked) -> int:
+    """Return the process id of the server's gateway."""
+    [found] = [
+        child.pid
+        for child in psutil.Process(checked.running.pid).children()
+        if "pipeswitch.gateway.main" in child.cmdline()
+    ]
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)
 
 
 def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
@@ -535,6 +550,53 @@ def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checke
     assert stranger[0] == "UNAUTHENTICATED"  # before it had sent its message
     assert full[0] == "RESOURCE_EXHAUSTED"
     assert "calls of this address" in full[1]
+
+
+UNREAD = """
+    import asyncio, contextlib, json, sys
+    import grpc, grpc.aio
+    import numpy as np
+    from pipeswitch.gateway.protos import INFERENCE
+
+    STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+    STREAMS, LIMIT = 12, 64
+
+    async def fill(call, message):
+        for sent in range(LIMIT):
+            writing = asyncio.ensure_future(call.write(message))
+            if not (await asyncio.wait([writing], timeout=3))[0]:
+                return sent  # the server reads no more
+            await writing
+        return LIMIT
+
+    async def main():
+        request = INFERENCE["ModelInferRequest"](model_name="large")
+        request.inputs.add(name="x", datatype="FP32", shape=[1 << 18])
+        request.raw_input_contents.append(np.zeros(1 << 18, np.float32).tobytes())
+        message = request.SerializeToString()
+        async with contextlib.AsyncExitStack() as stack:
+            calls = []
+            for _ in range(STREAMS):
+                channel = grpc.aio.insecure_channel(
+                    sys.argv[1], options=[("grpc.use_local_subchannel_pool", 1)])
+                calls.append((await stack.enter_async_context(channel)).stream_stream(STREAM)())
+            sent = await asyncio.gather(*(fill(call, message) for call in calls))
+            for call in calls:
+                call.cancel()
+            print(json.dumps(sent))
+
+    asyncio.run(main())
+"""
+
+
+def test_a_stream_whose_answers_nobody_reads_is_not_read_on(checked: Checked) -> None:
+    """Else its requests, a MiB each here, would fill the gateway's memory and end it."""
+    gateway = gateway_of(checked)
+    checked.client.register("large", Doubled(), example_inputs=(torch.ones(1 << 18),))
+    sent = run(UNREAD, checked.running.grpc_address)
+    assert max(sent) < 16
+    assert gateway_of(checked) == gateway
+    until(lambda: resident_bytes(gateway) < 200 << 20, "the memory came back")
 
 
 KSERVE = """

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from process_tools import Checked, checked_server
+from process_tools import Checked, checked_server, until
 
 import pipeswitch as ps
 from pipeswitch.programs.bundle import Graph, Node, write_bundle
@@ -232,7 +232,7 @@ def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restar
     state = tmp_path / "state"
     with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
         checked.client.register("kept", bundle(tmp_path, nodes, **extents))
-    [folder] = (state / "models").iterdir()
+    [folder] = filter(Path.is_dir, (state / "models").iterdir())
     manifest = load_manifest(folder)
     save_manifest(
         folder,
@@ -243,6 +243,28 @@ def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restar
         found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
         assert np.all(found["y"] == 1)
         assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]
+
+
+@pytest.mark.parametrize("where", ["weights", "graph"])
+def test_a_damaged_program_is_not_built_again_into_another_one(where: str, tmp_path: Path) -> None:
+    nodes = [node("add.Tensor", X, value(1))]
+    extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
+    state = tmp_path / "state"
+    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
+        checked.client.register("kept", bundle(tmp_path, nodes, **extents))
+    [folder] = filter(Path.is_dir, (state / "models").iterdir())
+    manifest = load_manifest(folder)
+    older = {**manifest.extra, "checked_by": "an older one"}
+    save_manifest(folder, msgspec.structs.replace(manifest, extra=older))
+    path = folder / "program.bundle"
+    data = path.read_bytes()
+    changed = data[:-1] + b"\x01" if where == "weights" else data.replace(b"aten.add", b"aten.sub")
+    assert changed != data
+    path.write_bytes(changed)
+    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
+        until(lambda: checked.client.show("kept")["state"] == "failed", "it is refused")
+        with pytest.raises(ps.PipeSwitchError):
+            checked.client.infer("kept", np.zeros((2, 4), np.float32))
 
 
 def test_a_refusal_tells_a_stranger_no_folder_of_the_servers(

@@ -57,7 +57,37 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
             future.result(30)
         with pytest.raises(ModelNotFound):
             checked.client.infer("a", X)
-        until(lambda: not checked.client.models(), "its name is free")
+        [row] = checked.client.models()
+        assert (row["name"], row["state"], row["digest"]) == ("a", "failed", "")
+        assert "corrupt" in row["reason"]
+        assert checked.client.show("a") == row
+        checked.client.register("a", MODULE, example_inputs=(X,))
+        assert state_of(checked, "a") == "ready"
+
+
+def test_a_model_with_a_damaged_file_is_failed_and_never_wrong(tmp_path: Path) -> None:
+    """One digit of the manifest, one character of the graph."""
+    digest = register(tmp_path / "state")
+    folder = tmp_path / "state" / "models" / digest
+    for name, old, new in (
+        ("manifest.json", b'"total_bytes":3', b'"total_bytes":4'),
+        ("program.bundle", b"aten.tanh", b"aten.sinh"),
+    ):
+        sound = (folder / name).read_bytes()
+        assert sound.count(old) > 0, name
+        (folder / name).write_bytes(sound.replace(old, new, 1))
+        with checked_server(state_dir=tmp_path / "state") as checked:
+            until(lambda: state_of(checked, "a") == "failed", "it is looked at")
+            with pytest.raises(ModelNotFound):
+                checked.client.infer("a", X)
+            if name == "manifest.json":
+                assert "digest" in checked.client.show("a")["reason"]
+        (folder / name).write_bytes(sound)
+        with checked_server(state_dir=tmp_path / "state") as checked:
+            assert is_bit_equal(checked.client.infer("a", X)["y"], eager(MODULE, X))
+    with checked_server(state_dir=tmp_path / "state") as checked:
+        checked.client.unregister("a")
+        assert checked.client.models() == []
 
 
 def _size(path: Path) -> int:

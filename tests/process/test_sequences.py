@@ -125,21 +125,26 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
     striking = threading.Thread(target=strike, args=(running, strikes))
     striking.start()
     with client.sequence("recalls") as one, torch.inference_mode():
-        past, count = torch.zeros(1, 1, 8), 0
-        for length in (40, *[1] * 150, 64, 64, 64, 10, 8):
+        past = torch.randn(1, 7, 8)
+        for length in (33, *[1] * 150, 64, 64, 64, 10, 8):
             x = torch.randn(1, length, 8)
             wanted = eager(recalls, x, past)
-            assert is_bit_equal(torch.as_tensor(one.infer(x)["y"]), wanted["y"])
-            past = torch.cat((past[:, :0] if not count else past, wanted["rows"]), 1)
-            count += length
+            first = {"past": past} if past.shape[1] == 7 else {}
+            assert is_bit_equal(torch.as_tensor(one.infer(x=x, **first)["y"]), wanted["y"])
+            past = torch.cat((past, wanted["rows"]), 1)
         strikes.set()
         striking.join()
-        assert count == 400
+        assert past.shape[1] == 400
         with pytest.raises(InvalidInput, match="would have 401 rows, the model takes 400"):
             one.infer(torch.zeros(1, 1, 8))
         assert client.sequences()[0]["bytes"] == 400 * 8 * 4
-    with pytest.raises(InvalidInput, match="grows from nothing"):
-        client.sequence("recalls").infer(x=torch.zeros(1, 1, 8), past=torch.zeros(1, 1, 8))
+        with pytest.raises(InvalidInput, match='"past" is the state'):
+            one.infer(x=torch.zeros(1, 1, 8), past=past)
+    with pytest.raises(InvalidInput, match='"past" has no rows yet'):  # zeros are no rows
+        client.sequence("recalls").infer(x=torch.zeros(1, 1, 8))
+    for wrong in (torch.zeros(1, 401, 8), torch.zeros(1, 0, 8), torch.zeros(1, 1, 7)):
+        with pytest.raises(InvalidInput, match='input "past" expects'):
+            client.sequence("recalls").infer(x=torch.zeros(1, 1, 8), past=wrong)
 
 
 def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) -> None:
@@ -169,6 +174,9 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
     with pytest.raises(RegistrationRefused, match="appended along dimension 5"):
         client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2),
                         state={"h": ("h_out", 5)})  # fmt: skip
+    example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
+    with pytest.raises(RegistrationRefused, match="dynamic="):  # nothing could be appended
+        client.register("wrong", seeded(Recalls), example_inputs=example, state=RECALLS)
     for odd in ({"h": 5}, {"h": ("h_out", -2)}):
         with pytest.raises(InvalidInput, match="register: state"):
             client.register("wrong", seeded(Cell), example_inputs=cell_inputs(2), state=odd)

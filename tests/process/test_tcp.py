@@ -184,8 +184,8 @@ class HeldCopier(Lane):
         super().__init__("held")
         self.held: list[Callable[[], None]] = []
 
-    def put(self, copy: Callable[[], None]) -> None:
-        self.held.append(lambda: Lane.put(self, copy))
+    def put(self, *work: Any) -> None:
+        self.held.append(lambda: Lane.put(self, *work))
 
 
 @pytest.fixture
@@ -193,7 +193,6 @@ def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
     server.announce("wide", width=1 << 18)
     copier, before = HeldCopier(), server.tcp.inference.copier
-    copier.start()
     server.tcp.inference.copier = copier
     yield copier
     server.tcp.inference.copier = before

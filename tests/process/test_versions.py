@@ -173,7 +173,8 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     digests = {row["digest"] for row in client.models(versions=True)}
     folders = Path(checked.running.state_dir, "models")
     tools.until(
-        lambda: {p.name for p in folders.iterdir()} == digests, "no other program is on disk"
+        lambda: {p.name for p in folders.iterdir() if p.is_dir()} == digests,
+        "no other program is on disk",
     )
     assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or no folder at all
 

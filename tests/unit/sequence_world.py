@@ -42,7 +42,8 @@ class Model:
     model = base = "m"
     version, tenant = 1, ""
     manifest: Any = SimpleNamespace(
-        extra={"state": {"cache": ("cache_new", 1)}, "generation": {"context": MOST}},
+        extra={"state": {"cache": ("cache_new", 1)},
+               "generation": {"context": MOST, "vocabulary": 10}},
         pads=PADS, mode="graph", digest="d",
         dims=[Dim("batch", 1, 4), Dim("length", 1, 40), Dim("past", 1, MOST)],
         inputs=[
@@ -207,7 +208,7 @@ class World:
                 assert lent == own + bytes(size - len(own)), f"{key} is lent rows of other tokens"
         for key, held in self.sequences.held.items():
             if key not in self.under_way and held.history is not None:
-                assert held.history.tokens == self.told[key]
+                assert held.history.tokens.tolist() == self.told[key]
                 assert {grown.used for grown in held.grown.values()} == {len(self.told[key])}
         alive = self.alive()
         for held in alive:

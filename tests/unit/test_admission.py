@@ -30,13 +30,19 @@ COPY_MS = 8.0
 class Server(World):
     """Four models, each measured; predictions are exact since each run takes the same time."""
 
-    def __init__(self, policy: str = "priority", arena_mib: int = 64, **settings: Any) -> None:
+    def __init__(
+        self,
+        policy: str = "priority",
+        arena_mib: int = 64,
+        bytes_per_ms: float = MIB / 2,
+        **settings: Any,
+    ) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
         given: dict[str, Any] = {"admission": "deadline", **settings}
         chosen = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **given
         )
-        link = Link(bytes_per_ms=MIB / 2)
+        link = Link(bytes_per_ms=bytes_per_ms)
         super().__init__(Scheduler(chosen, policy, 1e6), costs=Costs(to_device=link))
         for index, layer_ms in enumerate(LAYER_MS):
             program = program_of(f"d{index}", 4 * MIB, layer_ms=layer_ms)
@@ -230,7 +236,7 @@ def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None)
 
 
 @pytest.mark.parametrize("arena_mib", [8, 64])
-@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "neh"])
+@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "alternating"])
 def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: int) -> None:
     """Each refused one is taken all the same, in a life that is the same until then: it is late, or
     one that had been accepted before is late because of it."""
@@ -302,6 +308,42 @@ def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.Mon
     assert sum(in_time) >= 0.99 * len(in_time)
     spent_us = server.scheduler.machine.devices[0].state.spent_us
     assert sum(spent_us.values()) / 1000.0 >= 0.95 * 10_000.0
+
+
+def test_copies_for_requests_that_wait_are_counted() -> None:
+    server = Server("edf", arena_mib=12)  # room for two models, the last ones
+    first = server.ask(0, deadline_ms=13.0)
+    late = server.ask(1, deadline_ms=17.0)  # two copies of 8 ms, and half of its computing
+    assert isinstance(server.error(late), DeadlineExceeded)
+    in_time = server.ask(1, deadline_ms=2 * COPY_MS + COMPUTE_MS[1])
+    server.run()
+    assert server.error(first) is None is server.error(in_time)
+
+
+def test_one_that_overtakes_a_request_that_waits_for_the_link_may_not_make_it_late() -> None:
+    server = Server("edf", arena_mib=12)
+    began_ms = server.now_ms
+    waits = [server.ask(1, deadline_ms=20.0), server.ask(0, deadline_ms=24.0)]
+    overtakes = server.ask(2, deadline_ms=150.0)  # its model is there, and it takes 20 ms
+    server.run()
+    for token, deadline_ms in zip(waits, (20.0, 24.0), strict=True):
+        assert server.error(token) is None
+        assert server.answers[token][0] <= began_ms + deadline_ms
+    assert server.error(overtakes) is None or server.answers[overtakes][0] == began_ms
+
+
+def test_while_a_model_comes_runs_that_end_before_go_first() -> None:
+    server = Server("edf", arena_mib=12, bytes_per_ms=MIB / 10)  # a copy takes 40 ms
+    server.ask(0, deadline_ms=None)
+    server.run(server.now_ms + 100.0)
+    began_ms = server.now_ms
+    for _ in range(2):
+        server.ask(0, deadline_ms=300.0)  # one computes, one is dispatched
+    comes = server.ask(1, deadline_ms=100.0)
+    short = [server.ask(0, deadline_ms=200.0) for _ in range(3)]
+    server.run()
+    assert [server.answers[token][0] - began_ms for token in short] == [12.0, 16.0, 20.0]
+    assert server.answers[comes][0] - began_ms == 40.0 + COMPUTE_MS[1] / 2, "none delayed it"
 
 
 def test_one_that_would_make_an_accepted_one_late_is_refused() -> None:

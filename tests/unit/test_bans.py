@@ -59,6 +59,21 @@ def test_each_banned_name_is_found_where_it_is_used() -> None:
     assert [name for name in BANNED if f"`{name}`" not in messages] == []
 
 
+@pytest.mark.parametrize(
+    ("path", "is_found"),
+    [
+        ("pipeswitch/frontend/new.py", True),
+        ("pipeswitch/wire/new/new.py", True),
+        ("pipeswitch/new.py", True),
+        ("memory_daemon/new.py", True),
+        ("pipeswitch/scheduler/requests/new.py", False),
+    ],
+)
+def test_an_assert_is_found_wherever_outside_input_may_come(path: str, is_found: bool) -> None:
+    found = ruff("--stdin-filename", path, "-", text="def f(x):\n    assert x\n")
+    assert [one["code"] for one in found] == ["S101"] * is_found
+
+
 # ---- what is banned by its method's name, which ruff cannot say --------------------------------
 
 METHODS = {

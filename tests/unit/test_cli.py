@@ -481,9 +481,21 @@ def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) 
     answering(
         monkeypatch,
         about=lambda: {"pid": server.pid},
-        stop_server=lambda drain_s: server.communicate(b"\n"),
+        stop_server=lambda drain_s: [*filter(None, server.communicate(b"\n"))],
     )
     assert run("stop")[:2] == (0, f"server {server.pid} stopped\n")
+
+
+def test_stop_fails_and_names_the_steps_that_were_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = 'job "j" loses steps 4 to 9 (commit not on disk: No space left on device)'
+    facts = {"pid": os.getpid()}
+    monkeypatch.setattr("pipeswitch.cli.server._exit_watcher", lambda pid, stack: None)
+    answering(monkeypatch, about=lambda: facts, stop_server=lambda drain_s: [told])
+    status, _, text = run("stop")
+    assert status == 1
+    assert told in text
 
 
 def test_a_pt2_file_that_is_none_is_told_in_one_line(

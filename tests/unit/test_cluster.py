@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -118,26 +119,38 @@ class Door:
 
 
 class Rig(cluster.ClusterConnection):
-    """With two nodes that hold ``m``, and a placement that says ``later`` when it is asked."""
+    """With two nodes that hold ``m``, and a placement that says ``later`` when it is asked, or one
+    of ``soon`` after the other before that."""
 
     def __init__(self) -> None:
         self.doors = {name: Door(name) for name in "ab"}
         self.later = self.table(1, "a", "ab")
+        self.soon: list[dict[str, Any] | Exception] = []
         self.asked: list[tuple[Any, ...]] = []
         super().__init__("ray://auto", 1.0)
         self.asked.clear()
 
     @staticmethod
-    def table(version: int, serving: str, holders: str) -> dict[str, Any]:
-        return {"version": version, "nodes": {name: {"address": name} for name in "ab"},
-                "models": {"m": serving}, "holders": {"m": list(holders)}}  # fmt: skip
+    def table(
+        version: int, serving: str, holders: str, *, may_come: bool = False, **addresses: str
+    ) -> dict[str, Any]:
+        """``addresses``: of nodes that have started again; the others' are their names."""
+        nodes = {name: {"address": addresses.get(name, name)} for name in "ab"}
+        models = {"m": serving} if serving else {}
+        return {"version": version, "nodes": nodes, "models": models,
+                "holders": {"m": list(holders)}, "may_come": may_come}  # fmt: skip
 
     def _ask(self, verb: str = "", *args: Any) -> Any:
         self.asked.append((verb, *args))
-        self._table = self.later
+        table = self.soon.pop(0) if self.soon else self.later
+        if isinstance(table, Exception):
+            raise table
+        self._table = table
 
     def _to(self, node: str) -> Any:
-        return self.doors[node]
+        if node not in self._table["nodes"]:
+            raise errors.ServerUnavailable(f"no {node}")
+        return self.doors[self._table["nodes"][node]["address"]]
 
 
 @pytest.fixture(params=["call", "request"])
@@ -180,13 +193,169 @@ def test_a_model_that_has_moved_is_followed_once(asking: Callable[[Rig], str]) -
     assert [rig.doors[name].asked for name in "ab"] == [2, 3]
 
 
-def test_when_no_node_is_left_the_error_is_the_nodes_own(asking: Callable[[Rig], str]) -> None:
+def test_when_no_node_is_left_the_error_is_the_nodes_own(
+    asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "RETURN_S", 0.0)
     rig = Rig()
     for door in rig.doors.values():
         door.error = errors.ServerUnavailable("gone")
     with pytest.raises(errors.ServerUnavailable, match="gone"):
         asking(rig)
     assert [door.asked for door in rig.doors.values()] == [1, 1]
+
+
+GONE = errors.ServerUnavailable("gone")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client waits for placement's next table without sleeping."""
+    monkeypatch.setattr(cluster, "LOOK_S", 0.0)
+
+
+def lost_twice() -> Rig:
+    """Both nodes have died since the table was made; ``a`` is back, on another port."""
+    rig = Rig()
+    for door in rig.doors.values():
+        door.error = GONE
+    rig.doors["a2"] = Door("a2")
+    rig.later = rig.table(3, "a", "a", a="a2")
+    return rig
+
+
+def test_when_the_second_holder_is_gone_too_placement_says_where_the_first_is_now(
+    asking: Callable[[Rig], str],
+) -> None:
+    rig = lost_twice()
+    assert [asking(rig), asking(rig)] == ["a2", "a2"]
+    assert rig.asked == [("accuse", "b", "b")]
+    assert [door.asked for door in rig.doors.values()] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "soon",
+    [
+        [GONE, GONE],  # placement is started again too
+        [Rig.table(2, "", "", may_come=True)],  # it has heard of neither yet
+        [Rig.table(2, "b", "b")],  # it does not know yet that b is gone
+    ],
+)
+def test_a_model_whose_nodes_are_all_gone_is_waited_for(
+    asking: Callable[[Rig], str], at_once: None, soon: list[Any]
+) -> None:
+    rig = lost_twice()
+    rig.soon = list(soon)
+    assert asking(rig) == "a2"
+
+
+def test_a_model_that_placement_does_not_know_yet_is_waited_for(
+    asking: Callable[[Rig], str], at_once: None
+) -> None:
+    """Started again, placement does not know what a node has that starts again as well."""
+    rig = Rig()
+    rig.soon = [rig.table(2, "", "", may_come=True)] * 2
+    rig._ask()
+    assert asking(rig) == "a"
+    rig.soon = [rig.table(3, "", "")]
+    rig._ask()
+    rig.later = rig.table(3, "", "")
+    with pytest.raises(errors.ModelNotFound):
+        asking(rig)
+
+
+def test_a_request_with_a_deadline_waits_no_longer_than_that(
+    at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = iter(range(100))
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: float(next(now_s)))
+    rig = lost_twice()
+    rig.later = rig.table(2, "", "")
+    with pytest.raises(errors.ServerUnavailable):
+        rig.call("infer", model="m", is_safe=True, deadline_ms=3000.0)
+    assert len(rig.asked) == 4
+
+
+def test_another_server_that_has_the_port_of_a_node_is_not_the_node(
+    asking: Callable[[Rig], str],
+) -> None:
+    rig = lost_twice()
+    rig.doors["a"].error = errors.PermissionDenied("it does not know the key")
+    assert asking(rig) == "a2"
+
+
+def test_a_node_that_the_table_has_lost_meanwhile_is_not_waited_for(
+    asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread takes a newer table between the choice of a node and the message to it."""
+    rig = Rig()
+    to = rig._to
+
+    def late(node: str) -> Any:
+        monkeypatch.undo()
+        del rig._table["nodes"]["a"]
+        return to(node)
+
+    monkeypatch.setattr(rig, "_to", late)
+    assert asking(rig) == "b"
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), MemoryError(), RuntimeError("no thread")])
+def test_a_request_ends_with_whatever_error_its_second_try_has(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    rig = Rig()
+    rig.doors["a"].error = GONE
+    rig.doors["b"].error = error  # type: ignore[assignment]
+    answer = rig.request("infer", model="m", is_safe=True)
+    assert answer.exception(10) is error
+
+
+def test_a_second_try_that_has_not_begun_ends_with_its_client() -> None:
+    rig = Rig()
+    rig.doors["a"].error = GONE
+    is_busy, may_end = threading.Barrier(9), threading.Event()
+    for _ in range(8):
+        rig._pool.submit(lambda: (is_busy.wait(10), may_end.wait(10)))
+    is_busy.wait(10)
+    answer = rig.request("infer", model="m", is_safe=True)
+    rig.close()
+    assert isinstance(answer.exception(10), errors.Cancelled)
+    may_end.set()
+
+
+def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is not blamed for it."""
+
+    class Whole(Rig):
+        _to = cluster.ClusterConnection._to
+
+    def none_left(*_: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(cluster, "Connection", none_left)
+    monkeypatch.setattr(cluster, "ClientKeys", lambda *keys: keys)
+    rig = Whole()
+    rig._table["nodes"]["a"]["keys"] = ()
+    with pytest.raises(errors.PipeSwitchError, match="Too many open files"):
+        rig.call("infer", model="m", is_safe=True)
+    assert not rig.asked
+
+
+def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that one node has left may be the next one's."""
+
+    class Whole(Rig):
+        _to = cluster.ClusterConnection._to
+
+    monkeypatch.setattr(cluster, "Connection", lambda address, timeout_s, keys: keys)
+    monkeypatch.setattr(cluster, "ClientKeys", lambda *keys: keys)
+    rig = Whole()
+    found = []
+    for keys in (("one",), ("other",), ("one",)):
+        rig._table["nodes"]["a"] = {"address": "tcp://host:1", "keys": keys}
+        found.append(rig._to("a"))
+    assert found == [("one",), ("other",), ("one",)]
 
 
 def test_what_changes_something_is_sent_once() -> None:

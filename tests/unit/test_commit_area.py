@@ -14,7 +14,13 @@ import pytest
 from pipeswitch.commits import area as commit_area
 from pipeswitch.commits import files as commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
-from pipeswitch.commits.files import load_commit, read_record, write_commit
+from pipeswitch.commits.files import (
+    RECORD_NAME,
+    load_commit,
+    read_record,
+    remove_unnamed,
+    write_commit,
+)
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 
@@ -247,7 +253,7 @@ def test_what_was_persisted_is_loaded_back(tmp_path: Path) -> None:
     for step in (3, 9, 9):
         write_commit(tmp_path, step, memoryview(image_of(step)))
         assert loaded(tmp_path) == (step, image_of(step))
-    assert len(list(tmp_path.iterdir())) == 2, "one image and its record, older ones are gone"
+    assert len(list(tmp_path.iterdir())) == 3, "two images and a record, older ones are gone"
 
 
 @pytest.mark.parametrize("point", PERSIST_POINTS)
@@ -258,16 +264,20 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
     if had_one:
         write_commit(tmp_path, 1, memoryview(image_of(1)))
     with monkeypatch.context() as patch:
-        patch.setattr(commit_files, "remove_unnamed", lambda _: None)  # the dead do not tidy up
+        patch.setattr(
+            commit_files, "remove_unnamed", lambda *_, **__: None
+        )  # the dead do not tidy up
         patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
             write_commit(tmp_path, 2, memoryview(image_of(2)))
     before = (1, image_of(1)) if had_one else None
-    expected = (2, image_of(2)) if point == "persist.record.renamed" else before
-    assert loaded(tmp_path) == expected
+    is_there = point == "persist.record.renamed"
+    if not had_one:  # an image that is whole and alone needs no record
+        is_there = point in ("persist.image.renamed", "persist.record.written") or is_there
+    assert loaded(tmp_path) == ((2, image_of(2)) if is_there else before)
     write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert loaded(tmp_path) == (2, image_of(2))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) <= 3
 
 
 def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
@@ -307,6 +317,58 @@ def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -
         image.unlink()
     with pytest.raises(RemoteProtocolError, match=r"digest|bytes|missing"):
         load_commit(tmp_path)
+
+
+def damage_record(directory: Path, kind: str) -> None:
+    path = directory / RECORD_NAME
+    match kind:
+        case "missing":
+            path.unlink()
+        case "garbage":
+            path.write_bytes(b"\xff" * 40)
+        case "another step":  # one digit
+            path.write_text(path.read_text().replace('"step":9', '"step":8'))
+        case "another size":
+            path.write_text(path.read_text().replace('"size_bytes":', '"size_bytes":1'))
+        case "another job's":
+            write_commit(directory / "other", 77, memoryview(image_of(5)))
+            path.write_bytes((directory / "other" / RECORD_NAME).read_bytes())
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "garbage", "another step", "another size", "another job's"]
+)
+def test_a_damaged_record_costs_nothing(tmp_path: Path, kind: str) -> None:
+    for step in (3, 9):
+        write_commit(tmp_path, step, memoryview(image_of(step)))
+    damage_record(tmp_path, kind)
+    remove_unnamed(tmp_path)  # as a start does
+    told: list[str] = []
+    descriptor, _, record = load_commit(tmp_path, told.append)
+    os.close(descriptor)
+    assert (record.step, kind == "another job's") == (9, bool(told))
+    write_commit(tmp_path, 10, memoryview(image_of(10)))
+    assert loaded(tmp_path) == (10, image_of(10))
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "missing", "another job's"])
+def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind: str) -> None:
+    for step in (3, 5, 9):
+        write_commit(tmp_path, step, memoryview(image_of(step)))
+    image = tmp_path / read_record(tmp_path).image
+    data = image.read_bytes()
+    other = b"".join([data[: -len(image_of(9))], image_of(4)])
+    damaged = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "truncate": data[:-1]}
+    if kind == "missing":
+        image.unlink()
+    else:
+        image.write_bytes(damaged.get(kind, other))
+    remove_unnamed(tmp_path)
+    told: list[str] = []
+    descriptor, _, record = load_commit(tmp_path, told.append)
+    os.close(descriptor)
+    assert record.step == 5
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step":1,"size_bytes":1,"sha256":"","image":"../x"}'])

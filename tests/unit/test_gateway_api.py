@@ -232,7 +232,10 @@ def test_code_that_is_allowed_needs_its_role_and_pinning_another() -> None:
 def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
     told(
         rig.ask(
-            "POST", "/api/models/m?max_batch=8&batch=4&priority=high", b"bytes", content_type=BUNDLE
+            "POST",
+            "/api/models/m?max_batch=8&batch=4&priority=high&precision=fast",
+            b"bytes",
+            content_type=BUNDLE,
         )
     )
     put, (op, model, body) = rig.upstream.asked
@@ -240,7 +243,7 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
     assert (op, model) == ("register", "m")
     assert body == {"source": "put:digest", "weights": "", "inputs": {}, "priority": "high",
                     "pin": False, "max_batch": 8, "batch": 4, "batch_delay_ms": 0,
-                    "tenant": ""}  # fmt: skip
+                    "precision": "fast", "max_error": 0, "tenant": ""}  # fmt: skip
     assert "empty" in rig.refused("POST", "/api/models/m", content_type=BUNDLE)[1]
 
 

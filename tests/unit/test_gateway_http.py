@@ -590,11 +590,14 @@ class Pieces:
     """A stream that a test feeds."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         self.is_closed = False
 
     async def next(self) -> bytes:
-        return await self.queue.get()
+        found = await self.queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def close(self) -> None:
         self.is_closed = True
@@ -621,15 +624,42 @@ def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) 
     head, _, body = wire.sent.partition(b"\r\n\r\n")
     assert b"Connection: close" in head
     assert b"Content-Length" not in head
+    assert b"Transfer-Encoding: chunked" in head
     assert (body, wire.is_reading) == (b"", True)
     for piece in (b"one ", b"two"):
         pieces.queue.put_nowait(piece)
     turns()
-    assert wire.sent.endswith(b"one two")
+    assert wire.sent.endswith(b"4\r\none \r\n3\r\ntwo\r\n")
     assert not wire.has_ended
     pieces.queue.put_nowait(b"")
     turns()
     assert (wire.has_ended, pieces.is_closed) == (True, True)
+    assert wire.sent.endswith(b"two\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("head", [get(), get().replace(b"1.1", b"1.0")])
+def test_a_stream_that_fails_or_must_leave_has_no_last_chunk(rig: Rig, head: bytes) -> None:
+    """HTTP/1.0 has no chunks at all, also where its connection is kept for the next request."""
+    is_chunked = b"1.1" in head
+    for error in (RuntimeError("a bug"), None):
+        pieces = Pieces()
+        rig.server.admit = lambda head, pieces=pieces: Answer(
+            stream=pieces, cut=lambda told: f"cut: {told.message}".encode()
+        )
+        connection, wire = rig.connect()
+        feed(connection, head)
+        pieces.queue.put_nowait(b"one")
+        turns()
+        if error is None:
+            connection.leave()
+        else:
+            pieces.queue.put_nowait(error)
+        turns()
+        body = wire.sent.partition(b"\r\n\r\n")[2]
+        assert body.startswith(b"3\r\none\r\n" if is_chunked else b"one")
+        assert (b"cut: " in body) is (error is None)
+        assert b"\r\n0\r\n" not in body
+        assert (wire.is_closed, pieces.is_closed) == (True, True)
 
 
 def test_a_stream_waits_for_a_peer_that_does_not_read_and_cuts_it_off(rig: Rig) -> None:

@@ -29,7 +29,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "texts": "errors",
     "machine": "",
     "failpoints": "",
-    "lane": "",
+    "lane": "errors",
     "sandbox": "",
     "roles": "errors",
     "shares": "errors",
@@ -42,7 +42,6 @@ MAY_IMPORT: Mapping[str, str] = {
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
     "job": "errors inputs units",
-    "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies shares wire",
@@ -51,8 +50,9 @@ MAY_IMPORT: Mapping[str, str] = {
     "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
-    "memory_daemon/": "commits devices errors failpoints ipc programs units",
-    "workers/inference/": "devices errors failpoints ipc programs programs/build",
+    "programs/build": "commits devices errors failpoints ipc programs sandbox units",
+    "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
+    "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
     "programs units",
     "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
@@ -83,8 +83,8 @@ MAY_IMPORT: Mapping[str, str] = {
 PURE = (
     "__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "datetime",
     "enum", "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator",
-    "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct", "threading.Condition",
-    "threading.RLock", "typing",
+    "os.EX_IOERR", "os.EX_SOFTWARE", "random.Random", "re", "statistics", "struct",
+    "threading.Condition", "threading.RLock", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 
 from pipeswitch.controller import journal
-from pipeswitch.controller.journal import FILE_NAME, JournalFile
+from pipeswitch.controller.folders import TRASH_KEPT_S, Places
+from pipeswitch.controller.journal import BACKUPS, DIGEST_COLUMN, FILE_NAME, JournalFile
 from pipeswitch.errors import ConfigError
 
 
@@ -130,7 +133,7 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         file.append(job("one", tenant="a"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE job DROP COLUMN tenant")
-        for column in ("share", "devices", "defaults"):
+        for column in ("share", "devices", "defaults", DIGEST_COLUMN):
             database.execute(f"ALTER TABLE job DROP COLUMN {column}")
         database.execute("DROP TABLE ended")
         database.execute("PRAGMA user_version = 3")
@@ -149,6 +152,8 @@ def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> N
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE model DROP COLUMN tenant")
         database.execute("ALTER TABLE serving DROP COLUMN shares")
+        for kind in ("model", "serving"):
+            database.execute(f"ALTER TABLE {kind} DROP COLUMN {DIGEST_COLUMN}")
         database.execute("PRAGMA user_version = 2")
     with opened(tmp_path) as again:
         assert again.models == {"m": model("m")}
@@ -245,7 +250,12 @@ def test_a_journal_is_the_owners_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         file.append(job("one"))
         modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {FILE_NAME: 0o600, FILE_NAME + "-wal": 0o600}  # and no file is mapped
+    assert modes == {
+        FILE_NAME: 0o600,
+        FILE_NAME + "-wal": 0o600,
+        BACKUPS[0]: 0o600,
+        "commits": 0o700,
+    }  # and no file is mapped
 
 
 @pytest.mark.parametrize("damage", ["header", "page", "empty-table", "no-table", "garbage"])
@@ -311,16 +321,26 @@ def test_what_can_be_read_of_a_damaged_database_is_kept(tmp_path: Path) -> None:
     ],
     ids=range(6),
 )
-def test_a_row_that_cannot_be_used_costs_itself_alone(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_a_row_that_cannot_be_used_costs_itself_alone(
+    tmp_path: Path, change: str, has_copies: bool
+) -> None:
     with opened(tmp_path) as file:
         file.append(job("bad"))
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(change)
         database.commit()
+    if not has_copies:
+        for path in (*tmp_path.glob("journal.backup*"), tmp_path / "commits" / "bad~job"):
+            path.unlink()
+    whole = {"one": job("one")} | ({"bad": job("bad")} if has_copies else {})
     with opened(tmp_path) as again:
-        assert set(again.jobs) == {"one"}
-    assert not list(tmp_path.glob("*damaged*"))
+        assert again.jobs == whole
+        assert again.losses
+        assert [*again.lost] == ([] if has_copies or "etc" in change else [("job", "bad")])
+    with opened(tmp_path) as last:
+        assert (last.jobs, last.losses) == (whole, [])
 
 
 def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
@@ -328,6 +348,170 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 11, this release knows 10"):
+    with pytest.raises(ConfigError, match="schema 12, this release knows 11"):
         JournalFile(tmp_path / FILE_NAME)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+# ---- what lies beside the journal -----------------------------------------------------------
+
+WHOLE = (
+    model("m"), model("n", digest="e" * 64), model("n@2", digest="f" * 64),
+    {"kind": "serving", "name": "n", "version": 2, "last": 2, "spec_digest": "s",
+     "shares": [[1, 10]]},
+    {"kind": "chain", "name": "c", "spec": b"\0chain", "tenant": ""},
+    job("one", args=["--x", "1"]), job("held"), {"kind": "hold", "name": "held", "why": "paused"},
+    {"kind": "placed", "name": "held", "device": "cpu:1", "is_sent": True},
+    job("old"), {"kind": "ended", "name": "old", "record": {"state": "done", "step": 7}},
+)  # fmt: skip
+
+
+def contents(file: JournalFile) -> dict[str, dict[str, Any]]:
+    tables = ("models", "chains", "serving", "jobs", "holds", "placed", "ended")
+    return {table: getattr(file, table) for table in tables}
+
+
+def filled(folder: Path) -> dict[str, dict[str, Any]]:
+    """A state directory with entries, programs and a commit; what its journal holds."""
+    with opened(folder) as file:
+        for entry in WHOLE:
+            file.append(entry)
+    for place in ("models/" + "e" * 64, "models/" + "f" * 64, "models/" + "a" * 64,
+                  "commits/one", "commits/nobodys"):  # fmt: skip
+        (folder / place).mkdir(parents=True)
+        (folder / place / "file").write_bytes(b"x")
+    with opened(folder) as file:
+        return contents(file)
+
+
+def damaged_schema(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b"CREATE TABLE model") + 3] ^= 0x01
+    path.write_bytes(data)
+
+
+def damaged_magic(path: Path) -> None:
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+
+
+def damaged_page(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + bytes(4096) + data[8192:])
+
+
+DAMAGES = [
+    damaged_schema, damaged_magic, damaged_page, Path.unlink,
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    lambda path: path.write_bytes((path.parent / "models" / "m~model").read_bytes()),
+]  # fmt: skip
+COPIES = ["all", "backups alone", "copies alone"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+@pytest.mark.parametrize("copies", COPIES)
+def test_a_journal_is_written_again_from_what_lies_beside_it(
+    tmp_path: Path, damage: Any, copies: str
+) -> None:
+    before = filled(tmp_path)
+    damage(tmp_path / FILE_NAME)
+    for path in tmp_path.glob("*/*~*"):  # a clock may be too coarse to tell which came first
+        os.utime(path, ns=(0, 0))
+    doomed = {"all": [], "backups alone": tmp_path.glob("*/*~*"),
+              "copies alone": tmp_path.glob("journal.backup*")}[copies]  # fmt: skip
+    for path in [*doomed]:
+        path.unlink()
+    with closing(JournalFile(tmp_path / FILE_NAME, lambda: 1000.0)) as again:
+        assert contents(again) == before
+        assert again.losses
+        assert not again.lost
+    with opened(tmp_path) as last:
+        assert (contents(last), last.losses) == (before, [])
+    orphans = {str(p.relative_to(tmp_path)) for p in tmp_path.glob("orphans/1000/*/*")}
+    assert orphans == {f"orphans/1000/models/{'a' * 64}", "orphans/1000/commits/nobodys"}
+    assert (tmp_path / "commits" / "one" / "file").exists()
+
+
+def test_nothing_is_removed_where_neither_journal_nor_copies_are_left(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for path in [*tmp_path.glob("journal*"), *tmp_path.glob("*/*~*")]:
+        path.unlink()
+    with opened(tmp_path) as again:
+        assert again.losses
+        assert not any(contents(again).values())
+    assert len(list(tmp_path.glob("orphans/*/*/*/file"))) == 5
+    with opened(tmp_path) as last:
+        assert not last.losses
+    assert len(list(tmp_path.glob("orphans/*/*/*/file"))) == 5
+
+
+def test_entries_that_a_damaged_log_takes_come_from_their_copies(tmp_path: Path) -> None:
+    crashed = tmp_path / "crashed"
+    with opened(tmp_path) as file:
+        file.append(model("m"))
+        file.append(job("one"))
+        shutil.copytree(tmp_path, crashed)
+    log = Path(f"{crashed / FILE_NAME}-wal")
+    log.write_bytes(bytes(byte ^ 0x55 for byte in log.read_bytes()))
+    with opened(crashed) as again:
+        assert (set(again.models), set(again.jobs)) == ({"m"}, {"one"})
+        assert again.losses
+
+
+def test_what_was_dropped_never_comes_back(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        for entry in WHOLE:
+            file.append(entry)
+        for kind, name in (("model-gone", "m"), ("chain-gone", "c"), ("job-over", "old")):
+            file.append({"kind": kind, "name": name})
+        file.append({"kind": "ended", "name": "held", "record": {"state": "failed"}})
+    (tmp_path / FILE_NAME).unlink()
+    with opened(tmp_path) as again:
+        assert "m" not in again.models
+        assert not again.chains
+        assert (set(again.ended), set(again.jobs), again.holds) == ({"held"}, {"one"}, {})
+
+
+def test_a_backup_that_is_damaged_takes_no_place_of_a_sound_one(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with opened(tmp_path) as file:
+        file.append(job("later"))
+        before = {**contents(file), "models": dict(file.models)}
+    newest = tmp_path / BACKUPS[0]
+    damaged_magic(tmp_path / FILE_NAME)
+    damaged_page(newest)
+    for path in tmp_path.glob("*/*~*"):
+        path.unlink()
+    with opened(tmp_path) as again:
+        assert contents(again)["models"] == before["models"]
+    newest.unlink()
+    damaged_magic(tmp_path / FILE_NAME)
+    with opened(tmp_path) as last:
+        assert contents(last)["models"] == before["models"]
+
+
+def test_a_copy_that_is_damaged_or_anothers_is_written_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    first, second = (tmp_path / "models" / name for name in ("m~model", "n~model"))
+    sound = first.read_bytes()
+    for damage in (sound[:-1], sound[:-1] + b"\xff", b"", second.read_bytes()):
+        first.write_bytes(damage)
+        with opened(tmp_path) as again:
+            assert not again.losses
+        assert first.read_bytes() == sound
+
+
+def test_a_start_throws_away_what_a_sound_journal_does_not_name_and_keeps_it_a_day(
+    tmp_path: Path,
+) -> None:
+    places = Places(root=tmp_path)
+    for name in ("a" * 64, "b" * 64):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "commits" / "gone").mkdir(parents=True)
+    places.set_aside({"a" * 64}, set(), "trash/1000000")
+    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("trash/*/*/*")}
+    assert kept == {f"trash/1000000/models/{'b' * 64}", "trash/1000000/commits/gone"}
+    assert not places.old_trash(1e6 + TRASH_KEPT_S - 1)
+    [old] = places.old_trash(1e6 + TRASH_KEPT_S)
+    assert old == tmp_path / "trash" / "1000000"
+    assert (tmp_path / "models" / ("a" * 64)).exists()

@@ -3,25 +3,79 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
+from typing import Any
 
+import pytest
+
+from pipeswitch.controller.effects import Tracer
+from pipeswitch.controller.shared_memory import close_soon
+from pipeswitch.errors import HostStoreFull, PipeSwitchError, ServerUnavailable
 from pipeswitch.lane import Lane
+from pipeswitch.scheduler.events import Token
+from pipeswitch.scheduler.timeline import Timeline
+from tests.open_files import open_files
 
 
-def test_what_is_put_before_the_start_and_before_the_end_is_done_in_order() -> None:
+def test_what_is_put_before_the_end_is_done_in_order() -> None:
     lane, done = Lane("test-lane"), list[tuple[int, str]]()
 
     def work(number: int) -> None:
         done.append((number, threading.current_thread().name))
 
     lane.put(functools.partial(work, 1))
-    assert not lane.is_started
-    lane.start()
     lane.put(functools.partial(work, 2))
     lane.stop()
-    assert lane.is_started
     assert done == [(1, "test-lane"), (2, "test-lane")]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("a bug"), SystemExit(), HostStoreFull("full")]
+)
+def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) -> None:
+    lane, answers = Lane("test-lane"), list[PipeSwitchError]()
+    done: list[str] = []
+
+    def fails() -> None:
+        raise error
+
+    lane.put(fails, answers.append)
+    lane.put(fails)
+    lane.put(functools.partial(done.append, "next"))
+    lane.stop()
+    assert done == ["next"]
+    expected = HostStoreFull if isinstance(error, HostStoreFull) else ServerUnavailable
+    assert [type(one) for one in answers] == [expected]
+
+
+def test_a_timeline_without_a_thread_is_an_error_and_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Any] = []
+    tracer = Tracer(Timeline(), answers.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        tracer.ask(Token(1), 0.0)
+    traces = iter([no_thread, lambda *_: {}])
+    monkeypatch.setattr(Timeline, "chrome_trace", lambda *_: next(traces)())
+    tracer.ask(Token(2), 0.0)
+    tracer.ask(Token(3), 0.0)
+    tracer.stop()
+    errors = [type(one.error) for one in answers]
+    assert errors == [ServerUnavailable, ServerUnavailable, type(None)]
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_files_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    made = os.memfd_create("closed-soon")
+    close_soon([made])
+    assert open_files("closed-soon") == 0
 
 
 def test_work_that_is_done_holds_its_payload_no_longer() -> None:
@@ -34,7 +88,6 @@ def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     weakref.finalize(payload, gone.set)
     lane.put(functools.partial(lambda held: is_done.set(), payload))
     del payload
-    lane.start()
     assert is_done.wait(10)
     assert gone.wait(10), "nothing else was put, and it is free"
     lane.put(is_looking.set)

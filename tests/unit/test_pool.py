@@ -15,6 +15,7 @@ from pipeswitch.errors import QueueFull
 from pipeswitch.frontend.admission import CheckedInput
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.programs.layout import aligned
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
 PAGES: Final = 16
@@ -132,17 +133,37 @@ def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
     assert pool.is_empty
 
 
+def test_many_small_rooms_count_the_pages_that_they_take(pool: RequestPool) -> None:
+    """Else one holder of bytes takes all pages, and others find none."""
+    for _ in range(SHARE_BYTES // PAGE // 2):
+        pool.reserve("many", 1, 1)
+    refusal(pool, "many", 1, 1)
+    release(pool, pool.reserve("other", PAGE, 1))
+    beside = pool.reserve("another", 1, 1)
+    assert pool.grow(beside, 2, beside_bytes=2 * PAGE) is False  # over its share
+    assert pool.grow(beside, 2) is True
+    release(pool, beside)
+    beside = pool.reserve("another", 1, 1, beside_bytes=7)
+    assert pool._shares.of("another") == 2 * PAGE + 7
+    pool.release_inputs(beside)
+    assert pool._shares.of("another") == PAGE + 7
+    pool.release_reply(beside)
+    assert not pool._shares.of("another")
+
+
 # ---- exhaustion --------------------------------------------------------------------------------
 
 
 def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
-    pool.reserve("a", SHARE_BYTES - 2 * PAGE, 0)  # and a page for the reply of no bytes
-    for _ in range(2):
-        pool.reserve("b", 0, 1)  # what it asks for is little, what it takes are two pages
-    refused = refusal(pool, "c", PAGE, PAGE)
-    assert refused.data["requested_bytes"] == 2 * PAGE
-    assert refused.data["largest_free_bytes"] == PAGE
-    assert f"{PAGE} of {PAGES * PAGE} free" in refused.message
+    rooms = [pool.reserve(holder, PAGE, PAGE) for holder in "abcdef"]
+    for room in rooms:
+        pool.release_inputs(room)
+    free_bytes = pool.as_dict()["pool_free_bytes"]
+    assert free_bytes == (PAGES - 6) * PAGE  # but not in one piece
+    refused = refusal(pool, "g", 6 * PAGE - 5, 0)
+    assert refused.data["requested_bytes"] == 6 * PAGE - 5
+    assert PAGE <= refused.data["largest_free_bytes"] < 6 * PAGE
+    assert f"{free_bytes} of {PAGES * PAGE} free" in refused.message
 
 
 # ---- releasing ---------------------------------------------------------------------------------
@@ -197,11 +218,12 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
             try:
                 whole.append(pool.reserve(what, number, reply_bytes))
             except QueueFull:
-                is_over = pool._shares.of(what) + number + reply_bytes > SHARE_BYTES
+                pages = sum(aligned(max(size, 1), PAGE) for size in (number, reply_bytes))
+                is_over = pool._shares.of(what) + pages > SHARE_BYTES
                 assert is_over or not pool.is_empty
         pool.check()
         for holder in "abc":
-            held = [room.held_bytes for room in (*whole, *halves) if room.holder == holder]
+            held = [room.counted_bytes for room in (*whole, *halves) if room.holder == holder]
             assert pool._shares.of(holder) == sum(held)
     for room in whole:
         pool.release_inputs(room)

@@ -241,7 +241,7 @@ def test_bare_weights_are_readable_without_a_program(tmp_path: Path) -> None:
     header.pop("__metadata__")
     path = tmp_path / "w.safetensors"
     path.write_bytes(encode(header))
-    tensors, metadata = read_safetensors_header(path)
+    tensors, metadata, _ = read_safetensors_header(path)
     assert [tensor.size_bytes for tensor in tensors] == [48, 12]
     assert metadata == {}
 

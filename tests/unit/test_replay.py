@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import thesis
-from benchmarks.replay import beside_greedy
+from benchmarks.replay import beside_plain
 from pipeswitch.cli.main import main
 from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler.events import Spans
@@ -363,9 +363,13 @@ def test_the_gaps_are_those_of_the_best_order(monkeypatch: pytest.MonkeyPatch) -
     assert all(abs(g.mean) < 1e-9 for g in found if g.case == "unlimited" and g.rule == "johnson")
 
 
-@pytest.mark.parametrize("name", ["link", "both"])
-def test_beside_a_greedy_server_that_accepts_everything(name: str) -> None:
-    """When copies were queued one behind the other these were 0.92 and 0.98 of its requests."""
-    (share, work_ms), (greedy_share, greedy_ms) = beside_greedy(name, seed=0, count=1800)
-    assert share > 0.95 * greedy_share
-    assert work_ms > 0.99 * greedy_ms
+@pytest.mark.parametrize("name", ["device 1.2", "link", "link x 2"])
+def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promised(
+    name: str,
+) -> None:
+    """When copies for requests that wait were not counted, 88 % of those accepted on the link were
+    in time, and 97 % as many in all as on the plain server."""
+    found = {who: share for who, (share, _) in beside_plain(name, seed=0, count=1800).items()}
+    assert found["ours, of the accepted"] >= 0.95
+    assert found["ours"] >= 0.97 * found["keeping"]
+    assert found["ours"] >= 0.94 * found["greedy"], "which drops what it has accepted"

@@ -16,9 +16,16 @@ from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.memory.regions import Owner
+from pipeswitch.scheduler.models.publishing import MOST_COPIES
 from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
+from pipeswitch.scheduler.training.training import (
+    FORGIVEN_AFTER,
+    MOST_MISSED,
+    STARVED_CYCLES,
+    STARVED_STEPS,
+)
 from tests.unit.fleet_model import manifest_of
 
 MIB = 1 << 20
@@ -248,6 +255,12 @@ class Rig:
             asked_at_ms=0.0, parked_at_ms=1.0,
         )  # fmt: skip
         self.worker(job.slot, message)
+
+    def switch(self, job: Any, model: str = "a") -> None:
+        """A request of a model that is there, for which the job steps aside."""
+        self.infer(model)
+        self.park(job, self.state.upcoming.turn)
+        self.done()
 
     def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
         slot = int(job.slot)
@@ -972,6 +985,52 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
     assert high.state.state is TaskState.RUNNING
 
 
+def starved() -> tuple[Rig, Any, Any]:
+    """By coshift one job trains; the other cannot begin beside what that one holds."""
+    rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
+    keeper = rig.train("keeper")
+    rig.lease(keeper)
+    other = rig.train("other")
+    rig.park(keeper, where="loader")
+    rig.lease(other)
+    rig.worker(keeper.slot, msg.Back(epoch=keeper.epoch, turn=keeper.turn))
+    rig.worker(other.slot, msg.Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
+    rig.park(other, where="copies")
+    assert rig.state.training == "keeper"
+    return rig, keeper, other
+
+
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_late: bool) -> None:
+    rig, keeper, other = starved()
+
+    def steps(count: int) -> None:
+        values = {"step": keeper.step + count, "left": 100}
+        rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
+
+    def why(job: Any) -> str:
+        return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
+
+    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
+    if comes_late:
+        rig.tick(2 * due_ms)
+    steps(STARVED_STEPS - 1)
+    assert not rig.sent(msg.EvictTask), "a long step holds its activations until its end"
+    assert why(other) == ""
+    steps(1)
+    assert "job keeper keeps" in other.why
+    while not comes_late and rig.now_ms < due_ms:
+        assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
+        rig.tick(rig.scheduler.next_wakeup_ms())
+    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [keeper.epoch]
+    assert "job keeper keeps" in why(other)
+    assert "job other waits" in why(keeper)
+    rig.worker_exits(rig.job_ends(keeper, "preempted"), 0)
+    assert rig.state.training == "other"
+    rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
+    assert why(other) == ""
+
+
 @pytest.mark.parametrize("comes", ["request", "late"])
 def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     rig: Rig, comes: str
@@ -1125,6 +1184,83 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+
+
+def hangs(rig: Rig, job: Any) -> float:
+    """A request meets a script that does not stop; for how long it waits."""
+    token, began_ms = rig.infer("a"), rig.now_ms
+    while (
+        job.slot is not None and rig.state.workers[job.slot].state.state is not WorkerState.DOOMED
+    ):
+        rig.tick(rig.scheduler.next_wakeup_ms())
+    waited_ms, slot = rig.now_ms - began_ms, job.slot
+    assert rig.commands(ev.KillWorker)[0].reason.startswith("did not stop within")
+    rig.worker_exits(slot)
+    scrubs = rig.sent(msg.Scrub)
+    if rig.residency("a") is Residency.TRANSMITTING:
+        rig.arrived("a")
+    rig.done()
+    assert rig.error(token) is None
+    for scrub in scrubs:
+        rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
+    return waited_ms
+
+
+def trains_again(rig: Rig, job: Any) -> None:
+    """Processes are ready that replace the killed ones, and one of them has the job."""
+    while starting := [
+        w for w in rig.state.workers.values() if w.state.state is WorkerState.STARTING
+    ]:
+        for worker in starting:
+            rig.worker(worker.slot, msg.WorkerReady(slot=worker.slot, pid=99))
+    rig.prepared()
+    assert job.slot is not None
+    rig.lease(job)
+
+
+@pytest.mark.parametrize("stop_grace_ms", [30000.0, 2000.0, 400.0])
+def test_a_script_that_does_not_stop_again_costs_requests_less_and_is_paused(
+    stop_grace_ms: float,
+) -> None:
+    rig = Rig(stop_grace_ms=stop_grace_ms)
+    rig.register("a")
+    job, waits = rig.start_training(), []
+    for _ in range(3):
+        waits.append(hangs(rig, job))
+        trains_again(rig, job)
+    waits.append(hangs(rig, job))
+    least_ms = min(1000.0, stop_grace_ms)
+    assert waits == [max(least_ms, stop_grace_ms / 4**missed) for missed in range(4)]
+    assert job.state.state is TaskState.PAUSED
+    assert (
+        "pipeswitch jobs resume cifar"
+        in rig.answers[rig.job_asked("cifar", "show")].body["job"]["why"]
+    )
+    rig.job_asked("cifar", "resume")
+    trains_again(rig, job)
+    assert hangs(rig, job) == stop_grace_ms
+
+
+def test_a_script_that_stopped_a_hundred_times_since_is_forgiven(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    for _ in range(2 * MOST_MISSED):
+        hangs(rig, job)
+        trains_again(rig, job)
+        for _ in range(FORGIVEN_AFTER):
+            rig.switch(job)
+    assert job.state.state is TaskState.RUNNING
+
+
+def test_a_script_that_does_not_unwind_is_counted_and_one_that_is_cancelled_is_not_paused(
+    rig: Rig,
+) -> None:
+    job = rig.start_training()
+    rig.job_asked("cifar", "cancel")
+    rig.tick(rig.core.settings.evict_grace_ms)
+    assert job.stops_missed == 1
+    rig.worker_exits(job.slot)
+    assert job.state.state is TaskState.CANCELLED
 
 
 def test_a_process_that_does_not_leave_after_its_script_is_killed(rig: Rig) -> None:
@@ -2247,7 +2383,7 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     lineage = rig.scheduler.machine.served["net"].born
     late = infer_of(rig, lineage)
     assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
-    assert isinstance(rig.error(infer_of(rig, 0)), errors.ModelNotFound), "it asked for version 1"
+    assert isinstance(rig.error(infer_of(rig, 0)), errors.InvalidInput), "it asked for version 1"
     assert isinstance(rig.error(infer_of(rig, lineage - 1)), errors.ModelNotFound), (
         "another model's"
     )
@@ -2426,7 +2562,9 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
         model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
         error="RegistrationRefused", message="damaged")))  # fmt: skip
     assert model.state.state is ModelState.FAILED
-    assert versions_of(again) == [(2, True)], "the newest that is left"
+    assert versions_of(again) == [(2, True), (3, False)], "the newest that is left serves"
+    failed = again.scheduler.listing.models(all_versions=True)[-1]
+    assert (failed["state"], failed["reason"]) == ("failed", "damaged")
 
 
 def script_publishes(
@@ -2459,22 +2597,71 @@ def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_
     assert versions_of(rig) == [(1, False), (2, True)]
 
 
-def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
-    job = net_and_job(rig)
+def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> None:
+    assert not script_publishes(rig, job, step=step).error
+    rig.committed(job, number, step)
+
+
+def is_copied(rig: Rig, job: Any, step: int) -> str:
+    """The daemon has copied the commit; its folder."""
+    order = publication(rig)
+    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    return str(order.directory)
+
+
+def weights_of(builds: list[Any]) -> list[str]:
+    return [msgspec.msgpack.decode(build.spec)["weights"] for build in builds]
+
+
+def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> None:
+    job, folders, built, builds = net_and_job(rig), [], [], []
     for number, step in enumerate((5, 6, 7, 8), 2):
-        script_publishes(rig, job, step=step)
-        rig.committed(job, number, step)
-        order = publication(rig)
-        rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
-        if step == 5:
+        script_publishes_and_commits(rig, job, number, step)
+        folders.append(is_copied(rig, job, step))
+        assert [m.epoch for m in rig.sent(msg.PublishCopied)] == [job.epoch], "it trains on"
+        builds += rig.commands(ev.StartBuild)
+    while builds:
+        built += builds
+        comes(rig, builds[0])
+        builds = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
+    assert weights_of(built) == folders
+    assert [build.model for build in built] == ["net@2", "net@3", "net@4", "net@5"]
+    assert versions_of(rig) == [(4, False), (5, True)]
+    assert job.why == ""
+
+
+def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) -> None:
+    job = net_and_job(rig)
+    for number in range(2, MOST_COPIES + 3):
+        script_publishes_and_commits(rig, job, number, number + 3)
+        is_copied(rig, job, number + 3)
+        if number == 2:
             (build,) = rig.commands(ev.StartBuild)
-    assert not rig.commands(ev.StartBuild)
-    assert job.why == "", "that is no failure"
+    script_publishes_and_commits(rig, job, 40, 40)
+    assert not [o for o in rig.sent(msg.PersistCommit) if o.directory.startswith("published/")]
+    assert not rig.sent(msg.PublishCopied), "its next publication waits"
     comes(rig, build)
-    (last,) = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
-    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
-    comes(rig, last)
-    assert versions_of(rig) == [(2, False), (3, True)]
+    rig.out = rig.seen
+    is_copied(rig, job, 40)
+    assert rig.sent(msg.PublishCopied)
+    assert len(rig.scheduler.publishing._lines["net"]) == MOST_COPIES + 1
+
+
+def test_a_publication_whose_commit_does_not_come_holds_up_nobody(rig: Rig) -> None:
+    """The job is paused in the middle of the step that it published."""
+    job = net_and_job(rig)
+    script_publishes(rig, job, step=9)
+    token = ask_publish(rig, job)
+    comes(rig, copied(rig, job))
+    assert rig.answers[token].body["version"] == 2
+    script_publishes(rig, job, step=7)
+    rig.committed(job, 2, 7)
+    build = copied(rig, job, step=7)
+    rig.committed(job, 3, 9)
+    is_copied(rig, job, 9)
+    assert not rig.commands(ev.StartBuild), "one is built at a time"
+    comes(rig, build)
+    assert [c.model for c in rig.seen if isinstance(c, ev.StartBuild)] == ["net@4"]
 
 
 def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig: Rig) -> None:

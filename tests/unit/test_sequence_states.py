@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.frontend import held as held_module
-from pipeswitch.frontend import prefixes, sequences
+from pipeswitch.frontend import prefixes, request_pool, sequences
 from pipeswitch.frontend.held import Grown, Held
 from pipeswitch.frontend.prefixes import History
 from pipeswitch.frontend.request_pool import Room
@@ -28,7 +28,8 @@ STRUCTS = (Held, Grown, Room, History, Request)
 UNTOLD = ("number", "client", "announced", "steps", "made", "chosen", "choosing", "sent")
 SIZES = (
     (prefixes, "BLOCK", 2), (sequences, "BLOCK", 2), (sequences, "ROWS_STEP", 2),
-    (slabs, "SLAB_ALIGN_BYTES", PAGE), (held_module, "TENSOR_ALIGN_BYTES", 8),
+    (slabs, "SLAB_ALIGN_BYTES", PAGE),
+    (request_pool, "SLAB_ALIGN_BYTES", PAGE), (held_module, "TENSOR_ALIGN_BYTES", 8),
 )  # fmt: skip
 ONE, TWO, OTHER = ("a", "1"), ("a", "2"), ("b", "1")
 ONES, MIXED, MORE, APART = (1, 1, 1), (1, 1, 2, 2, 2), (1, 1, 1, 1), (2, 2)
@@ -135,7 +136,7 @@ def done(key: Key, starts: bool, *piece: int) -> Move:
 TALK = (done(ONE, True, *ONES), done(ONE, False, *MORE))
 OVER = (done(ONE, True, *MIXED), done(ONE, False, *APART), ("end", ONE))
 SCOPES = {
-    "full": Scope(depth=2, pages=12, story=(*TALK, ("end", ONE), done(TWO, True, *(2,) * 6))),
+    "full": Scope(depth=2, pages=16, story=(*TALK, ("end", ONE), done(TWO, True, *(2,) * 6))),
     "spare": Scope(depth=3, story=OVER),
     "ahead": Scope(depth=2, story=(*OVER, done(ONE, True, *MIXED), done(TWO, True, *MIXED),
                                    done(TWO, False, *MORE))),
@@ -143,7 +144,7 @@ SCOPES = {
     "steps": Scope(depth=3, steps=3),
     "tokens in common": Scope(depth=3, hows=("done", "at once", "refused"),
                               story=(*TALK, done(TWO, True, *ONES))),
-    "tight": Scope(depth=4, pages=12),
+    "tight": Scope(depth=4, pages=16),
     "wide": Scope(depth=4),
 }  # fmt: skip
 

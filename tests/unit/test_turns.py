@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import combinations, pairwise
@@ -16,7 +17,14 @@ from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
-from pipeswitch.scheduler.requests.accounts import LONG_MS, Account, Accounts
+from pipeswitch.scheduler.requests.accounts import (
+    HALF_MS,
+    LONG_MS,
+    MAX_IDLE,
+    MOST_DEATHS,
+    Account,
+    Accounts,
+)
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
@@ -164,6 +172,159 @@ def test_admission_refuses_nobody_for_what_another_caller_waits_with(policy: str
     assert server.clients.outcomes - refused == {"DeadlineExceeded": 1}
     server.pass_ms(5 * RUN_MS)
     assert server.clients.outcomes["DeadlineExceeded"] == 1
+
+
+SORTING = ("fifo", "edf")  # policies that sort all requests of a caller
+TAKING_TURNS = [name for name in MAKERS if name not in SORTING]
+
+
+@pytest.mark.parametrize("model", ["a", "b"])
+@pytest.mark.parametrize("policy", TAKING_TURNS)
+def test_connections_of_one_caller_take_turns(policy: str, model: str) -> None:
+    server = Server(policy)
+    server.loop("greedy", "a", OPEN, caller="", connection="1")
+    server.pass_ms(2 * MAX_WAIT_MS)
+    server.answers.clear()
+    server.loop("modest", model, caller="", connection="2")
+    used_ms = server.pass_ms(2 * MAX_WAIT_MS)
+    assert max(server.took_ms["modest"]) <= 3 * RUN_MS  # two were dispatched before it
+    assert server.answers.count("modest") >= 2 * MAX_WAIT_MS / (3 * RUN_MS) - 1
+    assert used_ms[""] >= 2 * MAX_WAIT_MS - 2 * RUN_MS  # nothing was left idle
+
+
+@pytest.mark.parametrize("policy", SORTING)
+def test_a_policy_that_sorts_all_requests_sorts_those_of_all_connections(policy: str) -> None:
+    server = Server(policy)
+    server.loop("first", "a", OPEN, caller="", connection="1", deadline_ms=1e5)
+    server.loop("second", "b", caller="", connection="2", deadline_ms=1e5)
+    server.pass_ms((OPEN - 1) * RUN_MS)
+    assert "second" not in server.answers
+    server.pass_ms(2 * RUN_MS)
+    assert "second" in server.answers
+
+
+def test_turns_by_connection_are_below_the_turns_by_caller() -> None:
+    """A caller with many connections has no more of the device than one with a single one."""
+    server = Server()
+    for number in range(9):
+        server.loop(f"many {number}", "a", 10, caller="many", connection=str(number))
+    server.loop("one", "b", OPEN, caller="one", connection="0")
+    used_ms = server.pass_ms(20 * MAX_WAIT_MS)
+    assert used_ms["one"] == pytest.approx(10 * MAX_WAIT_MS, abs=4 * RUN_MS)
+    own = [server.answers.count(f"many {number}") for number in range(9)]
+    assert max(own) - min(own) <= 3  # the first ones ran before the others came
+
+
+def test_a_connection_that_asks_one_at_a_time_has_as_many_turns_as_others() -> None:
+    server = Server()
+    for number in range(8):
+        server.loop(f"backlog {number}", "a", 5, caller="", connection=str(number))
+    server.loop("quick", "a", caller="", connection="quick")
+    server.pass_ms(20 * MAX_WAIT_MS)
+    counts = Counter(server.answers)
+    assert max(counts.values()) - min(counts.values()) <= 3
+    assert counts["quick"] < 20 * MAX_WAIT_MS / RUN_MS / 9
+
+
+def test_a_connection_with_a_lower_priority_has_a_turn_when_it_had_none_for_max_wait() -> None:
+    server = Server()
+    server.loop("high", "a", OPEN, caller="", connection="1", priority=0)
+    server.loop("low", "b", OPEN, caller="", connection="2", priority=2)
+    server.pass_ms(20 * MAX_WAIT_MS)
+    low = server.answers.count("low")
+    assert 20 / 2 - 2 <= low <= 20 / 2 + 2  # two urgencies lie between them
+
+
+def test_connections_whose_models_do_not_fit_together_do_not_switch_for_each_request() -> None:
+    server = Server(arena_mib=7)
+    server.loop("one", "a", OPEN, caller="", connection="1")
+    server.loop("two", "b", OPEN, caller="", connection="2")
+    server.pass_ms(50 * LOAD_MS)
+    assert len(server.answers) * RUN_MS >= 0.4 * 50 * LOAD_MS
+    assert max(server.took_ms["two"]) <= 50 * LOAD_MS
+
+
+def test_a_joined_run_takes_a_row_of_each_connection_before_a_second_of_one() -> None:
+    server = Server()
+    server.loop("greedy", "joined", OPEN, caller="", connection="1")
+    server.pass_ms(2 * MAX_WAIT_MS)
+    server.loop("modest", "joined", 2, caller="", connection="2")
+    server.pass_ms(400 * RUN_MS)
+    assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
+
+
+def test_admission_counts_the_turns_of_other_connections_not_their_queue() -> None:
+    server = Server(admission="deadline")
+
+    def refused() -> int:
+        return server.clients.outcomes["DeadlineExceeded"]
+
+    for _ in range(OPEN):
+        server.clients.infer(ModelName("a"), connection="1", deadline_ms=1e5)
+    server.clients.infer(ModelName("a"), connection="2", deadline_ms=4 * RUN_MS)
+    assert not refused(), "one computes, one is dispatched, then it is its turn"
+    server.clients.infer(ModelName("a"), connection="2", deadline_ms=5 * RUN_MS)
+    assert refused() == 1, "the other connection has a turn in between"
+    server.pass_ms(5 * RUN_MS)
+    assert refused() == 1
+
+
+def test_a_decision_looks_at_those_that_have_turns_not_at_all_callers() -> None:
+    server, calls = Server("fifo", max_queue=10_000, max_queue_per_model=10_000), Counter[str]()
+
+    def decided() -> int:
+        """What the scheduler calls for ten answers and the next requests."""
+
+        def note(frame: Any, what: str, _: Any) -> None:
+            calls[what] += what == "call" and "pipeswitch/scheduler" in frame.f_code.co_filename
+
+        calls.clear()
+        sys.setprofile(note)
+        server.pass_ms(10 * RUN_MS)
+        sys.setprofile(None)
+        return calls["call"]
+
+    for number in range(20):
+        server.loop(f"few {number}", "a")
+    server.pass_ms(MAX_WAIT_MS)
+    few = decided()
+    for number in range(500):
+        server.loop(f"waits {number}", "a", caller=f"waits {number}")
+        server.clients.infer(ModelName("a"), caller=f"asked once {number}")
+    server.pass_ms(MAX_WAIT_MS)
+    assert decided() <= 1.2 * few
+
+
+def test_callers_that_have_nothing_are_forgotten_and_the_time_they_used_is_not() -> None:
+    server = Server()
+    accounts = server.scheduler.machine.devices[0].state.accounts
+    for number in range(3 * MAX_IDLE):
+        server.clients.infer(ModelName("a"), caller=f"guest {number}")
+        server.pass_ms(2 * RUN_MS)
+    server.pass_ms(2 * MAX_WAIT_MS)
+    server.loop("", "a", 3)
+    server.pass_ms(10 * RUN_MS)
+    assert len([*accounts]) <= MAX_IDLE + 2
+    used_ms = accounts.used_ms()
+    assert [used_ms[f"guest {number}"] for number in range(3 * MAX_IDLE)] == [RUN_MS] * 3 * MAX_IDLE
+    assert accounts.of("guest 0").used_ms == RUN_MS
+    assert accounts.used_ms()["guest 0"] == RUN_MS
+
+
+def test_a_caller_that_is_barred_or_rests_or_owes_is_not_forgotten() -> None:
+    accounts = Accounts({}, MAX_WAIT_MS)
+    (charge,) = [accounts.charge_alone(accounts.of("barred"), 1, 1.0, 0.0, 0.0)]
+    accounts.settle(charge, 1.0, 1.0)
+    for _ in range(MOST_DEATHS + 1):
+        accounts.died(charge, 1.0)
+    charge = accounts.charge_alone(accounts.of("long"), 1, 1.0, 0.0, 0.0)
+    accounts.settle(charge, 30_000.0, 1.0)
+    for number in range(2 * MAX_IDLE):
+        accounts.of(str(number))
+    accounts.in_turns(lambda _: 0.0, 1.0 + 2 * MAX_WAIT_MS)
+    assert {"barred", "long"} <= {account.caller for account in accounts}
+    accounts.in_turns(lambda _: 0.0, 10 * HALF_MS)
+    assert len([*accounts]) == MAX_IDLE
 
 
 def test_models_that_do_not_fit_together_take_no_more_turns_than_their_copies_are_worth() -> None:

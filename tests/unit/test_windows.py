@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.thesis import RULES, exhaustive
+from benchmarks import thesis
+from benchmarks.thesis import RULES, Search, exhaustive
 from pipeswitch.planning import windows
-from pipeswitch.planning.windows import Job, Memory, Search, makespan_ms, run
+from pipeswitch.planning.windows import Job, Memory, makespan_ms, run
 
 EXAMPLE = [
     Job(model="A", load_ms=120.0, compute_ms=500.0),
@@ -76,7 +77,7 @@ def test_a_resident_model_weighs_most_and_of_equals_the_shorter_load() -> None:
 @given(distinct())
 def test_johnson_is_the_optimum_where_everything_fits(jobs: list[Job]) -> None:
     best = makespan_ms(jobs, exhaustive(jobs))
-    assert makespan_ms(jobs, windows.johnson(jobs)) == pytest.approx(best)
+    assert makespan_ms(jobs, thesis.johnson(jobs)) == pytest.approx(best)
     compute_ms, load_ms = [j.compute_ms for j in jobs], [j.load_ms for j in jobs]
     least_ms = max(min(load_ms) + sum(compute_ms), sum(load_ms) + min(compute_ms))
     assert best >= least_ms - 1e-6
@@ -145,7 +146,7 @@ def test_every_order_has_each_job_once(
 ) -> None:
     jobs, memory, _ = case
     if rule == "ga":
-        order = windows.ga(jobs, memory, Search(population=6, survivors=3, generations=3))
+        order = thesis.ga(jobs, memory, Search(population=6, survivors=3, generations=3))
     else:
         order = RULES[rule](jobs, memory)
     assert sorted(order) == list(range(len(jobs)))
@@ -157,10 +158,10 @@ def test_the_search_never_gets_worse_and_a_seed_repeats(
 ) -> None:
     jobs, memory, _ = case
     found = [
-        makespan_ms(jobs, windows.ga(jobs, memory, Search(population=6, survivors=2,
+        makespan_ms(jobs, thesis.ga(jobs, memory, Search(population=6, survivors=2,
                                                           generations=g, seed=3)), memory)
         for g in (0, 1, 4)
     ]  # fmt: skip
     assert found == sorted(found, reverse=True)
     few = Search(population=6, survivors=2, generations=4, seed=3)
-    assert windows.ga(jobs, memory, few) == windows.ga(jobs, memory, few)
+    assert thesis.ga(jobs, memory, few) == thesis.ga(jobs, memory, few)

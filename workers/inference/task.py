@@ -26,18 +26,29 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.dims import shape_at, values_of
-from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
+from pipeswitch.programs.executor import (
+    BoundProgram,
+    GraphProgram,
+    ModuleProgram,
+    PackedKernels,
+    Program,
+)
 from pipeswitch.programs.groups import landed_tensors, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.padding import cut
-from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
+from pipeswitch.programs.spec import (
+    MANIFEST_FILE,
+    fingerprint,
+    is_checked,
+    load_manifest,
+    weights_file,
+)
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
 from .steps import Caches, Requests, Stepping, Steps
-from .trials import MadeUpInputs, run_trial
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
@@ -56,9 +67,7 @@ class Programs:
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
-        # An index out of range is an exception on cpu; on cuda it costs the whole process.
         self.stepping = Stepping()
-        self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
@@ -82,7 +91,8 @@ class Programs:
         if known is not None and known[0] == version:
             return known[1]
         _, manifest, graph = self._structure(wanted)
-        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device)
+        kernels = self._view.kernels() if manifest.precision is not None else None
+        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device, kernels)
         self._programs[wanted.model] = (version, program)
         self._unbind(wanted.model)
         return program
@@ -91,9 +101,11 @@ class Programs:
         known = self._read.get(wanted.model)
         if known is None or known[0] != wanted.digest:
             folder = Path(wanted.directory)
-            files: Sequence[Source] = (folder / MANIFEST_FILE, folder / BUNDLE_FILE)
-            manifest_file, bundle_file = self._files.get(wanted.model, files)
-            manifest = load_manifest(manifest_file)
+            files: Sequence[Source] = self._files.get(wanted.model, (folder / MANIFEST_FILE,))
+            manifest = load_manifest(files[0])
+            bundle_file = files[1] if len(files) > 1 else folder / weights_file(manifest)
+            if manifest.digest != wanted.digest:
+                raise RegistrationRefused("manifest", "it is another program's")
             known = (wanted.digest, manifest, read_graph(manifest, bundle_file))
             self._read[wanted.model] = known
             self._close_files(wanted.model)
@@ -140,17 +152,25 @@ def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
     """
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
-    return read_bundle(bundle).graph if manifest.mode == "graph" else None
+    if manifest.mode == "module":
+        return None
+    is_derived = manifest.precision is not None
+    return read_bundle(bundle, manifest.head_sha256, is_derived=is_derived).graph
 
 
-def make_program(manifest: Manifest, graph: Graph | None, device: torch.device | str) -> Program:
+def make_program(
+    manifest: Manifest,
+    graph: Graph | None,
+    device: torch.device | str,
+    kernels: PackedKernels | None = None,
+) -> Program:
     """Compile the graph, or import the operator's factory and construct it on meta (module mode).
 
     Tensor bytes are the memory daemon's business.
     """
     if graph is not None:
-        return GraphProgram(manifest, graph, device)
-    module, settings = construct_on_meta(manifest.source)
+        return GraphProgram(manifest, graph, device, kernels)
+    module, settings = construct_on_meta(manifest.source, manifest.extra.get("code", {}))
     return ModuleProgram(manifest, module, device, settings)
 
 
@@ -158,6 +178,7 @@ def warm_up() -> None:
     """What torch reads and starts when it first computes, before the sandbox forbids it: all
     compute threads of this one; the libraries look at the processor."""
     checked_by()  # reads torch's version from a file
+    fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()
     torch.nn.functional.conv2d(torch.ones(1, 16, 16, 16), torch.ones(16, 16, 3, 3))
@@ -176,14 +197,14 @@ class _Groups:
         self._first_word = message.first_word
         self._epoch = message.residency_epoch
         self._landings = message.landings  # of one that streams: others land where it has computed
-        self._is_trial = message.trial_batch > 0
+        self._is_timed = message.is_timed
         self.begins_ms: list[float] = []
         self.ends_ms: list[float] = []
         self.stall_ms = 0.0
 
     def __call__(self, index: int) -> None:
-        if self._is_trial:
-            self._view.quiesce()  # a trial measures what a group computes, not its enqueueing
+        if self._is_timed:
+            self._view.quiesce()  # the time of its computation is wanted, not of its enqueueing
         if self._landings:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
@@ -199,6 +220,11 @@ class _Groups:
             self._view.show(group.offset_bytes + group.size_bytes)
         reach("worker.infer.group")
         self.begins_ms.append(now_ms())
+
+    def end(self) -> None:
+        """Note the end of the last group of a run that is timed, before its outputs are written."""
+        self._view.quiesce()
+        self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
         """Nothing of this task computes: another has the device, until the turn word is ours."""
@@ -251,20 +277,20 @@ def infer(
             groups = _Groups(view, message, manifest, task, slot)
             try:
                 with view.computing(bound):
-                    if message.trial_batch:
-                        run_trial(bound, message, programs.made_up, groups, view, slot)
-                    else:
-                        run = bound.run if steps is None else steps.run
-                        outputs = run(inputs, groups)
-                        reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, message, rows, pool, steps)
+                    run = bound.run if steps is None else steps.run
+                    outputs = run(inputs, groups)
+                    if message.is_timed:
+                        groups.end()
+                    reach("worker.infer.outputs")
+                    slabs = _write(bound, outputs, message, rows, pool, steps)
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
                 if not view.leave_slice(bound) or message.landings:
                     raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
-        groups.ends_ms.append(ended_at_ms)
+        if not message.is_timed:
+            groups.ends_ms.append(ended_at_ms)
         if steps is not None:
             programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit

@@ -20,6 +20,8 @@ from .copies import CpuCopies
 if TYPE_CHECKING:
     import torch
 
+    from ...programs.executor import PackedKernels
+
 
 class CpuPoolView(PoolView):
     """See ``PoolView``. Imports torch with the first tensor."""
@@ -180,6 +182,12 @@ class CpuPoolView(PoolView):
             os.close(descriptor)
         self._lent_by, self._has_moved = tuple(descriptors), True
         return size
+
+    def kernels(self) -> PackedKernels:
+        """As ``PoolView``."""
+        from .packed import KERNELS
+
+        return KERNELS
 
     def host_copies(self) -> CpuCopies:
         """As ``PoolView``."""

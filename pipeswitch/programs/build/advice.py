@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...errors import RegistrationRefused
 
@@ -53,11 +54,19 @@ def advice(reason: str) -> str:
 
 
 def refuse_engines(module: nn.Module) -> None:
-    """Refuse a module whose weights an engine of torch's has packed: they are no tensors.
+    """Refuse a module without weights as tensors: an engine of torch's has packed them, or they
+    would be made up by its first call.
 
     Raises:
-        RegistrationRefused: names the first such layer.
+        RegistrationRefused: names the first such layer, or all such weights.
     """
+    lazy = [name for name, weight in module.named_parameters() if is_lazy(weight)]
+    if lazy:
+        raise RegistrationRefused(
+            f"weights {', '.join(lazy[:8])}",
+            "they have no values before the module's first call",
+            hint="call the module once before you register it, in a factory before it returns",
+        )
     for name, child in module.named_modules():
         if type(child).__module__.startswith(_ENGINES):
             raise RegistrationRefused(

@@ -11,12 +11,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from ...errors import RegistrationRefused
 from ..bundle import Graph
 from ..dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
 from ..graph import CompiledGraph, check_on_meta
+from ..layout import ValueSpec
+from ..requests import random_inputs
 from ..values import bytes_of
 from .dynamic import NotDynamic, working_end
 
@@ -25,10 +28,39 @@ if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
 
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
+KEEPS_STATE: Final = (
+    "make forward depend on its inputs and weights alone; if the first call sets something for "
+    "good, call the module before you register it"
+)
 _FUSED: Final = (
     "torch computes attention in a fused kernel here, which does not travel: call "
     "torch.backends.mha.set_fastpath_enabled(False), then what you compute is what is served"
 )
+
+
+ALIGNED_BYTES: Final = 64  # where torch's own tensors begin; the arena's begin at multiples of it
+
+
+def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy weights that begin elsewhere than torch's own: kernels may give them other last bits.
+
+    Those that a library maps from a file begin anywhere.
+
+    Returns:
+        The weights that were copied, each with its former memory.
+    """
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    found = []
+    for weight in (*module.parameters(), *module.buffers()):
+        former = weight.data
+        is_usual = type(former) is torch.Tensor and former.layout is torch.strided
+        if is_usual and former.device.type == "cpu" and former.data_ptr() % ALIGNED_BYTES:
+            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # tied ones
+            if key not in copies:
+                copies[key] = former.clone()
+            weight.data = copies[key]
+            found.append((weight, former))
+    return found
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -66,12 +98,21 @@ def workers_default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def check_program(program: Program, plain: Compute, inputs: Sequence[torch.Tensor]) -> None:
+def keeps_state(what: str) -> RegistrationRefused:
+    """Return the refusal of a module whose answers depend on its earlier calls."""
+    reason = f"{what}: it keeps state between calls"
+    return RegistrationRefused("module", reason, hint=KEEPS_STATE)
+
+
+def check_program(
+    program: Program, plain: Compute, fresh: Compute, inputs: Sequence[torch.Tensor]
+) -> None:
     """Compare the program with the module at the example's extents, and at others it admits.
 
     Args:
         program: what travels, with its weights on the host.
         plain: the module, with flat inputs and outputs, in eval mode.
+        fresh: the same as it was before its first call.
         inputs: what it was exported with.
 
     Raises:
@@ -99,15 +140,18 @@ def check_program(program: Program, plain: Compute, inputs: Sequence[torch.Tenso
         )
     given = values_of((spec.shape for spec in graph.inputs), (value.shape for value in inputs))
     assert given is not None
-    specs = [spec.shape for spec in graph.inputs]
+
+    def compare(at: Values) -> None:
+        compare_at(at, given, plain, fresh, compute, graph.inputs, inputs)
+
     for values in shapes_to_try(graph.dims, given, program.suspects):
         try:
-            compare_at(values, given, plain, compute, resized(specs, inputs, values))
+            compare(values)
         except NotDynamic as error:
 
             def is_same(at: Values) -> bool:
                 try:
-                    compare_at(at, given, plain, compute, resized(specs, inputs, at))
+                    compare(at)
                 except NotDynamic:
                     return False
                 return True
@@ -135,14 +179,15 @@ def shapes_to_try(
     """Where a program is compared with its module, beside the extents it was exported with.
 
     One dimension after the other: a batch of 1, or 2 if that is the example's, for extents of 1
-    broadcast; the ends of the other ranges. And wherever torch could not tell.
+    broadcast; the ends and the middle of the other ranges. And wherever torch could not tell.
     """
     small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
              for dim in dims}  # fmt: skip
     found: list[dict[str, int]] = []
     for dim in dims:
         is_batch = dim.name == BATCH
-        others = [2 if given[BATCH] == 1 else 1] if is_batch else [dim.low, dim.high]
+        inside = (dim.low + dim.high) // 2
+        others = [2 if given[BATCH] == 1 else 1] if is_batch else [dim.low, dim.high, inside]
         base = given if is_batch else small
         found += [{**base, dim.name: n} for n in others if dim.low <= n <= dim.high]
     found += [{**small, **values} for values in suspects]
@@ -150,16 +195,23 @@ def shapes_to_try(
 
 
 def compare_at(
-    values: Values, given: Values, plain: Compute, compute: Compute, inputs: list[torch.Tensor]
+    values: Values,
+    given: Values,
+    plain: Compute,
+    fresh: Compute,
+    compute: Compute,
+    specs: Sequence[ValueSpec],
+    examples: Sequence[torch.Tensor],
 ) -> None:
-    """Compare the program with the module at other extents than ``given``.
+    """Compare the program with the module as it was, at other extents than ``given``.
 
     Raises:
         NotDynamic: they differ there, or the module does not take them; a batch it does not take
             is its own answer to a request.
+        RegistrationRefused: an earlier call has changed the module's answer.
     """
     try:
-        inputs, answer = on_what_it_takes(plain, inputs, values)
+        inputs, answer = on_other_values(fresh, specs, values, examples)
     except Exception as error:  # whatever the model's code raises
         if all(values[name] == number for name, number in given.items() if name != BATCH):
             return
@@ -170,7 +222,24 @@ def compare_at(
     except Exception as error:
         raise NotDynamic(f"at {values_text(values)} its graph fails: {str(error)[:200]}") from None
     if not all_same(answer, found):
+        refuse_state(plain, inputs, found, values)
         raise NotDynamic(f"at {values_text(values)} it does not compute the same bits")
+
+
+def refuse_state(
+    now: Compute, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], values: Values
+) -> None:
+    """Look for the cause of an answer that is not the fresh module's.
+
+    Raises:
+        RegistrationRefused: the module answers so ``now``, after its earlier calls.
+    """
+    try:
+        is_explained = all_same(on_clones(now, inputs), found)
+    except Exception:  # the module's own code
+        is_explained = False
+    if is_explained:
+        raise keeps_state(f"at {values_text(values)} its answer depends on its earlier calls")
 
 
 def on_what_it_takes(
@@ -221,6 +290,62 @@ def resized(
             value = repeated.narrow(axis, 0, extent)
         found.append(value.contiguous())
     return found
+
+
+def on_other_values(
+    plain: Compute, specs: Sequence[ValueSpec], values: Values, examples: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return inputs of other values than the example's that ``plain`` takes, and its answer.
+
+    A signature does not say what an integer means (an index, a length). Those of an example that
+    are not all alike say which there may be; else more and more cautious ones are tried, and
+    last the example's own.
+
+    Raises:
+        Exception: the module's own, if it does not take these extents.
+    """
+    made = to_tensors(specs, values, seed=1)
+    sized = resized([spec.shape for spec in specs], examples, values)
+    own = None
+    for way in (*range(3 if any(map(_is_integer, made)) else 1), None):
+        inputs = [
+            moved(old) if way is None else _like(new, example, way) if _is_integer(new) else new
+            for new, old, example in zip(made, sized, examples, strict=True)
+        ]
+        try:
+            return inputs, on_clones(plain, inputs)
+        except Exception:  # an index, or a number, that the module's code does not take
+            own = own or on_what_it_takes(plain, sized, values)
+    assert own is not None
+    return own
+
+
+def _is_integer(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() and value.dtype is not torch.bool and value.numel() > 0
+
+
+def _like(made: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
+    """Integers within an example's; where those are all alike: any, up to these, these and next."""
+    low, high = int(example.min()), int(example.max())
+    if low == high:
+        low, high = ((0, int(made.max())), (min(0, low), high), (low, high + 1))[way]
+    return (low + made.abs() % (high - low + 1)).to(made.dtype)
+
+
+def moved(value: torch.Tensor) -> torch.Tensor:
+    """The same values in other places, and, where they may have fractions, halves of them."""
+    rolled = value.flatten().roll(1).reshape(value.shape)
+    return rolled * 0.5 if value.is_floating_point() else rolled
+
+
+def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> list[torch.Tensor]:
+    """Made-up inputs as torch tensors."""
+    tensors = []
+    for spec, value in zip(specs, random_inputs(specs, values, seed), strict=True):
+        tensor = torch.from_numpy(np.array(value, order="C"))
+        is_bfloat16 = spec.dtype == "bfloat16"
+        tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)
+    return tensors
 
 
 def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tensor]) -> str:

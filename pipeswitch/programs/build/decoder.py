@@ -19,7 +19,15 @@ from torch.nn import functional
 from ...errors import RegistrationRefused
 from ...units import format_bytes
 from ..factories import parameters_of
-from ..generation import CACHE, CACHE_NEW, LOGITS, VERSION, Generation, packed_tokenizer
+from ..generation import (
+    CACHE,
+    CACHE_NEW,
+    LOGITS,
+    VERSION,
+    Generation,
+    author_defaults,
+    packed_tokenizer,
+)
 from .dynamic import Dynamic
 
 LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
@@ -142,9 +150,14 @@ class Decoder(nn.Module):
 
     def generation(self, tokenizer: Any = None) -> Generation:
         """What goes into the bundle beside the graph; ``tokenizer`` is a fast one, or None."""
-        settings = getattr(self.model, "generation_config", None) or self.model.config
+        own = getattr(self.model, "generation_config", None)
+        settings = own or self.model.config
         eos, bos = settings.eos_token_id, settings.bos_token_id
-        known = range(self.vocabulary)  # some configurations name tokens that are none
+        ends = [*eos] if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        known = range(self.vocabulary)
+        sampling, notes = author_defaults(own.to_diff_dict() if own else {}, self.context)
+        if beyond := [one for one in ends if one not in known]:
+            notes.append(f"eos_token_id {beyond} of its author: the model has no such token")
         text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
         template = getattr(tokenizer, "chat_template", None)
         special = getattr(tokenizer, "special_tokens_map", {})
@@ -152,11 +165,13 @@ class Decoder(nn.Module):
             version=VERSION,
             vocabulary=self.vocabulary,
             context=self.context,
-            eos_ids=tuple(one for one in (eos if isinstance(eos, list) else [eos]) if one in known),
+            eos_ids=tuple(one for one in ends if one in known),
             bos_id=bos if bos in known else None,
             chat_template=template if isinstance(template, str) else "",
             special={key: one for key, one in special.items() if isinstance(one, str)},
             tokenizer=packed_tokenizer(text) if text else b"",
+            sampling=sampling,
+            notes=tuple(notes),
         )
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from ..spec import DEFAULT_SEQUENCES
 from ..values import dtype_name, nested_outputs, tensor_bytes
 from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
-from .checking import check_program
+from .checking import align, check_program
 from .decoder import decoder
 from .dynamic import (
     Axes,
@@ -259,11 +259,13 @@ def _checked_program(
         return list(flat(*values))
 
     def verify(program: Program) -> None:
-        check_program(program, plain, example.tensors)
+        check_program(program, plain, fresh, example.tensors)
 
-    with _served(module), warnings.catch_warnings():
+    with _served(module) as notes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return export_module(
+        # What TorchScript keeps of a call is none of Python's attributes.
+        fresh = Fresh(nn.Module(), plain) if _is_scripted(module) else Fresh(flat)
+        program = export_module(
             _traceable(module, example),
             example_inputs,
             input_names=input_names,
@@ -271,6 +273,8 @@ def _checked_program(
             dynamic=dynamic,
             verify=verify,
         )
+        program.notes += notes
+        return program
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -306,19 +310,29 @@ def _traceable(module: Any, example: Example) -> Any:
 
 
 @contextlib.contextmanager
-def _served(module: nn.Module) -> Iterator[None]:
-    """The module as it is served: in eval mode, its parameters frozen (products of matrices choose
-    their kernel by that too)."""
+def _served(module: nn.Module) -> Iterator[list[str]]:
+    """Let the module be as it is served: in eval mode, its parameters frozen (products of matrices
+    choose their kernel by that too), its weights aligned.
+
+    Aligned memory stays the module's, so that it goes on to compute what is served; unless others
+    share the former memory. The notes say so.
+    """
     modes = [(child, child.training) for child in module.modules()]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     _set_mode(module)
+    moved = align(module)
+    text = "copied to aligned memory, on which the last bits of an answer may depend"
     try:
         for parameter in trained:
             parameter.requires_grad = False
-        yield
+        yield [f"{len(moved)} weights that were mapped from a file are {text}"] if moved else []
     finally:
         for parameter in trained:
             parameter.requires_grad = True
+        for weight, former in moved:
+            is_whole = former.untyped_storage().nbytes() == former.nbytes
+            if former.untyped_storage().is_shared() or not is_whole:
+                weight.data = former
         for child, training in modes:
             child.training = training
 

@@ -27,7 +27,6 @@ from .verify import acceptable_inputs
 MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
 
 _INNER: Final = ("state_dict", "model_state_dict", "model")  # where a checkpoint has its weights
-_PARALLEL: Final = "module."  # what DataParallel puts before each name
 
 OpenDims = dict[str, dict[int, tuple[str, int, int]]]
 
@@ -96,8 +95,7 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
     if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
         reason = "it is no state dict, nor a dict with one as 'state_dict'"
         raise RegistrationRefused(part, reason, hint=hint)
-    cut = len(_PARALLEL) if all(name.startswith(_PARALLEL) for name in found) else 0
-    save_file({name[cut:]: value.clone().contiguous() for name, value in found.items()}, out)
+    save_file({name: value.clone().contiguous() for name, value in found.items()}, out)
 
 
 @one_export_at_a_time()

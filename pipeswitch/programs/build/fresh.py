@@ -1,4 +1,4 @@
-"""A module as it was before its first call: what a call leaves in it shows against that.
+"""A module as it was before its first call: what a call leaves behind shows against that.
 
 A module that keeps something of a call (a cache, a hidden state, the scale of the first data) has
 no one answer to a request. Two runs on the same inputs may well agree, and a graph that is traced
@@ -7,62 +7,221 @@ after them holds what they left as a constant.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dis
+import functools
+import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
-from ...errors import RegistrationRefused
-from .checking import all_same, on_clones, program_on_cpu
+from ..dims import values_of
+from .checking import all_same, keeps_state, on_other_values, program_on_cpu
 
 if TYPE_CHECKING:
     from .encoder import Program
 
+_LIBRARIES: Final = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "transformers"}
+"""Packages whose own globals are no model's memory."""
+_ABSENT: Final = object()
+_AROUND: Final[dict[type, str]] = {
+    **dict.fromkeys((MethodType, staticmethod, classmethod), "__func__"),
+    **dict.fromkeys((functools.cached_property, functools.partial), "func"),
+    **dict.fromkeys((FunctionType, functools._lru_cache_wrapper), "__wrapped__"),
+    property: "fget",
+}
+"""What may stand around a function, and the attribute that holds the function."""
+
 
 class Fresh:
-    """Runs a module each time as it is now, whatever it keeps by then."""
+    """Runs a module each time as it was when this object was made, whatever it keeps by then.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._then = _copied([(child, vars(child)) for child in module.modules()], {})
+    Restored are the attributes of the module and of plain objects in it, and what its code can
+    reach: globals, class attributes, closures, default arguments; an ``lru_cache`` is emptied.
+    Parameters and buffers are shared, not copied: what writes to them shows in their bytes.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
+        """Keep the state of ``module``; ``call`` runs it on flat inputs (default: the module).
+
+        Attributes:
+            now: runs it as it has become.
+        """
+        self.now = call or (lambda inputs: list(module(*inputs)))
+        reach = _Reach(module)
+        self._places, self._caches = list(reach.places.values()), reach.caches
+        self._shared = {id(value): value for value in (*module.modules(), *module.buffers())}
+        self._then = self._copied([place.get() for place in self._places])
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        now = [(child, vars(child)) for child, _ in self._then]
+        with self.inside():
+            return list(self.now(inputs))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let the module be as it was; afterwards it is again what it had become."""
+        now = [place.get() for place in self._places]
+        for cache in self._caches:
+            cache.cache_clear()
         try:
-            for child, kept in _copied(self._then, {}):
-                object.__setattr__(child, "__dict__", kept)  # a module's own looks at what it sets
-            return list(self._module(*inputs))
+            self._put(self._copied(self._then))
+            yield
         finally:
-            for child, kept in now:
-                object.__setattr__(child, "__dict__", kept)
+            self._put(now)
+
+    def _put(self, values: Sequence[Any]) -> None:
+        for place, value in zip(self._places, values, strict=True):
+            place.set(value)
+
+    def _copied(self, values: list[Any]) -> Any:
+        return _copied(values, dict(self._shared))
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Containers and tensors anew, each once; parameters and other objects as they are.
-
-    Weights that a run writes into are found by their bytes, and are too large to be kept twice.
-    """
-    if id(value) in copies:
-        return copies[id(value)]
+    """Copy containers, tensors and plain objects, each once; share parameters and all else."""
+    if id(value) in copies or isinstance(value, nn.Parameter):
+        return copies.get(id(value), value)
+    found: Any = value
     if isinstance(value, torch.Tensor):
-        found: Any = value if isinstance(value, nn.Parameter) else value.detach().clone()
-        copies[id(value)] = found
+        found = copies[id(value)] = value.detach().clone()
     elif type(value) is tuple:
         found = tuple(_copied(item, copies) for item in value)
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | list | deque | set | np.ndarray):
         found = copies[id(value)] = copy.copy(value)
-        for key, item in value.items():
-            found[key] = _copied(item, copies)
-    elif isinstance(value, list | deque):
-        found = copies[id(value)] = copy.copy(value)
-        for index, item in enumerate(value):
-            found[index] = _copied(item, copies)
-    else:
-        found = copy.copy(value) if isinstance(value, set) else value
+        if isinstance(value, dict | list | deque):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                found[key] = _copied(item, copies)
+    elif _is_plain(value):
+        found = copies[id(value)] = object.__new__(type(value))
+        object.__setattr__(found, "__dict__", _copied(vars(value), copies))
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is its ``__dict__`` and nothing else, and no library's but a module."""
+    kind: Any = type(value)
+    ways = ("__new__", "__reduce__", "__reduce_ex__")
+    has_own = any(getattr(kind, name) is not getattr(object, name) for name in ways)
+    is_library = _is_library(kind.__module__) and not isinstance(value, nn.Module)
+    return hasattr(value, "__dict__") and not has_own and not is_library
+
+
+def _is_library(module_name: str | None) -> bool:
+    return (module_name or "").partition(".")[0] in _LIBRARIES
+
+
+class _Place:
+    """A name of a namespace: a module's attributes, a global, a class's attribute, a closure."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def get(self) -> Any:
+        if isinstance(self._owner, dict | type):
+            held = self._owner if isinstance(self._owner, dict) else vars(self._owner)
+            return held.get(self._name, _ABSENT)
+        return getattr(self._owner, self._name)
+
+    def set(self, value: Any) -> None:
+        if self.get() is value:
+            return
+        if isinstance(self._owner, dict):
+            self._owner[self._name] = value
+            if value is _ABSENT:
+                del self._owner[self._name]
+        elif value is _ABSENT:
+            delattr(self._owner, self._name)
+        elif isinstance(self._owner, nn.Module):  # its own __setattr__ would register a value
+            object.__setattr__(self._owner, self._name, value)
+        else:
+            setattr(self._owner, self._name, value)
+
+
+class _Reach:
+    """What the code of a module can read or write, the code of libraries left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places: dict[tuple[int, str], _Place] = {}
+        self.caches: list[Any] = []
+        self._seen: set[int] = set()
+        for child in module.modules():
+            self._add(child, "__class__", "__dict__")  # a lazy module becomes one of another class
+            self._look(type(child))
+            for value in list(vars(child).values()):
+                self._look(value)
+
+    def _add(self, owner: Any, *names: str) -> None:
+        for name in names:
+            self.places.setdefault((id(owner), name), _Place(owner, name))
+
+    def _look(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, type):
+            for kind in value.__mro__:
+                if not _is_library(kind.__module__):
+                    self._look_at_class(kind)
+        elif _is_plain(value) and not isinstance(value, nn.Module):
+            self._look(type(value))
+            for held in list(vars(value).values()):
+                self._look(held)
+        if type(value) in _AROUND:
+            self._look(getattr(value, _AROUND[type(value)], None))
+        if type(value) is functools._lru_cache_wrapper and not _is_library(value.__module__):
+            self.caches.append(value)
+        if type(value) is FunctionType and not _is_library(value.__module__):
+            self._look_at_function(value)
+
+    def _look_at_class(self, kind: type) -> None:
+        """Its attributes, and those that its functions may set."""
+        functions = [value for value in vars(kind).values() if type(value) is FunctionType]
+        names = {*vars(kind)}.union(*(_names(function.__code__) for function in functions))
+        for name in names:
+            if not name.startswith("__"):
+                self._look_at_name(kind, name)
+        for function in functions:
+            self._look(function)
+
+    def _look_at_function(self, function: FunctionType) -> None:
+        self._add(function, "__defaults__", "__kwdefaults__")
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                self._look(cell.cell_contents)
+                self._add(cell, "cell_contents")
+        names = _names(function.__code__)
+        for name in _globals(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, ModuleType) and not _is_library(value.__name__):
+                for inner in names & vars(value).keys():
+                    self._look_at_name(vars(value), inner)
+            else:
+                self._look_at_name(function.__globals__, name)
+
+    def _look_at_name(self, owner: Any, name: str) -> None:
+        value = _Place(owner, name).get()
+        if type(value) not in _AROUND and not isinstance(value, type | ModuleType):
+            self._add(owner, name)
+        self._look(value)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that the code and functions inside it read or write."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Those of ``_names`` that are globals, not attributes."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    own = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
+    return own.union(*map(_globals, inner))
 
 
 def check_keeps_nothing(program: Program, fresh: Fresh, inputs: Sequence[torch.Tensor]) -> None:
@@ -71,24 +230,22 @@ def check_keeps_nothing(program: Program, fresh: Fresh, inputs: Sequence[torch.T
     Raises:
         RegistrationRefused: they differ.
     """
-    others = [_other_values(value) for value in inputs]
-    try:
+    specs = program.graph.inputs
+    given = values_of((spec.shape for spec in specs), (value.shape for value in inputs))
+    assert given is not None
+    compute = program_on_cpu(program.graph, program.weights)
+    found: list[torch.Tensor] = []
+
+    def both(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # The program first: the module's run may write the weights that both have.
-        found = on_clones(program_on_cpu(program.graph, program.weights), others)
-        expected = on_clones(fresh, others)
-    except Exception:  # values that the module's code, or an index, does not take
-        return
-    if not all_same(expected, found) and all(value.device.type == "cpu" for value in expected):
-        raise RegistrationRefused(
-            "module",
-            "its answers to other values than the example's differ from its exported graph's: it "
-            "keeps state between calls",
-            hint="make forward depend on its inputs and weights alone; if the first call sets "
-            "something for good, call the module before you register it",
+        found.clear()
+        with contextlib.suppress(Exception):  # values that an index does not take
+            found.extend(compute([value.clone() for value in values]))
+        return fresh(values)
+
+    _, expected = on_other_values(both, specs, given, inputs)
+    is_here = all(value.device.type == "cpu" for value in expected)  # elsewhere bits may differ
+    if is_here and not all_same(expected, found):
+        raise keeps_state(
+            "its answers to other values than the example's differ from its exported graph's"
         )
-
-
-def _other_values(value: torch.Tensor) -> torch.Tensor:
-    """The same values in other places, and, where they may have fractions, halves of them."""
-    moved = value.flatten().roll(1).reshape(value.shape)
-    return moved * 0.5 if value.is_floating_point() else moved

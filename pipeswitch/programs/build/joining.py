@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 import torch
 
+from ...devices.cpu.packed import KERNELS
 from ...errors import RegistrationRefused
 from ..bundle import read_bundle
 from ..claims import check_joinable
@@ -17,7 +18,7 @@ from ..dims import BATCH, at_batch, largest, shape_at
 from ..executor import GraphProgram
 from ..layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..padding import cut, padded
-from ..spec import BUNDLE_FILE
+from ..spec import weights_file
 from ..views import tensor_over
 from .checking import is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
@@ -36,8 +37,10 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
             or what a request is answered depends on those beside it by more than rounding.
     """
     check_joinable(manifest, limit)
-    image = load_image(folder / BUNDLE_FILE, manifest)
-    program = GraphProgram(manifest, read_bundle(folder / BUNDLE_FILE).graph, "cpu")
+    path = folder / weights_file(manifest)
+    image = load_image(path, manifest)
+    graph = read_bundle(path, is_derived=manifest.precision is not None).graph
+    program = GraphProgram(manifest, graph, "cpu", KERNELS if graph.packed else None)
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
 
     def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

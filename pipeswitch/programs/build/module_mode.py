@@ -8,33 +8,36 @@ measured by running the module once.
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
 from ..dims import Dim, Extent, Values, values_of, values_text
 from ..executor import ModuleProgram
+from ..factories import code_of
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
-from ..loose import loose_tensors, put_loose
+from ..loose import loose_tensors
 from ..nesting import Tree
 from ..partition import Layer, Weight, default_plan, place
 from ..spec import WEIGHTS_FILE, BuildSpec
 from ..torch_settings import TorchSettings
 from ..values import dtype_name, nested_outputs, tensor_bytes
-from ..views import tensor_over
-from .checking import on_what_it_takes, resized
+from ..views import bytes_over, tensor_over
+from .checking import keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
 from .sources import Loaded
 from .verify import compare, load_image
-
-MAX_KEPT: Final = 1 << 12  # integers of one example input that a manifest keeps
 
 
 def build_module(
@@ -52,20 +55,15 @@ def build_module(
             not tensors.
     """
     progress("partition", 0.0)
-    module = loaded.module
-    put_loose(module, loaded.loose)  # an export may have left its own there
-    tensors, aliases = _tensors(module)
+    tensors, aliases = _tensors(loaded.module)
     tensors |= loaded.loose
     before = _hash_tensors(tensors)
-    order, returns, outputs = _measure(loaded, examples)
+    with loaded.fresh.inside():
+        order, returns, outputs = _measure(loaded, examples)
+        after = _hash_tensors({**tensors, **loose_tensors(loaded.module)})
+    _refuse_writes([name for name, digest in before.items() if digest != after[name]])
+    loaded.output_names = [spec.name for spec in outputs]
     inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
-    after = _hash_tensors({**tensors, **loose_tensors(module)})
-    changed = [name for name, digest in before.items() if digest != after[name]]
-    if changed:
-        raise RegistrationRefused(
-            f"buffers {', '.join(changed[:8])}",
-            f"the module changes them in eval mode; an eviction would lose that ({why.message})",
-        )
     names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
     path = out_dir / WEIGHTS_FILE
     write_safetensors(
@@ -74,7 +72,7 @@ def build_module(
         (tensor_bytes(tensors[n].contiguous()) for n in names),
         {},
     )
-    file_tensors, _ = read_safetensors_header(path)
+    file_tensors, *_ = read_safetensors_header(path)
     weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     specs, layer_specs, groups, total_bytes = place(
@@ -98,15 +96,28 @@ def build_module(
         extra={
             "aliases": aliases,
             "needs": needs(triggers, groups),
-            "integers": _integers(inputs, examples) if loaded.examples else {},
         },
     )
     progress("verify", 0.0)
-    sha256 = _verify(manifest, loaded, [examples, *tried], path)
+    manifest = _verify(manifest, loaded, [*tried, examples], path)
     progress("pack", 0.0)
-    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256]
+    sha256 = manifest.weights_sha256
+    code = code_of(spec.source, loaded.imported_before)
+    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code]
     digest = hashlib.sha256(msgspec.json.encode(facts))
-    return msgspec.structs.replace(manifest, digest=digest.hexdigest(), weights_sha256=sha256)
+    return msgspec.structs.replace(
+        manifest, digest=digest.hexdigest(), extra={**manifest.extra, "code": code}
+    )
+
+
+def _refuse_writes(names: Sequence[str]) -> None:
+    if names:
+        raise RegistrationRefused(
+            f"buffers {', '.join(names[:8])}",
+            "the module writes to them in eval mode; weights are read-only, and an eviction would "
+            "lose what was written",
+            hint="compute into a new tensor, or give the module that does not write",
+        )
 
 
 def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -204,7 +215,8 @@ def _layers(
 def _opened(
     loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
 ) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
-    """The signature with the extents that requests choose, and inputs at the ends of the ranges.
+    """The signature with the extents that requests choose, and inputs of other values than the
+    example's: at its extents, at the ends and in the middle of the ranges.
 
     An output's extent is the dimension that it always is; else room for the largest that was seen.
 
@@ -225,11 +237,10 @@ def _opened(
     given = values_of(specs, shapes) or {}
     seen: list[tuple[Values, list[Any]]] = [(given, [spec.shape for spec in outputs])]
     tried = []
-    for values in ({**given, dim.name: end} for dim in dims for end in (dim.low, dim.high)):
-        at = resized(specs, examples, values)
+    ends = [(dim.name, n) for dim in dims for n in (dim.high, dim.low, (dim.low + dim.high) // 2)]
+    for values in (given, *({**given, name: extent} for name, extent in ends)):
         try:
-            with torch.no_grad():
-                at, answer = on_what_it_takes(loaded.outputs, at, values)
+            at, answer = on_other_values(loaded.outputs, inputs, values, examples)
         except Exception as error:  # a model's own code
             raise RegistrationRefused(
                 f"at {values_text(values)}",
@@ -251,54 +262,106 @@ def _opened(
     return inputs, dims, opened, tried
 
 
-def _integers(inputs: Sequence[ValueSpec], examples: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Of the example, for trials: what an integer means only its model knows."""
-    return {
-        spec.name: value.tolist()
-        for spec, value in zip(inputs, examples, strict=True)
-        if not value.is_floating_point() and value.numel() <= MAX_KEPT
-    }
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where operators write to, also where they write the bytes that were there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {
+            **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
+        for argument in func._schema.arguments:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            # A batch norm's schema does not say so.
+            is_write |= argument.name.startswith("running_") and named.get("training") is True
+            for value in tree_leaves(named.get(argument.name)) if is_write else ():
+                if isinstance(value, torch.Tensor):
+                    self.addresses.add(value.data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+class _OneCopy:
+    """The copy of a module that a worker would have: each call finds what the last one left."""
+
+    def __init__(self, manifest: Manifest, loaded: Loaded, image: torch.Tensor) -> None:
+        self.manifest = manifest
+        self._image = image.numpy()
+        self._requests: dict[Any, list[torch.Tensor]] = {}  # requests lie in the same memory
+        self.writes_inputs = False
+        try:
+            with torch.device("meta"):
+                module = loaded.construct()
+        except Exception as error:
+            raise RegistrationRefused(
+                "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
+            ) from error
+        self._program = ModuleProgram(manifest, module)
+        arena = torch.full_like(image, 0xFF)
+        self.arena = arena.numpy()
+        self.lie_over(arena.untyped_storage())
+
+    def lie_over(self, storage: torch.UntypedStorage) -> None:
+        """Have the weights in ``storage`` from now on."""
+        self._first_address = storage.data_ptr()
+        self._bound = self._program.bind(lambda tensor: tensor_over(storage, tensor, 0))
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
+    ) -> list[torch.Tensor]:
+        """Run as ``BoundProgram.run``; groups arrive in ``arena`` when they are waited for.
+
+        Raises:
+            RegistrationRefused: the module writes to its weights.
+        """
+
+        def arrive(index: int) -> None:
+            before_group(index)
+            group = self.manifest.groups[index]
+            part = slice(group.offset_bytes, group.offset_bytes + group.size_bytes)
+            self.arena[part] = self._image[part]  # not by torch, whose writes are watched
+
+        key = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        request = self._requests.setdefault(key, [torch.empty_like(value) for value in inputs])
+        for held, value in zip(request, inputs, strict=True):
+            held.data.copy_(value)  # .data: no version tells that the values are others
+        with _Writes() as writes:
+            answer = [value.clone() for value in self._bound.run(request, arrive)]
+        places = {address - self._first_address for address in writes.addresses}
+        _refuse_writes(
+            [
+                tensor.name
+                for tensor in self.manifest.tensors
+                if any(0 <= at - tensor.offset_bytes < tensor.size_bytes for at in places)
+            ]
+        )
+        is_same = all(map(same_bits, request, inputs))
+        self.writes_inputs |= not is_same
+        return answer
 
 
 def _verify(
-    manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
-) -> str:
-    """Run as a worker will: on meta, with weights that appear group by group.
+    manifest: Manifest,
+    loaded: Loaded,
+    tried: Sequence[Sequence[torch.Tensor]],
+    path: Path,
+) -> Manifest:
+    """Run as a worker will: one copy on meta, with weights that appear group by group.
 
     What has not arrived is poison (0xFF: NaN, or an index that does not exist), so a weight that
-    is read before its group opens shows.
+    is read before its group opens shows. All later runs find the weights in read-only memory. Each
+    answer is compared with that of a module which was never called before; the first inputs come
+    again at the end.
+
+    Returns:
+        The manifest with the digest of its weights.
     """
     image = load_image(path, manifest)
     sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
-    arena = torch.full_like(image, 0xFF)
-    try:
-        with torch.device("meta"):
-            copy = loaded.construct()
-    except Exception as error:
-        raise RegistrationRefused(
-            "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
-        ) from error
-    bound = ModuleProgram(manifest, copy).bind(
-        lambda tensor: tensor_over(arena.untyped_storage(), tensor, 0)
-    )
-
-    class Arriving:
-        """The bound program with groups that arrive when they are waited for."""
-
-        def __init__(self) -> None:
-            self.manifest = manifest
-
-        def run(
-            self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
-        ) -> list[torch.Tensor]:
-            def arrive(index: int) -> None:
-                before_group(index)
-                group = manifest.groups[index]
-                part = slice(group.offset_bytes, group.offset_bytes + group.size_bytes)
-                arena[part] = image[part]
-
-            return bound.run(inputs, arrive)
-
+    copy = _OneCopy(manifest, loaded, image)
     settings = TorchSettings.now()
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -306,11 +369,47 @@ def _verify(
         with settings.inside(), torch.no_grad():
             return loaded.outputs(inputs)
 
-    for inputs in tried:
-        difference = compare(manifest, Arriving(), plain, inputs)
+    # Floats of the other sign, and larger: what a running maximum would keep.
+    louder = [v * -2 if v.is_floating_point() else moved(v) for v in tried[0]]
+
+    def differs(copy: _OneCopy, inputs: Sequence[torch.Tensor]) -> str:
+        try:
+            expected = on_clones(plain, inputs)
+        except Exception:  # an answer of other names, or values that it does not take
+            return ""
+        try:
+            return compare(manifest, copy, plain, inputs, expected=expected)
+        except RegistrationRefused:
+            raise
+        except Exception as error:  # the module's own code
+            return f"it raised {type(error).__name__}: {str(error)[:200]}"
+
+    for index, inputs in enumerate([*tried, louder, tried[0]]):
+        difference = differs(copy, inputs)
         if difference:
             shapes = [list(value.shape) for value in inputs]
-            raise RegistrationRefused("verification", f"in module mode, at {shapes} {difference}")
-    if hashlib.sha256(tensor_bytes(arena)).hexdigest() != sha256:
-        raise RegistrationRefused("weights", "running the module changes them")
-    return sha256
+            reason = f"in module mode, at {shapes} {difference}"
+            if index and not differs(_OneCopy(manifest, loaded, image), inputs):
+                raise keeps_state(f"{reason} after other requests")
+            raise RegistrationRefused("verification", reason)
+        if index == 0:
+            if hashlib.sha256(copy.arena.data).hexdigest() != sha256:
+                raise RegistrationRefused("weights", "running the module changes them")
+            copy.lie_over(_read_only(image))
+    return msgspec.structs.replace(
+        manifest,
+        weights_sha256=sha256,
+        extra={**manifest.extra, "writes_inputs": copy.writes_inputs},
+    )
+
+
+def _read_only(image: torch.Tensor) -> torch.UntypedStorage:
+    """The image in memory that nothing can write to."""
+    descriptor = os.memfd_create("weights")
+    try:
+        os.truncate(descriptor, max(1, image.nbytes))
+        with mmap.mmap(descriptor, 0) as writable:
+            writable[: image.nbytes] = tensor_bytes(image)
+        return bytes_over(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(descriptor)

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ...commits.weights import Weight, load_weights
+from ...devices.cpu import packed
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
-from ..bundle import Bundle, Graph, read_bundle
+from ..bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
 from ..generation import PADS, STATE, Generation
@@ -32,7 +33,15 @@ from ..nesting import argument_names
 from ..operators import checked_by
 from ..partition import Weight as GraphWeight
 from ..partition import default_plan, layers_of_graph, place
-from ..spec import BUNDLE_FILE, BuildSpec, joined_as, load_manifest, save_manifest, with_state
+from ..spec import (
+    BUNDLE_FILE,
+    BuildSpec,
+    joined_as,
+    load_manifest,
+    save_manifest,
+    weights_file,
+    with_state,
+)
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
@@ -40,8 +49,10 @@ from . import checking
 from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
+from .fresh import Fresh
 from .joining import with_batching
 from .module_mode import build_module
+from .precision import derive, with_note
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
@@ -72,10 +83,15 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_bundle(spec, out_dir, progress)
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
+        if spec.precision != "exact":
+            manifest = _in_precision(manifest, spec, out_dir)
         if (joined := joined_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
+        if manifest.mode == "graph":
+            *_, head_sha256 = read_safetensors_header(out_dir / weights_file(manifest))
+            manifest = msgspec.structs.replace(manifest, head_sha256=head_sha256)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
@@ -85,6 +101,15 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         raise RegistrationRefused(
             f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
         ) from error
+
+
+def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
+    why = "its module runs as it is" if manifest.mode == "module" else packed.missing()
+    if why:
+        return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
+    return derive(
+        manifest, out_dir, spec.precision, spec.max_error, spec.bucket_bytes, packed.KERNELS
+    )
 
 
 def _build_bundle(
@@ -105,6 +130,10 @@ def _build_bundle(
             "generate", "the bundle is no language model's",
             hint="give the model itself, with generate=True",
         )  # fmt: skip
+    if spec.weights and weights is None:
+        raise RegistrationRefused(
+            f"weights {spec.weights!r}", "a bundle brings its own", hint="leave weights out"
+        )
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
@@ -201,22 +230,27 @@ def _export(
         others = checking.shapes_to_try(program.graph.dims, given, program.suspects)
         made[:] = [
             _finish_graph(
-                bundle, spec, path, loaded.outputs, [given, *others], progress, loaded.examples
+                bundle, spec, path, loaded.fresh, [given, *others], progress, loaded.examples
             )
         ]
 
-    program = export_module(
-        loaded.module,
-        loaded.arguments(examples),
-        input_names=argument_names(loaded.takes, loaded.inputs),
-        max_batch=spec.max_batch,
-        dynamic=loaded.dynamic,
-        is_wish=loaded.is_wish,
-        verify=verify,
-    )
+    with loaded.fresh.inside():  # what an export leaves in the module goes with it
+        program = export_module(
+            loaded.module,
+            loaded.arguments(examples),
+            input_names=argument_names(loaded.takes, loaded.inputs),
+            max_batch=spec.max_batch,
+            dynamic=loaded.dynamic,
+            is_wish=loaded.is_wish,
+            verify=verify,
+        )
     [manifest] = made
     return msgspec.structs.replace(
-        manifest, extra={**manifest.extra, "notes": [*loaded.notes, *program.notes]}
+        manifest,
+        extra={
+            **manifest.extra,
+            "notes": [*loaded.notes, *manifest.extra.get("notes", ()), *program.notes],
+        },
     )
 
 
@@ -224,7 +258,7 @@ def _finish_graph(
     bundle: Bundle,
     spec: BuildSpec,
     path: Path,
-    plain: Plain | None,
+    fresh: Fresh | None,
     shapes: Sequence[Values],
     progress: Progress,
     examples: Sequence[torch.Tensor] = (),
@@ -240,13 +274,13 @@ def _finish_graph(
     checked = check_shapes(graph, weights)
     progress("verify", 0.0)
     digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
-    if plain is None:
+    if fresh is None:
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
-        plain = _without_waiting(everything)
+        fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps nothing
     # A language model promises tokens, not bits, which a weight's place in memory may change.
     is_same = checking.is_rounded if bundle.generation is not None else checking.same_bits
-    _verify_graph(manifest, bound, plain, shapes, progress, examples, is_same)
+    _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
@@ -260,9 +294,11 @@ def _finish_graph(
             "largest_value_bytes": checked.held.largest_bytes,
             "intermediate_bytes": checked.held.peak_bytes,
             "is_whole": checked.is_whole,
+            "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
             **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
+            **({"notes": generation.notes} if generation and generation.notes else {}),
         },
     )
 
@@ -300,34 +336,40 @@ def _without_waiting(bound: BoundProgram) -> Plain:
 def _verify_graph(
     manifest: Manifest,
     bound: BoundProgram,
-    plain: Plain,
+    fresh: Fresh,
     shapes: Sequence[Values],
     progress: Progress,
     examples: Sequence[torch.Tensor],
     is_same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
-    """Compare at each of ``shapes``.
+    """Compare at each of ``shapes`` with the module as it was before its first call.
 
     Raises:
-        RegistrationRefused: it differs at the first.
+        RegistrationRefused: it differs at the first, or because of an earlier call.
         NotDynamic: at another one alone, or the module does not take that.
     """
     given = shapes[0]
 
     def differs(values: Values) -> str:
+        expected = None
         try:
-            if examples:
-                specs = [spec.shape for spec in manifest.inputs]
-                inputs = checking.on_what_it_takes(
-                    plain, checking.resized(specs, examples, values), values
-                )[0]
+            if examples and values is given:
+                inputs = list(examples)
+            elif examples:
+                inputs, expected = checking.on_other_values(
+                    fresh, manifest.inputs, values, examples
+                )
             else:
-                inputs = acceptable_inputs(manifest.inputs, values, plain)
-            return compare(manifest, bound, plain, inputs, is_same)
+                inputs = acceptable_inputs(manifest.inputs, values, fresh)
+            difference = compare(manifest, bound, fresh, inputs, is_same, expected)
         except Exception as error:  # a model's own code
             if values is given:
                 raise
             return f"the module raised {type(error).__name__}: {str(error)[:200]}"
+        if difference and is_same is checking.same_bits:
+            found = bound.run([value.clone() for value in inputs], lambda index: None)
+            checking.refuse_state(fresh.now, inputs, found, values)
+        return difference
 
     for done, values in enumerate(shapes):
         difference = differs(values)

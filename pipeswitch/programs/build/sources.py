@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,10 @@ from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
+from .checking import align
 from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
+from .fresh import Fresh
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -58,6 +61,8 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+MAX_SHOWN: Final = 8  # names of weights in an error
+WRAPPERS: Final = ("module.", "_orig_mod.", "model.")  # DataParallel, torch.compile, Lightning
 LONGEST_TEXT: Final = 512  # unless the inputs are given
 LEAST_SIDE: Final = 32  # of a picture
 
@@ -76,8 +81,22 @@ class Loaded:
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
     examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
+    imported_before: frozenset[str] = frozenset()  # modules that are none of the source's
+    output_names: list[str] = field(default_factory=list)  # in order; none: as they come
     generation: Generation | None = None  # of a language model that is built to answer in tokens
     notes: list[str] = field(default_factory=list)  # what was decided on the way
+
+    def __post_init__(self) -> None:
+        """Keep the module's state: it has not been called yet."""
+
+        def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            try:
+                found = flatten_outputs(self.nested(inputs))
+                return [found[name] for name in self.output_names or found]
+            except (SystemExit, KeyboardInterrupt) as error:  # it does not take these values
+                raise RuntimeError(f"it raised {type(error).__name__}") from error
+
+        self.fresh = Fresh(self.module, call)
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
@@ -88,8 +107,8 @@ class Loaded:
         return self.module(*self.arguments(inputs), **without_cache(self.module))
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Its tensors, in order."""
-        return list(flatten_outputs(self.nested(inputs)).values())
+        """Return what the module answers that was never called before, in order."""
+        return self.fresh(inputs)
 
 
 def load_source(spec: BuildSpec) -> Loaded:
@@ -98,6 +117,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     Raises:
         RegistrationRefused: no such model, weights that cannot be had or do not fit.
     """
+    imported_before = frozenset(sys.modules)
     construct, usual = _constructor(spec)
     module = _with_weights(spec, construct)
     refuse_engines(module)
@@ -105,6 +125,7 @@ def load_source(spec: BuildSpec) -> Loaded:
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
+    align(module)
     if spec.generate:
         return _with_state(module, spec, construct)
     inputs, dynamic = checked_inputs(spec.inputs or usual)
@@ -113,7 +134,15 @@ def load_source(spec: BuildSpec) -> Loaded:
         inputs = {name: (tuple(value.shape), inputs[name][1]) for name, value in examples.items()}
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
     return Loaded(
-        module, inputs, construct, dynamic, not spec.inputs, spec.takes, [*examples.values()], loose
+        module,
+        inputs,
+        construct,
+        dynamic,
+        not spec.inputs,
+        spec.takes,
+        [*examples.values()],
+        loose,
+        imported_before,
     )
 
 
@@ -273,7 +302,10 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
 
     def construct() -> nn.Module:
         if is_pretrained:
-            model = cls.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
+            model, told = cls.from_pretrained(
+                name, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            )
+            _refuse_missing(f"weights of hf:{name}", sorted(told["missing_keys"]), cls.__name__)
         elif cls is bare:
             model = bare.from_config(config)
         else:
@@ -283,6 +315,17 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         return _ByPosition(model, names)
 
     return construct, inputs
+
+
+def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
+    """Refuse weights that would be made up."""
+    if missing:
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        raise RegistrationRefused(
+            part, f"missing {', '.join(missing[:MAX_SHOWN])}{more}",
+            hint=f"give a checkpoint that has all of {what}, or hf:NAME#CLASS for the class whose "
+            "weights these are",
+        )  # fmt: skip
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
@@ -426,26 +469,45 @@ def _load_file(module: nn.Module, path: str) -> None:
     except Exception as error:  # OSError, or the safetensors crate's own error
         raise RegistrationRefused(f"weights {path!r}", f"cannot be read: {error}") from error
     target = module.model if isinstance(module, _ByPosition) else module
+    part, own = f"weights {path!r}", target.state_dict()
+    state = _unwrapped(state, own)
+    for name in state.keys() & own.keys():
+        if state[name].is_floating_point() != own[name].is_floating_point():
+            given, wanted = (dtype_name(v[name].dtype, part) for v in (state, own))
+            raise RegistrationRefused(part, f"{name} is {given}, the module's is {wanted}")
     try:
         found = target.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a shape differs
-        raise RegistrationRefused(f"weights {path!r}", str(error)[:500]) from error
-    tied = _tied_names(target, set(state))
-    missing = [name for name in found.missing_keys if name not in tied]
+        raise RegistrationRefused(part, str(error)[:500]) from error
+    missing = set(found.missing_keys)
+    for names in _tied_names(target):
+        present = [state[name] for name in names if name in state]
+        if not all(torch.equal(one, present[0]) for one in present):
+            reason = f"{', '.join(names)} are one weight of the module, but differ in the file"
+            raise RegistrationRefused(part, reason)
+        missing -= set(names if present else ())
     if missing or found.unexpected_keys:
-        raise RegistrationRefused(
-            f"weights {path!r}",
-            f"missing {', '.join(missing[:5]) or 'none'}; "
-            f"unexpected {', '.join(found.unexpected_keys[:5]) or 'none'}",
-        )
+        lists = [sorted(missing)[:MAX_SHOWN], found.unexpected_keys[:MAX_SHOWN]]
+        texts = [", ".join(names) or "none" for names in lists]
+        raise RegistrationRefused(part, f"missing {texts[0]}; unexpected {texts[1]}")
 
 
-def _tied_names(module: nn.Module, present: set[str]) -> set[str]:
-    """Names that another, present name stands for: a file holds a tied weight once."""
+def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Names without what wrappers of torch's and Lightning's put before them, if none fits."""
+    while state and not state.keys() & own.keys():
+        wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), "")
+        if not wrapper:
+            break
+        state = {name.removeprefix(wrapper): value for name, value in state.items()}
+    return state
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter: a file may hold a tied one once."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
-    return {name for names in by_tensor.values() if present & set(names) for name in names}
+    return list(by_tensor.values())
 
 
 def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:

@@ -6,15 +6,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ...errors import RegistrationRefused
 from ..dims import Values
 from ..executor import BoundProgram
 from ..layout import Manifest, ValueSpec
-from ..requests import random_inputs
-from .checking import same_bits, workers_default_dtype
+from .checking import on_clones, same_bits, to_tensors, workers_default_dtype
 
 __all__ = ["Plain", "acceptable_inputs", "compare", "load_image", "same_bits", "to_tensors"]
 
@@ -27,11 +25,14 @@ def compare(
     plain: Plain,
     inputs: Sequence[torch.Tensor],
     is_same: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits,
+    expected: Sequence[torch.Tensor] | None = None,
 ) -> str:
-    """What differs between group-wise and plain execution; empty when nothing."""
+    """Return what differs between group-wise and plain execution; empty when nothing does.
+
+    ``expected`` is what ``plain`` answers, if that is known.
+    """
     opened: list[int] = []
-    with torch.no_grad():
-        expected = plain([value.clone() for value in inputs])
+    expected = on_clones(plain, inputs) if expected is None else expected
     # A module brings what it sets along; a graph runs with what a worker has.
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
         found = bound.run([value.clone() for value in inputs], opened.append)
@@ -41,8 +42,7 @@ def compare(
         return f"{len(found)} outputs instead of {len(expected)}"
     for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         if not is_same(ours, theirs):
-            with torch.no_grad():
-                again = plain([value.clone() for value in inputs])[index]
+            again = on_clones(plain, inputs)[index]
             name = manifest.outputs[index].name
             if not same_bits(theirs, again):
                 return f"output {name!r} of the plain module differs from run to run"
@@ -75,16 +75,6 @@ def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
     except Exception:  # whatever a model's code raises; raised again if nothing helps
         return False
     return True
-
-
-def to_tensors(specs: Sequence[ValueSpec], values: Values) -> list[torch.Tensor]:
-    """Made-up inputs as torch tensors."""
-    tensors = []
-    for spec, value in zip(specs, random_inputs(specs, values), strict=True):
-        tensor = torch.from_numpy(np.array(value, order="C"))
-        is_bfloat16 = spec.dtype == "bfloat16"
-        tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)
-    return tensors
 
 
 def load_image(path: Path, manifest: Manifest) -> torch.Tensor:

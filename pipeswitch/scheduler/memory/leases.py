@@ -38,9 +38,9 @@ class Slices:
             OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned.
         """
         self.refuse_too_large(owner, size_bytes)
-        window = self._arena.regions.cheapest_window(
-            size_bytes, self._arena.costs(for_request=False)
-        )
+        costs = self._arena.costs(for_request=False)
+        window = self._arena.regions.cheapest_window(size_bytes, costs)
+        window = window or self._arena.window_after_packing(size_bytes, costs)
         if window is None:
             return None
         if self._arena.obstacles(window):
@@ -176,7 +176,10 @@ class Leases:
         self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
-        """Slices for jobs that wait; not while requests do, whose models may need the room.
+        """Grant slices to jobs that wait; not while requests do, whose models may need the room.
+
+        A job that would fit, had nobody pinned a model since it committed, waits: to fail would
+        lose its work.
 
         Yields:
             A job that must leave before the next can have its slice, and why.
@@ -195,6 +198,10 @@ class Leases:
                 held = self._arena.regions.get(job.slice)  # asked again: the same one
                 region = held or self._slices.lease(job.slice, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
+                if job.committed_step >= 0 and job.lease_asked_bytes <= self._arena.leasable_bytes:
+                    names = ", ".join(device.pinned)
+                    job.why = f"waits for memory that pinned models have: pipeswitch unload {names}"
+                    continue
                 job.lease_asked_bytes = 0
                 self._refuse(job, error)
                 continue
@@ -216,6 +223,10 @@ class Leases:
                 epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
             self._device.signal(job.slot, granted, commits_of=job.name)
+
+    def may_grant(self, job: Job) -> bool:
+        """Return whether the memory that a job waits for is not that of pinned models."""
+        return self._arena.can_ever_hold(job.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
         """A suspended job that holds memory, less important or with its turn behind it.

@@ -140,29 +140,96 @@ class Arena:
         return (0.0, 0.0, 0.0, *cost)
 
     def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
-        """Its home when nothing is cheaper, else the cheapest window anywhere.
+        """Return its home when nothing is cheaper, else the cheapest window anywhere.
 
         A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
         valid. It gets a new home rather than evict a model while there is room elsewhere:
         models whose homes overlap would throw each other out for ever.
+
+        A pinned model lies as high as it can, so that what the pinned ones leave is one piece.
+        Where one came to lie lower, it moves when a request, a job or another pinned model finds
+        no place otherwise.
         """
         costs = self.costs(for_request=for_request, mover=replica)
         if replica.landings is not None:
             return self._place_to_stream(replica, costs)
         assert replica.manifest is not None
-        size = max(replica.manifest.total_bytes, 1)
-        best = self.regions.cheapest_window(size, costs)
+        size, last = max(replica.manifest.total_bytes, 1), None
+        if replica.model.want_pinned:
+            last = self.regions.last_window(size, _without_jobs(costs))
+        best = last or self.regions.cheapest_window(size, costs)
         if replica.residency.state is Residency.PARTIAL:
             head = self.regions.get(replica.owner)
             assert head is not None
             rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, costs)
             if rest is not None and (best is None or rest.cost <= best.cost):
                 return Rest(rest.offset_bytes, rest.victims, rest.cost)
-        if best is not None and replica.home_bytes >= 0:
+        if best is None:
+            may_move = for_request or replica.model.want_pinned
+            return self.window_after_packing(size, costs) if may_move else None
+        if last is None and replica.home_bytes >= 0:
             home = self.regions.window_at(replica.home_bytes, size, costs)
             if home is not None and home.cost <= best.cost:
                 return home
         return best
+
+    def window_after_packing(self, size_bytes: int, costs: Costs) -> Window | None:
+        """Return a window that is there once the pinned models lie at the end of the arena.
+
+        Its victims are those in the window and the pinned models that move; ``bring_pinned`` sends
+        these again, to the places that were chosen here.
+
+        1. No pinned model can move: there is none, or tasks read them.
+        2. Something is about to be free, which may be enough: the caller waits for that.
+        3. Only idle models leave for the pinned ones; else slices do as well, where ``costs``
+           let them.
+        """
+        device = self._device
+        pinned = [
+            replica
+            for name in self._core.pins
+            if name in device.pinned and not (replica := device.replicas[name]).users
+        ]
+        if not pinned:
+            return None  # 1.
+        for region, cost in zip(self.regions, costs, strict=True):
+            if cost is not None and any(cost[1:3]):
+                return Window(region.offset_bytes, (region,), cost)  # 2.
+        packed = self._packed(size_bytes, pinned, costs, are_jobs_moved=False)
+        return packed or self._packed(size_bytes, pinned, costs, are_jobs_moved=True)  # 3.
+
+    def _packed(
+        self, size_bytes: int, pinned: list[Replica], costs: Costs, *, are_jobs_moved: bool
+    ) -> Window | None:
+        prices = {region.owner: cost for region, cost in zip(self.regions, costs, strict=True)}
+        lifted = {owner for replica in pinned for owner in (replica.owner, replica.rest)}
+        plan, leave = Regions(self.regions.capacity_bytes, REGION_ALIGN_BYTES), set[Region]()
+        for region in self.regions:
+            if region.owner not in lifted:
+                plan.reserve(region.owner, region.size_bytes, region.offset_bytes)
+        for replica in pinned:
+            price = [prices[region.owner] for region in plan]
+            place = plan.last_window(
+                replica.region_bytes, price if are_jobs_moved else _without_jobs(price)
+            )
+            if place is None:
+                return None
+            for victim in place.victims:
+                plan.release(victim.owner)
+                if victim.owner.kind == "slice":
+                    leave.add(victim)
+            plan.reserve(replica.owner, replica.region_bytes, place.offset_bytes)
+            if place.offset_bytes != replica.home_bytes:
+                leave.update(
+                    own
+                    for owner in (replica.owner, replica.rest)
+                    if (own := self.regions.get(owner)) is not None
+                )
+        window = plan.cheapest_window(size_bytes, [prices[region.owner] for region in plan])
+        if window is None:
+            return None
+        leave.update(self.regions.overlapping(window.offset_bytes, max(1, size_bytes)))
+        return Window(window.offset_bytes, tuple(sorted(leave)), window.cost)
 
     def _place_to_stream(self, replica: Replica, costs: Costs) -> Window | None:
         """For a model that is larger than the arena.
@@ -188,6 +255,7 @@ class Arena:
                 window, size = half, due  # 2.
         if size < least:
             window, size = regions.cheapest_window(least, costs), least  # 3.
+            window = window or self.window_after_packing(least, costs)
         landings = self.landings(replica.built, size)
         if window is None or landings is None:
             return None
@@ -257,15 +325,9 @@ class Arena:
 
     @property
     def largest_for_all_bytes(self) -> int:
-        """The longest range between what never leaves: arrival words and pinned models."""
-        pinned = [self._device.replicas[name] for name in self._device.pinned]
-        owners = [WORDS, *(owner for one in pinned for owner in (one.owner, one.rest))]
-        stays = [region for owner in owners if (region := self.regions.get(owner)) is not None]
-        cursor = largest = 0
-        for region in sorted(stays):
-            largest = max(largest, region.offset_bytes - cursor)
-            cursor = region.end_bytes
-        return max(largest, self.regions.capacity_bytes - cursor)
+        """What the pinned models leave of the arena: wherever they lie, they move together."""
+        pinned = (self._device.replicas[name] for name in self._device.pinned)
+        return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
 
     def lease(self, owner: Owner, size_bytes: int, offset_bytes: int) -> Region:
         """Take a range that is free now."""
@@ -385,6 +447,11 @@ class Store:
         """Give back its place."""
         if self.regions.get(model.owner) is not None:
             self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
+
+
+def _without_jobs(costs: Costs) -> Costs:
+    """The same prices, where nothing but idle models may leave."""
+    return [None if cost is None or any(cost[:3]) else cost for cost in costs]
 
 
 def stored_bytes(model: Model) -> int:

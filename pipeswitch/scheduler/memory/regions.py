@@ -212,6 +212,18 @@ class Regions:
         total, start, first, behind = best
         return Window(start, tuple(regions[first:behind]), total)
 
+    def last_window(self, size_bytes: int, costs: Costs) -> Window | None:
+        """Return the highest place where a region fits, whatever its victims cost.
+
+        Candidates end where a region begins: a window can be slid up to such a place.
+        """
+        for end_bytes in (self.capacity_bytes, *map(BEGIN, reversed(self._regions))):
+            start = end_bytes - aligned(size_bytes, self.align_bytes)
+            window = self.window_at(start, size_bytes, costs)
+            if window is not None:
+                return window
+        return None
+
     def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Window | None:
         """The window at exactly this place; None when an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages import ModelName
 from ..core import Core, takes
@@ -10,7 +12,7 @@ from ..machine import Machine
 from ..records import Model, Registration
 from ..requests.admission import Admission
 from ..states import ModelEvent, ModelState, Residency, ResidencyEvent
-from .versions import PRESENT, Versions
+from .versions import PRESENT, Versions, split_name
 
 
 class Names:
@@ -19,6 +21,7 @@ class Names:
     Attributes:
         registrations: of all models.
         leaving: those that take no new request and wait for the queued ones.
+        failed: those of an earlier server that could not be brought back; their reason says why.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Names:
         self._versions = versions
         self.registrations: dict[ModelName, Registration] = {}
         self.leaving: dict[ModelName, Model] = {}
+        self.failed: dict[ModelName, Model] = {}
         self._has_gone = False  # a model, whose files are to be given back
 
     def pump(self, *, is_idle: bool) -> None:
@@ -116,6 +120,24 @@ class Names:
         self._has_gone = True
         self._versions.gone(model)
         return registration
+
+    def failed_of(self, name: ModelName) -> list[Model]:
+        """Return the failed versions of a name, or the one that has this name itself."""
+        return [model for model in self.failed.values() if name in (model.base, model.name)]
+
+    def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
+        """List a model whose entry in the journal cannot be used."""
+        base, version = split_name(name)
+        model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
+        model.state.apply(ModelEvent.REFUSED, "its entry is damaged")
+        self.failed[name] = model
+
+    def drop_failed(self, models: Iterable[Model]) -> None:
+        """Give up models that could not be brought back, for good."""
+        for model in models:
+            del self.failed[model.name]
+            self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+            self._has_gone = True
 
     def leave(self, model: Model, cause: str) -> None:
         """It takes no new request; its name stands for another version from now on."""

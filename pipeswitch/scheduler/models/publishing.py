@@ -1,11 +1,12 @@
 """From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
 
 1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
-   client what is newest when the name's other publications are through;
+   client what is newest when the name's earlier publications are through. A script's waits too
+   while ``MOST_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
 2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
    meanwhile. Of a job that is over the commit lies on disk already;
-3. *copied*: one publication of a name is built at a time, when the model it follows is ready. Of
-   the scripts' that wait the latest is; a client's is never passed over;
+3. *copied*: one publication of a name is built at a time, when the model it follows is ready, in
+   the order in which they came. One whose commit is not there yet holds up nobody;
 4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
    for it when its bytes are in the host store.
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -37,6 +38,8 @@ from ..records import NO_EPOCH, Job, Model, Registration, Worker
 from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
 from .registry import Registry
 from .versions import Versions
+
+MOST_COPIES: Final = 8  # of one name that wait to be built: each is a model's weights on disk
 
 
 @dataclass
@@ -135,13 +138,9 @@ class Publishing:
     def _accept(
         self, name: msg.ModelName, job: msg.JobName, step: int, part: str, token: Token | None
     ) -> None:
-        line = self._lines.setdefault(name, [])
-        waiting = [one for one in line if one.stage in ("waits", "copied")]
-        for one in [one for one in waiting if one.is_script]:
-            self._end(one, Cancelled(f'a later one of "{name}" takes its place'))
-        line.append(
-            Publication(name, job, step, part, token, self._core.next_epoch(), token is None)
-        )
+        since = self._core.next_epoch()
+        one = Publication(name, job, step, part, token, since, token is None)
+        self._lines.setdefault(name, []).append(one)
 
     # -- what happens to them ------------------------------------------------------------------
 
@@ -149,15 +148,25 @@ class Publishing:
         """Begin what can be begun, end what is over."""
         for name, line in list(self._lines.items()):
             for one in list(line):
-                if one.stage == "waits" and (one.is_script or one.step >= 0 or one is line[0]):
+                if one.stage == "waits" and self._may_begin(one, line):
                     self._begin(one)
                 elif one.stage == "builds":
                     self._look(one)
-            if line and line[0].stage == "copied" and not self._is_awaited(name):
-                self._build(line[0])
+            begun = [one for one in line if one.stage != "waits"]
+            is_next = begun[:1] and begun[0].stage == "copied" and not self._is_awaited(name)
+            if is_next and all(one.stage != "builds" for one in begun):
+                self._build(begun[0])
             if not line:
                 del self._lines[name]
         return ALL if self._lines else 0
+
+    @staticmethod
+    def _may_begin(one: Publication, line: list[Publication]) -> bool:
+        """Return whether its commit may be copied, if that is there."""
+        begun = [other for other in line if other.stage != "waits"]
+        if one.is_script:
+            return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be
+        return one.step >= 0 or not any(other.since < one.since for other in begun)
 
     def _is_awaited(self, name: msg.ModelName) -> bool:
         model = self._versions.current(name)

@@ -24,6 +24,7 @@ from .names import Names, not_found
 from .versions import AT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
+CRASHED: Final = -11  # SIGSEGV
 
 
 class Registry:
@@ -127,6 +128,7 @@ class Registry:
             client=event.client,
             build_epoch=core.next_epoch(),
             takes_over=takes_over,
+            is_known=event.is_known,
             waiters=list(waiters),
         )
         model = Model(
@@ -141,6 +143,7 @@ class Registry:
             manifest=event.restored,
             stage=event.stage,
         )
+        self.names.failed.pop(model.name, None)
         self.registrations[model.name] = registration
         self._builds.put(registration)
         machine.models[model.name] = model
@@ -327,6 +330,9 @@ class Registry:
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.forget(model)
         registration.error = error
+        if registration.is_known:  # its entry and its files stay
+            model.reason = str(error)
+            self.names.failed[model.name] = model
         core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=errors.to_wire(error))
 
@@ -346,6 +352,7 @@ class Registry:
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
             batching=msgspec.to_builtins(manifest.batching),
+            precision=msgspec.to_builtins(manifest.precision),
         )
 
     def cancel(self, event: ev.CancelAsked) -> None:
@@ -384,9 +391,10 @@ class Registry:
             return
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
-        if not models:
+        failed = self.names.failed_of(event.model)
+        if not models and not failed:
             raise not_found(event.model)
-        if event.tenant not in (None, models[-1].tenant):
+        if event.tenant not in (None, [*failed, *models][-1].tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         if any(model.state.state is ModelState.STORING for model in models):
             raise errors.AlreadyExists(
@@ -397,6 +405,7 @@ class Registry:
             if model not in staying:
                 self.give_up(model, errors.Cancelled(f'registration of "{model.name}" cancelled'))
                 core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
+        self.names.drop_failed(failed)
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
             self.names.leave(model, "asked by the user")
@@ -410,7 +419,12 @@ class Registry:
 
 
 def _why_it_ended(status: int) -> str:
-    """Of a builder that said nothing itself."""
+    """Say why a builder ended that reported nothing itself."""
     if status in OUT_OF_TIME:
         return "building and verifying it took longer than [workers] build_timeout allows"
-    return f"the builder process ended with status {status} before it was done"
+    text = f"the builder process ended with status {status} before it was done"
+    if status == CRASHED:
+        text += (
+            "; code that writes to its module's weights past torch (numpy, an extension) ends it"
+        )
+    return text

@@ -72,9 +72,14 @@ class Versions:
         served = self.served(model.base)
         return served is not None and served.current == model.version
 
-    def missing(self, name: ModelName, which: str) -> InvalidInput:
-        """What the asker for a version reads that is not there."""
-        present = ", ".join(str(model.version) for model in self.all_of(name))
+    def present(self, name: ModelName) -> list[Model]:
+        """Return the versions that frontends know of, the newest last."""
+        leaving = ModelState.LEAVING
+        return [m for m in self.all_of(name) if m.manifest and m.state.state is not leaving]
+
+    def missing(self, name: ModelName, which: int | str) -> InvalidInput:
+        """Return what the asker for a version reads that is not there."""
+        present = ", ".join(str(model.version) for model in self.present(name))
         return InvalidInput(
             f'"{name}" has no version {which}: it has {present}',
             hint="pipeswitch models --versions",
@@ -188,10 +193,8 @@ class Versions:
         One that is not in the host store yet does (its requests wait), a quarantined one if there
         is no other; none if all leave.
         """
-        staying = [m for m in self.all_of(name)
-                   if m.manifest and m.state.state is not ModelState.LEAVING]  # fmt: skip
         bad = ModelState.QUARANTINED
-        return max(staying, key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
+        return max(self.present(name), key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
                    default=None)  # fmt: skip
 
     def gone(self, model: Model) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from .orders import Collate, EarliestDeadline, FirstCome, ShortestFirst
 from .policy import Eviction, Maker, Order, Policy, Prediction, Resident, View, Waiting
 from .priority import Priority, Worth
-from .windowed import ARRANGEMENTS, Windowed
+from .windowed import Alternating
 
 
 def _fifo(*, max_wait_ms: float) -> Policy:
@@ -23,8 +23,8 @@ def _with(name: str, order: type[Order], *, max_wait_ms: float) -> Policy:
     return Policy(name, order(max_wait_ms=max_wait_ms), Worth())  # type: ignore[call-arg]
 
 
-def _windowed(name: str, *, max_wait_ms: float) -> Policy:
-    return Policy(name, Windowed(ARRANGEMENTS[name]), Worth())
+def _alternating(*, max_wait_ms: float) -> Policy:
+    return Policy("alternating", Alternating(), Worth())
 
 
 MAKERS: Final[dict[str, Maker]] = {
@@ -33,7 +33,7 @@ MAKERS: Final[dict[str, Maker]] = {
     "edf": partial(_with, "edf", EarliestDeadline),
     "sjf": partial(_with, "sjf", ShortestFirst),
     "collate": partial(_with, "collate", Collate),
-    **{name: partial(_windowed, name) for name in ARRANGEMENTS},
+    "alternating": _alternating,
 }
 """Those that come along, by name; the first is the default."""
 

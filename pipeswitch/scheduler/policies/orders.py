@@ -31,6 +31,7 @@ class FirstCome(Order):
     """First come, first served."""
 
     sorts_by = "arrival"
+    ranks_runs = False
 
 
 class EarliestDeadline(Order):
@@ -38,6 +39,7 @@ class EarliestDeadline(Order):
     after ten times ``max_wait_ms``, so none waits for ever."""
 
     sorts_by = "deadline"
+    ranks_runs = False
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self._max_wait_ms = max_wait_ms

@@ -79,11 +79,14 @@ class Order:
             later request runs before the window is done.
         sorts_by: what all requests go by, whatever their models and priorities, if that is so: then
             admission knows who goes before whom.
+        ranks_runs: whether ``rank`` looks at ``is_current`` or predictions. If not, lines are not
+            ranked again when a run of their model begins or ends.
     """
 
     patience_ms: float = math.inf
     window: int = 0
     sorts_by: SortsBy = ""
+    ranks_runs: bool = True
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         """Its place in its line, the smallest first. It is asked once: whether the model is on the

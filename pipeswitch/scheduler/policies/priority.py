@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .policy import Eviction, Order, Resident, View, Waiting, deadline_of, reuse_of
+from .policy import Eviction, Order, Resident, View, Waiting, deadline_of
 
 WEIGHTS = {0: 16.0, 1: 4.0}  # by priority
 MOST_USES = 8
@@ -17,11 +17,13 @@ class Priority(Order):
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the
        one that waited longest first;
-    3. the model that computes now (back to back, no switch), then models already on the device:
-       reuse of residency is worth more than any order;
+    3. models already on the device, the computing one no sooner than others since changing between
+       them is free: reuse of residency is worth more than any order;
     4. the earlier deadline;
     5. the earlier arrival.
     """
+
+    ranks_runs = False
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.patience_ms = max_wait_ms
@@ -32,7 +34,8 @@ class Priority(Order):
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
         if view.now_ms - head.arrived_at_ms >= self.patience_ms:
             return (self._class(head, view.now_ms), 0.0, 0.0, 0.0, head.arrived_at_ms)
-        return (head.priority, 1.0, reuse_of(head), deadline_of(head), head.arrived_at_ms)
+        is_sent = 0.0 if head.is_resident else 1.0
+        return (head.priority, 1.0, is_sent, deadline_of(head), head.arrived_at_ms)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
         if self.patience_ms <= 0:

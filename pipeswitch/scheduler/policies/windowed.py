@@ -1,26 +1,20 @@
-"""Orders of a window: the models of what came first, arranged as if nothing else would come."""
+"""Order of a window: the models of the oldest requests, arranged as if no others would come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from ...planning.windows import Job, Memory, Search, alternating, ga, johnson, neh
+from ...planning.windows import Job, alternating
 from .policy import Order, View, Waiting
 
-WINDOW = 8  # models: insertion simulates 36 orders of eight, some milliseconds
-SHORT_SEARCH = Search(population=12, survivors=4, generations=6)  # 60 of them: it is for comparison
-
-Arrange = Callable[[Sequence[Job], Memory], Sequence[int]]
+WINDOW = 8  # models
 
 
-class Windowed(Order):
-    """The oldest heads, in the order that ``arrange`` finds for their models' loads and work."""
+class Alternating(Order):
+    """The thesis' order of the oldest heads, by their models' loads and work."""
 
     window = WINDOW
-
-    def __init__(self, arrange: Arrange) -> None:
-        self._arrange = arrange
+    ranks_runs = False
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         return True  # inside a window, which ends
@@ -29,22 +23,7 @@ class Windowed(Order):
         jobs = []
         for head, count in zip(heads, counts, strict=True):
             predicted = view.predict(head.model, head.batch)
-            jobs.append(
-                Job(
-                    model=head.model,
-                    load_ms=0.0 if head.is_resident else predicted.load_ms,
-                    compute_ms=count * predicted.compute_ms,
-                    size_bytes=head.size_bytes,
-                )
-            )
-        largest = max(job.size_bytes for job in jobs)
-        memory = Memory(capacity_bytes=max(view.capacity_bytes, largest), resident=view.residents())
-        return self._arrange(jobs, memory)
-
-
-ARRANGEMENTS: dict[str, Arrange] = {
-    "alternating": lambda jobs, memory: alternating(jobs),
-    "johnson": lambda jobs, memory: johnson(jobs),
-    "neh": neh,
-    "ga": partial(ga, search=SHORT_SEARCH),
-}
+            load_ms = 0.0 if head.is_resident else predicted.load_ms
+            compute_ms = count * predicted.compute_ms
+            jobs.append(Job(model=head.model, load_ms=load_ms, compute_ms=compute_ms))
+        return alternating(jobs)

@@ -1,42 +1,59 @@
-"""What each caller has had of a device, and whose turn it is (docs/adr/0037-turns-by-tenant.md).
+"""Fair queues: which caller of a device has the next turn, and which connection of that caller.
 
-Start-time fair queueing inside each priority: a caller's *tag* is the time it was given over its
-weight, and the smallest goes first. The *clock* is the tag of the last turn: who begins to wait is
-not behind it, so idle time earns nothing. A run is charged with its prediction when it is
-dispatched, since the next one is chosen before it ends, and with the truth when it has ended.
+Start-time fair queueing inside each priority (docs/adr/0037-turns-by-tenant.md): a member's *tag*
+is the time it was given over its weight, and the smallest goes first. The *clock* is the tag of the
+last turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is
+charged with its prediction when it is dispatched, since the next one is chosen before it ends, and
+with the truth when it has ended.
 """
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from itertools import chain
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 LONG_MS: Final = 100.0  # of one run: then the device is left to others, if need be idle
 MOST_DEATHS: Final = 3  # of workers, that a caller may cause one soon after the other
 BAR_MS: Final = 1000.0  # after one more; twice as long after the next
 HALF_MS: Final = 60_000.0  # in which half of them are forgotten
 UNKNOWN_MS: Final = 1.0  # charged for a run of which nothing is known, until it has ended
+MAX_IDLE: Final = 64  # members without requests that are kept before the oldest are looked at
 
 
 @dataclass(eq=False, slots=True)
-class Account:
-    """One caller's, on one device."""
+class Share:
+    """One member's part of a fair queue."""
 
-    caller: str
-    weight: float
-    used_ms: float = 0.0  # by runs that are over
+    caller: str  # the tenant, or the connection
+    weight: float = 1.0
     waiting: Counter[int] = field(default_factory=Counter)  # requests, by priority; none is 0
     urgency: float = math.inf  # the most urgent of these; which one runs is the policy's to say
     tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))  # by it
     running: int = 0  # runs that it has a part in
+    number: int = 0  # the order of its creation, which decides between equal tags
+    place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, and its entry there
+
+
+S = TypeVar("S", bound=Share)
+
+
+@dataclass(eq=False, slots=True)
+class Account(Share):
+    """One caller's, on one device."""
+
+    used_ms: float = 0.0  # by runs that are over
     seen_at_ms: float = -math.inf  # it asked, or was answered
     rests_until_ms: float = -math.inf
     deaths: float = 0.0  # of workers, in its runs; they are forgotten by and by
     died_at_ms: float = -math.inf
     barred_until_ms: float = -math.inf
+    connections: FairQueue[Share] | None = None  # while requests of more than one wait
 
 
 class Charge(NamedTuple):
@@ -45,91 +62,226 @@ class Charge(NamedTuple):
     urgency: float
     ms: float
     parts: dict[Account, float]  # by rows
+    connections: tuple[tuple[FairQueue[Share], float, dict[Share, float]], ...] = ()
 
 
-class Accounts:
-    """Of all callers that ever asked: they have keys or tokens, which the owner makes.
+class FairQueue(Generic[S]):
+    """Members that take turns. A decision looks at the members that are next, not at all."""
 
-    Attributes:
-        again_at_ms: when one that gave way in the last ``in_turns`` may do so no more.
-    """
-
-    def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
-        self._weights = weights
+    def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
+        """``make``: returns a new member of that name."""
         self._max_wait_ms = max_wait_ms
-        self._of: dict[str, Account] = {}
+        self._make = make
+        self._of: dict[str, S] = {}
         self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency, as the next one
-        self.again_at_ms = math.inf
         self._had_at_ms: dict[float, float] = {}  # a turn, or nobody who waits for one
+        self._order: dict[float, list[tuple[float, int, S]]] = {}  # by urgency: tags that wait
+        self._changed: dict[S, None] = {}  # members whose place in the order may have changed
+        self._idle: dict[S, None] = {}  # members with nothing waiting; the latest change is last
+        self._made = 0
 
-    def __iter__(self) -> Iterator[Account]:
+    def __iter__(self) -> Iterator[S]:
         return iter(self._of.values())
 
-    def of(self, caller: str) -> Account:
-        """Its own; from now on it has one."""
+    def of(self, caller: str) -> S:
+        """Return the member of that name; make it if there is none."""
         if caller not in self._of:
-            self._of[caller] = Account(caller, self._weights.get(caller, 1.0))
+            self._made += 1
+            self._of[caller] = member = self._make(caller)
+            member.number = self._made
+            self._idle[member] = None
         return self._of[caller]
 
-    def tag(self, account: Account, urgency: float) -> float:
+    def tag(self, share: S, urgency: float) -> float:
         """If it waits, or were to wait, with that."""
-        tag = account.tags[urgency]
-        return tag if account.urgency == urgency else max(tag, self._clock[urgency])
+        tag = share.tags[urgency]
+        return tag if share.urgency == urgency else max(tag, self._clock[urgency])
 
-    def count(self, account: Account, priority: int, change: int) -> None:
+    def count(self, share: S, priority: int, change: int) -> None:
         """It waits with so many requests more, or less."""
-        account.waiting[priority] += change
-        if not account.waiting[priority]:
-            del account.waiting[priority]
-        urgency = min(account.waiting, default=math.inf)
-        account.tags[urgency] = self.tag(account, urgency)
-        account.urgency = urgency
+        share.waiting[priority] += change
+        if not share.waiting[priority]:
+            del share.waiting[priority]
+        urgency = min(share.waiting, default=math.inf)
+        share.tags[urgency] = self.tag(share, urgency)
+        share.urgency = urgency
+        self._changed[share] = None
 
-    def in_turns(self, switch_ms: Callable[[Account], float], now_ms: float) -> list[list[Account]]:
-        """Those that wait and may have the next turn, by urgency; of each the first has it first.
+    def in_turns(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
+        """Return the members that wait, by urgency; of each, the first one has the next turn.
 
-        One urgency is raised by one for each ``max_wait`` in which it had no turn: not by the age
-        of requests, since those of who asks the most are the oldest.
+        They are looked at as they are taken, until a request comes or leaves. An urgency is raised
+        by one for each ``max_wait`` in which it had no turn: not by the age of requests, since the
+        member that asks the most has the oldest.
 
-        ``switch_ms``: to bring the model it wants to the device. Others go before it for so long:
-        models that do not fit together would else change places for each request.
+        Args:
+            switch_ms: the time to bring the model that a member wants to the device. Others go
+                before it for so long: models that do not fit together would else change places
+                for each request.
         """
-        self.again_at_ms = math.inf
-        by: defaultdict[float, list[Account]] = defaultdict(list)
-        for account in self:
-            if not account.waiting or now_ms < account.barred_until_ms:
-                continue
-            if now_ms >= account.rests_until_ms or not self._gives_way(account, now_ms):
-                by[account.urgency].append(account)
+        self._update(now_ms)
+        by: dict[float, Iterator[S]] = {}
+        for urgency, order in self._order.items():
+            turns = self._by_tag(order, switch_ms, now_ms)
+            for first in turns:
+                by[urgency] = chain((first,), turns)
+                break
         self._had_at_ms = {urgency: self._had_at_ms.get(urgency, now_ms) for urgency in by}
-        for same in by.values():
-            same.sort(key=lambda one: one.tags[one.urgency] + switch_ms(one) / one.weight)
+        if len(by) < 2:
+            return [*by.values()]
 
         def rank(urgency: float) -> tuple[float, ...]:
             wait_ms = now_ms - self._had_at_ms[urgency]
             waits = wait_ms // self._max_wait_ms if self._max_wait_ms > 0 else 0
             return (urgency - waits, -waits)
 
-        found = [by[urgency] for urgency in sorted(by, key=rank)]
-        is_ahead = bool(found) and found[0][0].running and self._gives_way(found[0][0], now_ms)
-        return [] if is_ahead else found
+        return [by[urgency] for urgency in sorted(by, key=rank)]
+
+    def _by_tag(
+        self, order: list[tuple[float, int, S]], switch_ms: Callable[[S], float], now_ms: float
+    ) -> Iterator[S]:
+        """The members that may have a turn, each as far behind as its switch costs."""
+        behind: list[tuple[float, int, S]] = []  # a heap
+        for tag, number, share in order:
+            while behind and behind[0][0] <= tag:
+                yield heapq.heappop(behind)[2]
+            if not self._may_go(share, now_ms):
+                continue
+            delay_ms = switch_ms(share) / share.weight if len(order) > 1 else 0.0
+            if delay_ms:
+                heapq.heappush(behind, (tag + delay_ms, number, share))
+            else:
+                yield share
+        while behind:
+            yield heapq.heappop(behind)[2]
+
+    def _may_go(self, share: S, now_ms: float) -> bool:
+        return True
+
+    def _update(self, now_ms: float) -> None:
+        """Put members that have changed in their places; forget idle ones that have nothing."""
+        for share in self._changed:
+            if share.place is not None:
+                urgency, entry = share.place
+                same = self._order[urgency]
+                del same[bisect.bisect_left(same, entry)]
+                if not same:
+                    del self._order[urgency]
+                share.place = None
+            self._idle.pop(share, None)
+            if share.waiting:
+                entry = (share.tags[share.urgency], share.number, share)
+                bisect.insort(self._order.setdefault(share.urgency, []), entry)
+                share.place = share.urgency, entry
+            else:
+                self._idle[share] = None
+        self._changed.clear()
+        while len(self._idle) > MAX_IDLE and self._has_nothing(
+            oldest := next(iter(self._idle)), now_ms
+        ):
+            self._forget(oldest)
+
+    def _has_nothing(self, share: S, now_ms: float) -> bool:
+        """Whether the idle member would have the same turns if it were new."""
+        return not share.running and self._ahead_ms(share) <= 0.0
+
+    def _ahead_ms(self, share: S) -> float:
+        """The time that it had and others had not."""
+        return max(
+            [(tag - self._clock[urgency]) * share.weight for urgency, tag in share.tags.items()],
+            default=0.0,
+        )
+
+    def _forget(self, share: S) -> None:
+        del self._idle[share], self._of[share.caller]
+
+    def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
+        """Charge a turn of the first one's for its parts; return with which urgency it was."""
+        first = next(iter(parts))
+        urgency, tag = first.urgency, first.tags[first.urgency]
+        self._clock[urgency], self._had_at_ms[urgency] = max(self._clock[urgency], tag), now_ms
+        for share, part in parts.items():
+            share.tags[urgency] += part * ms / share.weight
+            share.running += 1
+            self._changed[share] = None
+        return urgency
+
+    def correct(self, parts: Mapping[S, float], urgency: float, more_ms: float) -> None:
+        """The run is over, and took so much longer than was charged."""
+        for share, part in parts.items():
+            share.tags[urgency] += part * more_ms / share.weight
+            share.running -= 1
+            self._changed[share] = None
+
+
+class Accounts(FairQueue[Account]):
+    """The fair queue of all callers: they have keys or tokens, which the owner makes.
+
+    Attributes:
+        again_at_ms: when one that gave way in the last ``in_turns`` may do so no more.
+    """
+
+    def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
+        self._forgotten_ms: dict[str, float] = {}  # used by callers that have no account now
+
+        def make(caller: str) -> Account:
+            used_ms = self._forgotten_ms.pop(caller, 0.0)
+            return Account(caller, weights.get(caller, 1.0), used_ms=used_ms)
+
+        super().__init__(max_wait_ms, make)
+        self.again_at_ms = math.inf
+
+    def used_ms(self) -> dict[str, float]:
+        """Return the time that each caller ever had, by its runs that are over."""
+        return self._forgotten_ms | {account.caller: account.used_ms for account in self}
+
+    def connections(self) -> FairQueue[Share]:
+        """Return a fair queue for the connections of one caller."""
+        return FairQueue(self._max_wait_ms, Share)
+
+    def in_turns(
+        self, switch_ms: Callable[[Account], float], now_ms: float
+    ) -> list[Iterator[Account]]:
+        """Return the callers that wait and may have the next turn; see ``FairQueue.in_turns``."""
+        self.again_at_ms = math.inf
+        found = super().in_turns(switch_ms, now_ms)
+        if found:
+            first = next(found[0])
+            if first.running and self._gives_way(first, now_ms):
+                return []
+            found[0] = chain((first,), found[0])
+        return found
+
+    def _may_go(self, share: Account, now_ms: float) -> bool:
+        if now_ms < share.barred_until_ms:
+            return False
+        return now_ms >= share.rests_until_ms or not self._gives_way(share, now_ms)
 
     def _gives_way(self, account: Account, now_ms: float) -> bool:
         """Whether one that had less is there and may ask: who waits for his answers has nothing in
         the queue when the run after another one's is chosen, or when a long one has ended."""
         tag = account.tags[account.urgency]
-        others = [
-            one
-            for one in self
-            if one is not account
-            and not one.waiting
-            and (one.running or now_ms < one.seen_at_ms + self._max_wait_ms)
-            and self.tag(one, account.urgency) <= tag
-        ]
-        if others:
-            until_ms = max(one.seen_at_ms for one in others) + self._max_wait_ms
-            self.again_at_ms = min(self.again_at_ms, until_ms)
-        return bool(others)
+        for one in reversed(self._idle):
+            if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
+                continue
+            if self.tag(one, account.urgency) <= tag:
+                until_ms = one.seen_at_ms + self._max_wait_ms
+                self.again_at_ms = min(self.again_at_ms, until_ms)
+                return True
+        return False
+
+    def _has_nothing(self, share: Account, now_ms: float) -> bool:
+        """Whether nothing is known of it but the time that it used: it was away for longer than it
+        had the device before others, and is not held to anything."""
+        away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
+        held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)
+        deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)
+        return not share.running and now_ms >= held_until_ms and deaths < 0.5
+
+    def _forget(self, share: Account) -> None:
+        super()._forget(share)
+        if share.used_ms:
+            self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
         """A run is dispatched, in the turn of the first; its requests are counted as waiting yet.
@@ -138,13 +290,27 @@ class Accounts:
         """
         ms, total = predicted_ms or UNKNOWN_MS, rows.total()
         parts = {self.of(caller): own / total for caller, own in rows.items()}
-        first = next(iter(parts))
-        urgency, tag = first.urgency, first.tags[first.urgency]
-        self._clock[urgency], self._had_at_ms[urgency] = max(self._clock[urgency], tag), now_ms
-        for account, part in parts.items():
-            account.tags[urgency] += part * ms / account.weight
-            account.running += 1
-        return Charge(urgency, ms, parts)
+        return Charge(self.take(parts, ms, now_ms), ms, parts)
+
+    @staticmethod
+    def charge_connections(
+        charge: Charge, rows: Iterable[tuple[str, str, int]], now_ms: float
+    ) -> Charge:
+        """Charge the same run inside callers whose connections take turns.
+
+        ``rows``: caller, connection and rows of each request.
+        """
+        total, by = 0, defaultdict[str, Counter[str]](Counter)
+        for caller, connection, count in rows:
+            by[caller][connection] += count
+            total += count
+        found = []
+        for account in charge.parts:
+            if (queue := account.connections) is not None:
+                own = by[account.caller].items()
+                parts = {queue.of(connection): count / total for connection, count in own}
+                found.append((queue, queue.take(parts, charge.ms, now_ms), parts))
+        return charge._replace(connections=tuple(found))
 
     def charge_alone(
         self, account: Account, priority: int, predicted_ms: float, arrived_at_ms: float,
@@ -157,6 +323,7 @@ class Accounts:
         self._clock[urgency], self._had_at_ms = tag, {urgency: now_ms}
         account.tags[urgency] = tag + ms / account.weight
         account.running += 1
+        self._changed[account] = None
         return Charge(urgency, ms, {account: 1.0})
 
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
@@ -168,8 +335,11 @@ class Accounts:
             account.tags[charge.urgency] += part * (took_ms - charge.ms) / account.weight
             account.running -= 1
             account.seen_at_ms = self._had_at_ms[charge.urgency] = now_ms
+            self._changed[account] = None
             if own_ms >= LONG_MS:
                 account.rests_until_ms = now_ms + own_ms / max(1.0, account.weight)
+        for queue, urgency, parts in charge.connections:
+            queue.correct(parts, urgency, took_ms - charge.ms)
         return max([account.rests_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:

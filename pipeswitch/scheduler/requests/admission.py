@@ -63,6 +63,7 @@ class Admission:
             sequence=event.sequence,
             choosing=event.choosing,
             after=event.after,
+            connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
@@ -131,7 +132,7 @@ class Admission:
             if not is_early and place.dispatch.at_once(request):
                 return
         elif not is_early:
-            if forecast.is_hopeless(device, request) or forecast.delays_another(device, request):
+            if forecast.is_refused(device, request):
                 request.is_probe = forecast.is_worth_a_probe(device, request)
                 if not request.is_probe:
                     core.refuse(request.token, forecast.too_late(device, request))
@@ -165,7 +166,7 @@ class Admission:
         if (core.drain_at_ms is not None and not event.is_later) or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
-            return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+            return self._gone(event)
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
         is_same = model.manifest is not None and model.manifest.digest == event.digest
@@ -181,6 +182,13 @@ class Admission:
             if not self.stages.waits:
                 return None  # whatever the limits are
         return self._full(event, model)
+
+    def _gone(self, event: InferArrived) -> PipeSwitchError:
+        """Return what the frontend answers that has heard that the version left."""
+        name, version = split_name(event.model)
+        if not event.lineage and self._versions.present(name):
+            return self._versions.missing(name, version)
+        return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Why it may not wait beside those that do."""
@@ -307,4 +315,5 @@ def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueF
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:
-    return ModelNotFound(f'model "{name}" changed while the request was on its way')
+    base, _ = split_name(name)
+    return ModelNotFound(f'model "{base}" changed while the request was on its way')

@@ -15,13 +15,22 @@ from ..events import Interrupt, RaiseTurn, ToWorker
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
-from ..records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
+from ..records import NO_EPOCH, Activation, Replica, Request, Worker
 from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from ..training.training import Training
 from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
-from .forecast import is_hopeless, note_end, too_late
+from .forecast import (
+    MOST_AHEAD,
+    MOST_BLOCKED,
+    absent_until_ms,
+    fits_in,
+    is_hopeless,
+    note_end,
+    too_late,
+    waits_for_copy_ms,
+)
 from .lines import shown
 
 
@@ -79,7 +88,7 @@ class Turns:
         device, passing, waiting = self._device, self._device.current, self._device.upcoming
         if passing is None or waiting is None or not passing.streamed:
             return
-        if waiting.streamed or waiting.is_trial or not waiting.was_resident:
+        if waiting.streamed or not waiting.was_resident:
             return
         view, request = device.view, device.requests[passing.token]
         stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
@@ -134,8 +143,6 @@ class Turns:
 
 IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
 READY: Final = ModelState.READY
-MOST_AHEAD = 4  # requests among which the next cold one is looked for
-MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
 
 class Dispatch:
@@ -191,6 +198,8 @@ class Dispatch:
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
         9. Steps that go on by themselves end when a request waits, dispatched or not.
+        10. Its model is on its way: one that ends before the device needs that goes first, if the
+           policy lets it overtake.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -231,7 +240,8 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        now, is_link_busy = device.view, False
+        now, is_link_busy, idle_ms = device.view, False, 0.0
+        coming: tuple[Request, Replica, bool] | None = None
         blocked: list[Waiting] = []
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
@@ -255,15 +265,31 @@ class Dispatch:
                     continue  # 6.
                 if self._is_held(replica, batch):
                     continue  # 6.
-            is_there = replica.is_on_device
-            if is_there and replica.landings is None:
-                self.activate(request, replica, is_sent=False)
-                return True
-            if not is_there and not is_link_busy:  # there, its pass is another's: 8.
-                if self._send(request, replica):
-                    return True
-                is_link_busy = self._is_link_busy()
+            is_there = replica.is_on_device and replica.landings is None
+            if coming is not None:
+                is_ready = is_there and not replica.is_being_sent
+                if is_ready and fits_in(device, request, idle_ms):
+                    coming = request, replica, False
+                    break  # 10.
+                blocked.append(view)
+                continue
+            is_sent = False
+            if not replica.is_on_device and not is_link_busy:  # there, its pass is another's: 8.
+                is_sent = self._send(request, replica)
+                is_link_busy = is_sent or self._is_link_busy()
+            if is_there or is_sent:
+                coming = request, replica, is_sent
+                is_alone = len(device.queue.requests) == 1 or not replica.is_being_sent
+                if is_alone or replica.landings is not None:
+                    break
+                if (idle_ms := waits_for_copy_ms(device, request)) <= 0.0:
+                    break
+            self._look_again(absent_until_ms(device, request))
             blocked.append(view)
+        if coming is not None:
+            request, replica, is_sent = coming
+            self.activate(request, replica, is_sent=is_sent)
+            return True
         # Time alone may change who goes first, and who may overtake.
         again_at_ms = device.accounts.again_at_ms
         self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
@@ -341,14 +367,12 @@ class Dispatch:
         if obstacles:
             return False
         self._residents.transmit(replica, window, f"request {request.request_id}")
-        self.activate(request, replica, is_sent=True)
+        replica.ahead_epoch = replica.residency_epoch
         return True
 
     def _is_link_busy(self) -> bool:
-        """With a copy for a request; a trial's is in no way, nor one that is cancelled."""
-        device, current = self._device, self._device.current
-        tried = current.model if current is not None and current.is_trial else NO_NAME
-        return any(device.replicas[name].is_on_device for name in device.sending if name != tried)
+        """Say whether a copy for a request is under way; one that is cancelled does not count."""
+        return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
@@ -374,8 +398,14 @@ class Dispatch:
         rows = Counter[str]()
         for one in batch.requests:
             rows[one.caller] += one.batch
+        accounts, now_ms = self._device.accounts, self._core.now_ms
         predicted = self._device.predictions.predict(replica.name, batch.size)
-        return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
+        charge = accounts.charge(rows, predicted.compute_ms, now_ms)
+        for account in charge.parts:
+            if account.connections is not None:
+                asked = [(one.caller, one.connection, one.batch) for one in batch.requests]
+                return accounts.charge_connections(charge, asked, now_ms)
+        return charge
 
     def at_once(self, request: Request) -> bool:
         """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
@@ -433,7 +463,7 @@ class Dispatch:
         )
         core.touched |= QUEUE | TURN
         note_end(device, request)
-        charge = None if request.trial_batch else self._charge(replica, batch)
+        charge = self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
         return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
@@ -465,7 +495,6 @@ class Dispatch:
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
-            is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
             goes_on=(
@@ -497,7 +526,7 @@ class Dispatch:
                     plan=replica.plan,
                     landings=replica.landings.offsets if replica.landings is not None else (),
                     joined=tuple(map(_joined, requests[1:])),
-                    trial_batch=request.trial_batch,
+                    is_timed=device.measuring == name,
                     is_code=is_code,
                     choosing=request.choosing,
                     sequence=request.sequence,
@@ -508,10 +537,9 @@ class Dispatch:
         if device.training is not None:
             activation.preempted = device.training
             self._training.stop(device.training, activation.turn, activation.slot)
-        if not activation.is_trial:
-            kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
-            core.counts[f"{kind}_dispatches"] += 1
-        if is_switch and not activation.is_trial:
+        kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+        core.counts[f"{kind}_dispatches"] += 1
+        if is_switch:
             core.counts["switches"] += 1
             device.publish(
                 "switch.started",

@@ -16,49 +16,103 @@ is taken as a probe once they are old.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+from itertools import islice
+from typing import Final
 
 from ...errors import DeadlineExceeded
 from ...ipc.messages import ModelName
 from ...programs.dims import BATCH
 from ..device_state import DeviceState
+from ..events import Token
 from ..records import Request
 from ..states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
+MOST_AHEAD: Final = 4  # requests among which the next cold one is looked for
+MOST_BLOCKED: Final = 8  # models without memory that are looked past, each at the price of a search
+MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
+ROUNDING_MS: Final = 1e-6  # then a look finds it too late
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
-    """Of one that comes now, or that waits and is next; without a margin."""
-    ends_ms, square = _end(device, request)
+    """Return when a request ends that comes now, or that waits and is next; without a margin."""
+    is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
+    if sorts_by and not is_next:
+        return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[request.token]
+    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
+    count, batch = (0, 1) if is_next else device.queue.ahead(request)
+    runs = _runs(device, request.model, count * batch, count)
+    mean_ms, more_ms = _run_ms(device, request.model, batch)
+    ends_ms = free_at_ms(device, is_safe=not is_next) + runs * mean_ms + own_ms
+    if _is_absent(device, request):
+        link_ms = device.core.now_ms if is_next else _link_free_at_ms(device)
+        ends_ms = max(ends_ms, link_ms + _sent_ms(device, request) + (own_ms if count else 0.0))
+    square = 0.0 if is_next else runs * more_ms**2 + spread_ms**2
     return ends_ms + SURE * math.sqrt(square)
 
 
-def _end(device: DeviceState, request: Request) -> tuple[float, float]:
-    """When it ends in the mean, and the squares of what runs until then take more (next: 0)."""
-    now_ms, is_next = device.core.now_ms, request.token in device.queue
-    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
-    ahead_ms, square = (0.0, 0.0) if is_next else _ahead_ms(device, request)
-    ends_ms = free_at_ms(device, is_safe=not is_next) + ahead_ms + own_ms
-    if _is_absent(device, request):
-        # Groups are computed as they come: the first request ends after the last one came.
-        load_ms = device.predictions.safe(request.model, request.batch).load_ms
-        is_first = is_next or not device.queue.ahead(request)[0]
-        ends_ms = max(ends_ms, now_ms + load_ms + (0.0 if is_first else own_ms))
-    return ends_ms, 0.0 if is_next else square + spread_ms**2
+def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> dict[Token, float]:
+    """Return when each one ends, if nothing else comes.
 
-
-def _ahead_ms(device: DeviceState, request: Request) -> tuple[float, float]:
-    """What those that go before one that comes now will compute, and the squares."""
-    queue, sorts_by = device.queue, device.core.judge.sorts_by
-    if not sorts_by:
-        count, batch = queue.ahead(request)
-        runs = _runs(device, request.model, count * batch, count)
-        mean_ms, spread_ms = _run_ms(device, request.model, batch)
-        return runs * mean_ms, runs * spread_ms**2
-    own_ms, square = _all_ms(device, queue.around(request, sorts_by)[0])
-    return own_ms + _others_ms(device, request, own_ms), square
+    Simulates dispatcher and link for one caller whose requests are sorted. A request is dispatched
+    when the one before it begins: the first whose model is there, is coming, or can be sent since
+    the link is free. Until it begins, absent models that are wanted next come. Of ``before`` what
+    can be joined is, at the best.
+    """
+    overtakes = device.core.judge.sorts_by == "deadline"
+    at_ms = begins_ms = device.core.now_ms
+    free_ms, link_ms = free_at_ms(device), _link_free_at_ms(device)
+    if device.upcoming is not None:
+        begins_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
+    free_ms += _others_ms(device, [*then, *before][0], _all_ms(device, before)[0])
+    waiting, alone, square = deque([*before, *then]), {one.token for one in then}, 0.0
+    kinds = {(one.model, one.batch): one for one in waiting}
+    times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in kinds.items()}
+    load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in times}
+    comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
+    for name in load_ms:
+        replica = device.replicas[name]
+        if replica.is_on_device and replica.landings is None:
+            is_coming = replica.is_being_sent
+            comes_ms[name] = replica.transmit_started_at_ms + load_ms[name] if is_coming else 0.0
+    counts, ends_ms = Counter[tuple[ModelName, int]](), dict[Token, float]()
+    while True:
+        if device.settings.look_ahead and len(comes_ms) < len(load_ms):
+            ahead = dict.fromkeys([one.model for one in islice(waiting, MOST_LOOKED_AT)])
+            for name in islice(ahead, MOST_AHEAD):
+                if name not in comes_ms and max(link_ms, at_ms) < begins_ms:
+                    comes_ms[name] = link_ms = max(link_ms, at_ms) + load_ms[name]
+        if not waiting:
+            return ends_ms
+        place, at_ms = 0, begins_ms
+        if link_ms > at_ms and waiting[0].model not in comes_ms:
+            looked_at = enumerate(islice(waiting, MOST_BLOCKED if overtakes else 0))
+            place = next((index for index, one in looked_at if one.model in comes_ms), 0)
+            at_ms = at_ms if place else link_ms
+        one, may_begin_ms = waiting[place], max(free_ms, at_ms)
+        if one.model not in comes_ms:
+            comes_ms[one.model] = link_ms = at_ms + load_ms[one.model]
+        mean_ms, _, sent_ms = times[one.model, one.batch]
+        idle_ms = comes_ms[one.model] - load_ms[one.model] + sent_ms - mean_ms - may_begin_ms
+        if overtakes and idle_ms > 0.0:
+            for index, other in enumerate(islice(waiting, MOST_BLOCKED)):
+                is_there = comes_ms.get(other.model, math.inf) <= at_ms
+                if is_there and 0.0 < sum(times[other.model, other.batch][:2]) <= idle_ms:
+                    place, one = index, other
+                    break
+        del waiting[place]
+        key, runs = (one.model, one.batch), 1
+        mean_ms, spread_ms, sent_ms = times[key]
+        if one.token not in alone:
+            rows, counts[key] = counts[key] * one.batch, counts[key] + 1
+            known = _runs(device, one.model, rows, counts[key] - 1)
+            runs = _runs(device, one.model, rows + one.batch, counts[key]) - known
+        begins_ms = max(free_ms, at_ms)
+        arrives_ms = comes_ms[one.model] - load_ms[one.model] + sent_ms
+        free_ms, square = max(begins_ms + runs * mean_ms, arrives_ms), square + runs * spread_ms**2
+        ends_ms[one.token] = free_ms + SURE * math.sqrt(square)
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
@@ -104,21 +158,20 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
     return -(-rows // manifest.batching.limit)
 
 
-def delays_another(device: DeviceState, request: Request) -> bool:
-    """Whether one of its caller's that was accepted before would be late if it went before that."""
+def is_refused(device: DeviceState, request: Request) -> bool:
+    """Whether a request that comes would be late, or make one of its caller's late that was
+    accepted before and would be in time without it."""
     sorts_by = device.core.judge.sorts_by
-    if not _is_asked(device, request) or sorts_by != "deadline":
-        return False
-    own_ms, _ = _run_ms(device, request.model, request.batch)
-    ends_ms, square = _end(device, request)
-    ends_ms += device.predictions.margin_ms
-    for other in device.queue.around(request, sorts_by)[1]:
-        mean_ms, spread_ms = _run_ms(device, other.model, other.batch)
-        ends_ms, square = ends_ms + mean_ms, square + spread_ms**2
-        late_ms = ends_ms + SURE * math.sqrt(square) - other.due_ms - MARGIN_MS
-        if 0.0 < late_ms <= own_ms:
-            return True
-    return False
+    if not sorts_by or not _is_asked(device, request):
+        return is_hopeless(device, request)
+    before, behind = device.queue.around(request, sorts_by)
+    may_end_ms = MARGIN_MS - device.predictions.margin_ms
+    ends_ms = _ends_ms(device, before, [request, *behind])
+    if ends_ms[request.token] > request.due_ms + may_end_ms:
+        return True
+    late = [one for one in (*before, *behind) if ends_ms[one.token] > one.due_ms + may_end_ms]
+    ends_ms = _ends_ms(device, before, behind) if late else {}
+    return any(ends_ms[one.token] <= one.due_ms + may_end_ms for one in late)
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
@@ -128,6 +181,27 @@ def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
     assert request.deadline_at_ms is not None
     own_ms, _ = _run_ms(device, request.model, request.batch)
     return request.deadline_at_ms - own_ms + MARGIN_MS
+
+
+def absent_until_ms(device: DeviceState, request: Request) -> float:
+    """Return until when a request that is next can be in time though its model is absent."""
+    if not _is_asked(device, request) or not _is_absent(device, request):
+        return math.inf
+    return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
+
+
+def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
+    """Return how long the device would wait for the model of a request that has its turn next."""
+    arrives_ms = device.replicas[request.model].transmit_started_at_ms + _sent_ms(device, request)
+    own_ms, _ = _run_ms(device, request.model, request.batch)
+    return arrives_ms - own_ms - free_at_ms(device)
+
+
+def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
+    """Whether a run of the request is known to end in that time; one that may be joined is not."""
+    run_ms = sum(_run_ms(device, request.model, request.batch))
+    is_joined = device.replicas[request.model].built.batching is not None
+    return not is_joined and 0.0 < run_ms <= idle_ms
 
 
 def is_hopeless(device: DeviceState, request: Request) -> bool:
@@ -193,11 +267,31 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
     return replica.residency.state is Residency.HOST or replica.landings is not None
 
 
+def _sent_ms(device: DeviceState, request: Request) -> float:
+    """Return what copy and computing take together, if nothing else is in the way. Groups are
+    computed as they come: the last one, which is like the others, after it came."""
+    manifest, own_ms = (
+        device.replicas[request.model].manifest,
+        _run_ms(device, request.model, request.batch)[0],
+    )
+    last_ms = own_ms / len(manifest.groups) if manifest is not None and manifest.groups else own_ms
+    return device.predictions.safe(request.model, request.batch).load_ms + last_ms
+
+
+def _link_free_at_ms(device: DeviceState) -> float:
+    """When the copies that travel have come."""
+    free_ms = device.core.now_ms
+    for name in device.sending:
+        load_ms = device.predictions.safe(name, 1).load_ms
+        free_ms = max(free_ms, device.replicas[name].transmit_started_at_ms + load_ms)
+    return free_ms
+
+
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
     """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
     now_ms = free_ms = device.core.now_ms
     for task in (device.current, device.upcoming, device.aside):
-        if task is not None and not task.is_trial:
+        if task is not None:
             begins_ms = free_ms if task is device.upcoming else task.began_at_ms
             mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
             free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)

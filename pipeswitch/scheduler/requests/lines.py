@@ -17,7 +17,7 @@ from ...ipc.messages import ModelName
 from ..policies import Policy, Resident, View, Waiting, make_policy
 from ..policies.policy import SortsBy
 from ..records import Request
-from .accounts import Account, Accounts
+from .accounts import Account, Accounts, Share
 
 PLAIN = (float, int)
 FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
@@ -41,6 +41,7 @@ class Judge:
     def _use(self, policy: Policy) -> None:
         self.patience_ms, self.window = settings_of(policy)
         self.sorts_by: SortsBy = policy.order.sorts_by
+        self.ranks_runs = policy.order.ranks_runs
         self.policy = policy
 
     def when_failed(self, failed: Failed) -> None:
@@ -187,14 +188,18 @@ def shown(request: Request, is_resident: bool = False, is_current: bool = False)
 
 
 class Line:
-    """The waiting requests of one caller, model and priority, sorted by key and by age."""
+    """The waiting requests of one connection, model and priority, sorted by key and by age."""
 
     __slots__ = (
-        "account", "by_age", "by_key", "entries", "model", "place", "smallest_batch", "until",
+        "account", "by_age", "by_key", "connection", "entries", "model", "place",
+        "smallest_batch", "until",
     )  # fmt: skip
 
-    def __init__(self, account: Account, model: ModelName, smallest_batch: int) -> None:
+    def __init__(
+        self, account: Account, connection: str, model: ModelName, smallest_batch: int
+    ) -> None:
         self.account = account
+        self.connection = connection
         self.model = model
         self.smallest_batch = smallest_batch  # since it was empty
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
@@ -214,25 +219,27 @@ class Line:
 
 
 class Lines:
-    """All requests that wait, in lines; each caller's lines in the order of their heads.
+    """All requests that wait, in lines; each connection's lines in the order of their heads.
 
-    Callers take turns (``Accounts``); which of its own requests goes next is the policy's to say,
-    age and windows included. A line is ranked again when a request comes or leaves, when its model
-    comes to the device or leaves it, when its model starts or ends computing, and when time alone
-    changes its rank.
+    Callers take turns (``Accounts``), and so do the connections of one caller, unless the policy
+    sorts all of a caller's requests by one thing. Which of a connection's own requests goes next is
+    the policy's to say, age and windows included. A line is ranked again when a request comes or
+    leaves, when its model comes to the device or leaves it, when its model starts or ends computing
+    (if the policy ranks by that), and when time alone changes its rank.
     """
 
     def __init__(self, judge: Judge, accounts: Accounts) -> None:
         self._judge = judge
         self._accounts = accounts
         self._generation = judge.generation
-        self._lines: dict[ModelName, dict[tuple[Account, int], Line]] = {}
-        self._ranked: dict[Account, list[Place]] = {}  # of those that wait
+        self._has_connections = not judge.sorts_by
+        self._lines: dict[ModelName, dict[tuple[Account, str, int], Line]] = {}
+        self._ranked: dict[Account, dict[str, list[Place]]] = {}  # by connection, if any waits
         self._until: list[Until] = []
         self._stale: dict[Line, None] = {}
         self._current: ModelName | None = None
-        # Of each caller its window: lines, with the last number that belongs to it.
-        self._windows: dict[Account, list[tuple[Line, int]]] = {}
+        # Of each connection its window: lines, with the last number that belongs to it.
+        self._windows: dict[tuple[Account, str], list[tuple[Line, int]]] = {}
         self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
@@ -244,23 +251,45 @@ class Lines:
         account = self._accounts.of(request.caller)
         account.seen_at_ms = max(account.seen_at_ms, request.arrived_at_ms)
         self._accounts.count(account, request.priority, 1)
+        connection = request.connection if self._has_connections else ""
         lines = self._lines.setdefault(request.model, {})
-        line = lines.get((account, request.priority))
+        line = lines.get((account, connection, request.priority))
         if line is None:
-            self._ranked.setdefault(account, [])
-            line = Line(account, request.model, request.batch)
-            lines[account, request.priority] = line
+            ranked = self._ranked.setdefault(account, {})
+            if ranked and connection not in ranked and account.connections is None:
+                self._split(account, connection)
+            ranked.setdefault(connection, [])
+            line = Line(account, connection, request.model, request.batch)
+            lines[account, connection, request.priority] = line
+        if account.connections is not None:
+            share = account.connections.of(connection)
+            account.connections.count(share, request.priority, 1)
         line.entries[number] = (key, number, waiting, request)
         line.smallest_batch = min(line.smallest_batch, request.batch)
         bisect.insort(line.by_key, (key, number))
         bisect.insort(line.by_age, (request.arrived_at_ms, number))
         self._stale[line] = None
 
+    def _split(self, account: Account, newcomer: str) -> None:
+        """A second connection of the caller begins to wait: from now on they take turns. The first
+        one had the turns until now, so the newcomer has the next one."""
+        account.connections = queue = self._accounts.connections()
+        queue.of(newcomer)
+        for lines in self._lines.values():
+            for (owner, connection, priority), line in lines.items():
+                if owner is account:
+                    queue.count(queue.of(connection), priority, len(line.entries))
+
     def discard(self, request: Request, number: int) -> None:
         """It is in its line."""
         account = self._accounts.of(request.caller)
         self._accounts.count(account, request.priority, -1)
-        line = self._lines[request.model][account, request.priority]
+        connection = request.connection if self._has_connections else ""
+        share: Share = account
+        if account.connections is not None:
+            share = account.connections.of(connection)
+            account.connections.count(share, request.priority, -1)
+        line = self._lines[request.model][account, connection, request.priority]
         key, *_ = line.entries.pop(number)
         del line.by_key[bisect.bisect_left(line.by_key, (key, number))]
         del line.by_age[bisect.bisect_left(line.by_age, (request.arrived_at_ms, number))]
@@ -268,31 +297,57 @@ class Lines:
         if not line.entries:
             self._take_out(line)
             del self._stale[line]
-            del self._lines[request.model][account, request.priority]
+            del self._lines[request.model][account, connection, request.priority]
             if not self._lines[request.model]:
                 del self._lines[request.model]
+            if not share.waiting:
+                del self._ranked[account][connection]
+                self._windows.pop((account, connection), None)
             if not account.waiting:
                 del self._ranked[account]
-                self._windows.pop(account, None)
+                account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Those of its line that go before one that comes now, and a batch none is smaller than."""
+        """How many of its model and priority go before one that comes now, at the least, and a
+        batch that none of them is smaller than: those of its line, and of other connections of its
+        caller that wait for nothing else the ones with earlier turns."""
         account = self._accounts.of(request.caller)
-        line = self._lines.get(request.model, {}).get((account, request.priority))
-        if line is None:
-            return 0, 1
-        key = self._judge.key(shown(request))
-        return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
+        own, priority = request.connection if self._has_connections else "", request.priority
+        lines, queue = self._lines.get(request.model, {}), account.connections
+        line = lines.get((account, own, priority))
+        count, batch = 0, 1
+        if line is not None:
+            key = self._judge.key(shown(request))
+            count = bisect.bisect_right(line.by_key, (key, self._last_number))
+            batch = line.smallest_batch
+        if queue is None:
+            return count, batch
+        turn = queue.tag(queue.of(own), priority)
+        found = [(count, batch)] if count else []
+        for connection, places in self._ranked[account].items():
+            other = lines.get((account, connection, priority))
+            if connection != own and other is not None and len(places) <= 1:
+                is_before = queue.of(connection).tags[priority] <= turn
+                before = min(count + is_before, len(other.entries))
+                found += [(before, other.smallest_batch)] if before else []
+        return sum([one for one, _ in found]), min([rows for _, rows in found], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """All of its model and priority, itself too: one of each caller's in turn, by key."""
-        lines = [
-            line
-            for (_, priority), line in self._lines[request.model].items()
-            if priority == request.priority
-        ]
-        lines.sort(key=lambda line: line.account.tags[request.priority])
-        return _in_rounds(map(Line.requests, lines))
+        """All of its model and priority, itself too, in turns: one of each caller's, and of each of
+        the caller's connections, by key."""
+        by: dict[Account, list[Line]] = {}
+        for (account, _, priority), line in self._lines[request.model].items():
+            if priority == request.priority:
+                by.setdefault(account, []).append(line)
+
+        def turn(line: Line) -> float:
+            queue = line.account.connections
+            return queue.of(line.connection).tags[request.priority] if queue is not None else 0.0
+
+        return _in_rounds(
+            _in_rounds(map(Line.requests, sorted(by[account], key=turn)))
+            for account in sorted(by, key=lambda account: account.tags[request.priority])
+        )
 
     def changed(self, model: ModelName | None) -> None:
         """It came to the device or left it, or computes, or does no more."""
@@ -309,23 +364,49 @@ class Lines:
         self.settle(is_resident, current, view)
 
         def switch_ms(account: Account) -> float:
-            head = self._ranked[account][0][3]
-            return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
+            connection = next(iter(self._ranked[account]))
+            if account.connections is not None:
+                connection = next(self._connections(account, view)[0]).caller
+            return self._switch_ms(account, connection, view)
 
         for same in self._accounts.in_turns(switch_ms, view.now_ms):
             for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
                 yield waiting, line.entries[number][3]
 
+    def _connections(self, account: Account, view: View) -> list[Iterator[Share]]:
+        """Those of a caller that wait, in turns."""
+        assert account.connections is not None
+
+        def switch_ms(share: Share) -> float:
+            return self._switch_ms(account, share.caller, view)
+
+        return account.connections.in_turns(switch_ms, view.now_ms)
+
+    def _switch_ms(self, account: Account, connection: str, view: View) -> float:
+        head = self._ranked[account][connection][0][3]
+        return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
+
     def _places(self, account: Account, view: View) -> Iterator[Place]:
-        """One caller's, as the policy puts them in order; a window is not made before it is due."""
-        yield from self._in_window(account, view) if self._judge.window else self._ranked[account]
+        """One caller's, its connections in turns, and of each as the policy puts them in order."""
+        if account.connections is None:
+            yield from self._of_connection(account, next(iter(self._ranked[account])), view)
+            return
+        for same in self._connections(account, view):
+            yield from _in_rounds(self._of_connection(account, one.caller, view) for one in same)
+
+    def _of_connection(self, account: Account, connection: str, view: View) -> Iterator[Place]:
+        """A window is not made before it is due."""
+        if self._judge.window:
+            return iter(self._in_window(account, connection, view))
+        return iter(self._ranked[account][connection])
 
     def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Rank what has changed: after each event, so that no decision has to do it for many."""
         self._renew()
         if current != self._current:
-            self.changed(self._current)
-            self.changed(current)
+            if self._judge.ranks_runs:
+                self.changed(self._current)
+                self.changed(current)
             self._current = current
         while self._until and self._until[0][0] <= view.now_ms + MARGIN_MS:
             _, _, line = self._until.pop(0)
@@ -348,9 +429,9 @@ class Lines:
             return
         self._generation = self._judge.generation
         lines = [line for same in self._lines.values() for line in same.values()]
-        self._ranked, self._until = {line.account: [] for line in lines}, []
-        self._windows = {}
+        self._ranked, self._until, self._windows = {}, [], {}
         for line in lines:
+            self._ranked.setdefault(line.account, {})[line.connection] = []
             line.place = line.until = None
             line.entries = {
                 number: (self._judge.key(waiting), number, waiting, request)
@@ -359,42 +440,50 @@ class Lines:
             line.by_key = sorted((entry[0], number) for number, entry in line.entries.items())
             self._stale[line] = None
 
-    def _in_window(self, account: Account, view: View) -> list[Place]:
+    def _in_window(self, account: Account, connection: str, view: View) -> list[Place]:
         """The lines of its window that is under way, or of the next one."""
         window = [
             (line, last)
-            for line, last in self._windows.get(account, [])
+            for line, last in self._windows.get((account, connection), [])
             if line.entries and next(iter(line.entries)) <= last
         ]
         if not window:
-            chosen = self._ranked[account][: self._judge.window]
+            chosen = self._ranked[account][connection][: self._judge.window]
             counts = [len(line.entries) for _, _, line, _ in chosen]
             order = self._judge.arrange([place[3] for place in chosen], counts, view)
             window = [(chosen[index][2], self._last_number) for index in order]
-        self._windows[account] = window
+        self._windows[account, connection] = window
         return [line.place for line, _ in window if line.place is not None]
 
     def check(
         self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
         view: View,
     ) -> None:  # fmt: skip
-        """A look at all requests finds each caller's heads in the same order, and who waits."""
+        """A look at all requests finds each connection's heads in the same order, and who waits."""
 
         def rank(request: Request) -> Rank:
             head = shown(request, is_resident(request.model), request.model == current)
             return self._judge.rank(head, view)
 
         self.settle(is_resident, current, view)
-        found: dict[tuple[str, ModelName, int], Request] = {}
+        found: dict[tuple[str, str, ModelName, int], Request] = {}
         for request in sorted(requests, key=rank):
-            found.setdefault((request.caller, request.model, request.priority), request)
+            connection = request.connection if self._has_connections else ""
+            place = (request.caller, connection, request.model, request.priority)
+            found.setdefault(place, request)
         if self._judge.generation != self._generation:
             return  # it failed at these questions
         for account in self._accounts:
-            own = [one for (caller, *_), one in found.items() if caller == account.caller]
-            places = self._ranked.get(account, [])
-            heads = [line.entries[number][3] for _, number, line, _ in places]
+            own: dict[str, list[Request]] = {}
+            for (caller, connection, *_), one in found.items():
+                if caller == account.caller:
+                    own.setdefault(connection, []).append(one)
+            heads = {
+                connection: [line.entries[number][3] for _, number, line, _ in places]
+                for connection, places in self._ranked.get(account, {}).items()
+            }
             assert heads == own, "another request is first"
+            assert account.connections is not None or len(own) < 2, "nobody takes turns"
             waiting = Counter(one.priority for one in requests if one.caller == account.caller)
             assert account.waiting == waiting, f"{account.caller!r} does not wait with {waiting}"
 
@@ -404,7 +493,8 @@ class Lines:
         entry = line.entries[number][2]
         head = Waiting(*entry[:-2], is_resident=is_resident, is_current=line.model == self._current)
         place = (judge.rank(head, view), number, line, head)
-        line.place = _moved(self._ranked[line.account], line.place, place)
+        ranked = self._ranked[line.account][line.connection]
+        line.place = _moved(ranked, line.place, place)
         until_ms = judge.stays_until_ms(head, view)
         overdue_at_ms = line.by_age[0][0] + judge.patience_ms
         if overdue_at_ms > now_ms:
@@ -412,7 +502,7 @@ class Lines:
         line.until = _moved(self._until, line.until, (until_ms, number, line))
 
     def _take_out(self, line: Line) -> None:
-        line.place = _moved(self._ranked[line.account], line.place, None)
+        line.place = _moved(self._ranked[line.account][line.connection], line.place, None)
         line.until = _moved(self._until, line.until, None)
 
 
@@ -427,8 +517,13 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
 
 
 def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
-    """The first of each, then the second of each, and so on."""
-    left = deque(streams)
+    """The first of each, then the second of each, and so on; a stream is taken when it is due."""
+    left: deque[Iterator[S]] = deque()
+    for stream in streams:
+        for one in stream:
+            yield one
+            left.append(stream)
+            break
     while left:
         for one in left[0]:
             yield one

@@ -139,6 +139,7 @@ class JobRequests:
         _check_live(job, but=TaskState.FAILED)
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
+            job.stops_missed = 0
             job.why = ""
             self._jobs.count_anew(self._jobs.home(job))
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))

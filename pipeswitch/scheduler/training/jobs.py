@@ -160,7 +160,7 @@ class Jobs:
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
         restarts: int = 0, steps_recomputed: int = 0, last_step: int = 0,
-        defaults: tuple[tuple[str, str], ...] = (),
+        defaults: tuple[tuple[str, str], ...] = (), why: str = "",
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
@@ -169,12 +169,13 @@ class Jobs:
             steps_recomputed: without those that its next dispatch counts.
             last_step: of the process that the server's end has ended.
             placed: where it was, if it has ever moved. A device that is gone is no limit.
+            why: what is to be told of its restart; empty if nothing was damaged.
         """
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
         job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
         job.restarts, job.steps_recomputed = restarts, steps_recomputed
-        job.defaults = defaults
+        job.defaults, job.why = defaults, why
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
         job.step = max(job.step, last_step)
@@ -346,6 +347,15 @@ class Jobs:
             self._core.refuse_all(
                 error, job.waiters, job.answer_on_change, job.exporters, job.movers
             )
+
+    def lost_steps(self) -> list[str]:
+        """Return a sentence for each job whose newest commit the next server will not find."""
+        return [
+            f'job "{job.name}" loses steps {max(job.persisted_step, 0) + 1} to '
+            f"{job.committed_step} ({job.why or 'its commit is not on disk'})"
+            for job in self
+            if Commits.is_unsaved(job)
+        ]
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""

@@ -37,6 +37,11 @@ from .jobs import Jobs
 
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
+LEAST_GRACE_MS: Final = 1000.0
+MOST_MISSED: Final = 4  # graces that a job may use up in a row; then it is paused
+FORGIVEN_AFTER: Final = 100  # stops in time, and earlier missed ones count no more
+STARVED_CYCLES: Final = 5  # that a job waits for activations of others,
+STARVED_STEPS: Final = 5  # and steps that one of these makes meanwhile: it keeps them between two
 WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
@@ -73,6 +78,8 @@ class Training:
         elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
+        if self._order.shares:
+            self._relieve_starved()
         self._kill_who_stays()
         self._commits.persist_due()
         return QUEUE | TURN | WORKERS | PLACES | JOBS
@@ -113,7 +120,9 @@ class Training:
     def _waiting_behind(self, running: Job) -> list[Job]:
         """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
-            job for job in self._device.jobs.values() if job.lease_asked_bytes
+            job
+            for job in self._device.jobs.values()
+            if job.lease_asked_bytes and self._leases.may_grant(job)
         ]
         own = running.view(self._core.now_ms)
         return [
@@ -244,7 +253,7 @@ class Training:
             else:
                 core.look_again(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
-            self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
+            self._kill_after(job, job.stop_asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
         own = running.view(self._core.now_ms)
@@ -258,6 +267,8 @@ class Training:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
         next one."""
         now_ms = self._core.now_ms
+        if job.beside_blocked and not job.is_blocked:
+            job.beside_blocked, job.why = {}, ""
         if now_ms >= job.cycle_began_at_ms + job.cycle_left_ms and (
             self._device.training == job.name
             and job.state.state is TaskState.RUNNING
@@ -267,12 +278,28 @@ class Training:
             job.cycle_began_at_ms = now_ms
             job.cycle_left_ms = self._core.settings.training_cycle_ms
 
-    def _kill_after(self, job: Job, at_ms: float, reason: str) -> None:
+    def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
+        """Kill a job's process when its grace is over.
+
+        Requests wait for as long. So each grace that a job uses up leaves it a quarter of that, a
+        second at least, and after ``MOST_MISSED`` of them it is paused (``worker_died``).
+        """
         core, device = self._core, self._device
-        if core.now_ms < at_ms or job.slot is None:
-            core.look_again(at_ms, JOBS)
+        grace_ms = max(min(grace_ms, LEAST_GRACE_MS), grace_ms / 4**job.stops_missed)
+        if core.now_ms < asked_at_ms + grace_ms or job.slot is None:
+            core.look_again(asked_at_ms + grace_ms, JOBS)
             return
-        device.kill(device.workers[job.slot], reason)
+        worker = device.workers[job.slot]
+        if not worker.state.allows(WorkerEvent.KILLED):
+            return  # it is dying
+        if job.suspensions - job.missed_at >= FORGIVEN_AFTER:
+            job.stops_missed = 0
+        job.stops_missed, job.missed_at = job.stops_missed + 1, job.suspensions
+        reason = f"{what} within {grace_ms / 1000.0:.3g} s"
+        if job.stops_missed >= MOST_MISSED:
+            reason += f", {job.stops_missed} times: paused, pipeswitch jobs resume {job.name}"
+        device.publish("job.warning", job=job.name, text=reason)
+        device.kill(worker, reason)
 
     def _in_place(self) -> list[Job]:
         return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
@@ -291,12 +318,38 @@ class Training:
         if leaves is not None:
             self.evict(leaves.name, f"job {first.name} is next")
 
+    def _relieve_starved(self) -> None:
+        """Where a job keeps activations from step to step, that others need to begin, it leaves:
+        its process holds them. It comes back, from its last step, when it is its turn."""
+        core, in_place = self._core, self._in_place()
+        for job in in_place:
+            if not job.is_blocked:
+                continue
+            if not job.beside_blocked:
+                job.blocked_at_ms = core.now_ms
+                job.beside_blocked = {other.name: other.step for other in in_place}
+            keepers = [
+                other
+                for other in in_place
+                if other.step - job.beside_blocked.get(other.name, other.step) >= STARVED_STEPS
+            ]
+            if not keepers:
+                continue
+            keeper = min(keepers, key=lambda other: other.evictions)
+            job.why = f"waits for activations that job {keeper.name} keeps between its steps"
+            due_ms = job.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
+            if core.now_ms >= due_ms:
+                job.blocked_at_ms = core.now_ms  # if that does not help, another one is next
+                self.evict(keeper.name, f"keeps activations that job {job.name} waits for")
+            else:
+                core.look_again(due_ms, JOBS)
+
     def _kill_who_stays(self) -> None:
         """A script that swallows the eviction, or a process that does not leave after it."""
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
-                self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
+                self._kill_after(job, job.evict_asked_at_ms, grace_ms, "did not unwind")
         for worker in device.workers.values():
             if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
@@ -463,5 +516,7 @@ class Training:
                 job.error = f"{WorkerLost.__name__}: its worker died {job.deaths_without_progress} "
                 job.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
+            elif job.stops_missed >= MOST_MISSED and job.wanted == "run":
+                job.wanted = "pause"
             self._jobs.unwound(job)
         self._leases.reaped(name)

@@ -1,0 +1,214 @@
+"""Entries of the journal: their kinds, their check, and a copy of each beside what it is about.
+
+A copy is a small file: ``models/NAME~model`` (also ``~chain`` and ``~serving``) and
+``commits/NAME~job`` (also ``~ended``, ``~hold`` and ``~placed``). So a journal that is damaged or
+missing can be written again from the folders that it describes. An entry's copy is written after
+the journal has the entry, and removed before the journal drops it. Therefore a copy whose entry the
+journal lacks is a proof that the journal lost it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..config import NAME_PATTERN
+from ..ipc.sparse import open_plain
+
+log = logging.getLogger(__name__)
+
+Entry = dict[str, Any]
+Key = tuple[str, str]  # kind and name
+
+FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
+    "model": {
+        "spec": bytes,
+        "spec_digest": str,
+        "digest": str,
+        "priority": int,
+        "pin": bool,
+        "tenant": str,
+    },
+    "job": {
+        "entry": str,
+        "args": list,
+        "priority": int,
+        "tenant": str,
+        "share": str,
+        "devices": list,
+        "defaults": list,
+    },
+    "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
+    "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
+    # its name is a model's; shares are of other versions: [version, percent]
+    "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
+    "chain": {"spec": bytes, "tenant": str},
+    "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
+}
+"""What an entry of each kind must have beside its name; each kind is a table."""
+
+ENDS: Final = {
+    "model-gone": ("model",), "serving-gone": ("serving",), "chain-gone": ("chain",),
+    "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
+}  # fmt: skip
+"""Entries that end those of other kinds."""
+
+REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
+"""Entries that take the place of those of other kinds."""
+
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
+_SEPARATOR: Final = "~"  # between name and kind; no name has it
+_OF_MODELS: Final = ("model", "serving", "chain")
+_DIGEST_CHARS: Final = 64  # in front of a copy's content
+
+
+def key_of(entry: Entry) -> Key:
+    return str(entry["kind"]), str(entry["name"])
+
+
+def digest_of(values: Any) -> str:
+    """Return the digest that tells a damaged entry from a sound one."""
+    return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()
+
+
+def superseded_by(entry: Entry) -> list[Key]:
+    """Return the entries that are no longer true once this one is."""
+    kind = entry["kind"]
+    gone = ENDS.get(kind) or REPLACES.get(kind, ())
+    return [(other, entry["name"]) for other in gone]
+
+
+def is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name))
+
+
+def check(entry: Entry) -> None:
+    """Raise ValueError unless the entry is one of ours."""
+    name, kind = entry.get("name"), entry.get("kind")
+    if not isinstance(name, str) or not is_name(name):
+        raise ValueError(f"name {str(name)[:80]!r}")
+    if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
+        raise ValueError(f"kind {str(kind)[:80]!r}")
+    for field, wanted in FIELDS.get(kind, {}).items():
+        if not isinstance(entry.get(field), wanted):
+            raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
+    if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
+        raise ValueError(f"job {name}: an argument or a device is no text")
+    if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
+        raise ValueError(f"serving {name}: a share is no version and percent")
+
+
+class EntryCopies:
+    """The copies in ``models/`` and ``commits/`` of one state directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def read(self) -> tuple[dict[Key, Entry], set[Key]]:
+        """Return the sound copies in the order of acceptance, and the keys of the damaged ones."""
+        paths = [p for folder in ("models", "commits") for p in self._root.glob(f"{folder}/*~*")]
+        sound: dict[Key, Entry] = {}
+        damaged: set[Key] = set()
+        for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns):
+            name, _, kind = path.name.partition(_SEPARATOR)
+            if kind in FIELDS:
+                [entry] = _unpacked(path) or [{}]
+                is_own = (entry.get("kind"), entry.get("name")) == (kind, name)
+                if is_own and _is_sound(entry):
+                    sound[kind, name] = entry
+                else:
+                    damaged.add((kind, name))
+        return sound, damaged
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Remove copies, before the journal drops the entries.
+
+        Raises:
+            OSError: one of them stays.
+        """
+        for key in keys:
+            self._path(*key).unlink(missing_ok=True)
+
+    def keep(self, entry: Entry) -> None:
+        """Write the copy of an entry that the journal has, unless it is there already.
+
+        The next start writes it if a power loss takes it, so nothing is synced.
+
+        Raises:
+            OSError: the disk is full or gone; the copy before is as it was.
+        """
+        path = self._path(*key_of(entry))
+        data = packed([{"kind": entry["kind"], "name": entry["name"],
+                        **{field: entry[field] for field in FIELDS[entry["kind"]]}}])  # fmt: skip
+        if _content(path) != data:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _write_whole(path, data)
+
+    def _path(self, kind: str, name: str) -> Path:
+        folder = "models" if kind in _OF_MODELS else "commits"
+        return self._root / folder / f"{name}{_SEPARATOR}{kind}"
+
+
+def packed(entries: list[Entry]) -> bytes:
+    """Return the content of a file that holds these entries: a digest, then MessagePack."""
+    content = msgspec.msgpack.encode(entries)
+    return hashlib.sha256(content).hexdigest().encode() + content
+
+
+def _unpacked(path: Path) -> list[Entry]:
+    """Return what ``packed`` was given; nothing if the file is damaged or missing."""
+    data = _content(path)
+    content = data[_DIGEST_CHARS:]
+    if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:
+        return []
+    found: list[Entry] = msgspec.msgpack.decode(content)
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open(path, "rb", opener=open_plain) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read_backup(path: Path) -> dict[Key, Entry]:
+    """Return the entries of a backup; none if it is damaged or missing."""
+    return {key_of(entry): entry for entry in _unpacked(path) if _is_sound(entry)}
+
+
+def write_backup(data: bytes, newest: Path, older: Path) -> None:
+    """Make packed entries the newest backup, unless they are that already."""
+    try:
+        if _content(newest) != data:
+            if _unpacked(newest):
+                os.replace(newest, older)
+            _write_whole(newest, data)
+    except OSError as error:
+        log.warning("journal has no new backup: %s", error)
+
+
+def _is_sound(entry: Entry) -> bool:
+    """Return whether this release can use an entry that was written whole."""
+    with contextlib.suppress(ValueError):
+        check(entry)
+        return True
+    return False
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace a file by another one of mode 0600, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)

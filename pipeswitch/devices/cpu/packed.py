@@ -1,0 +1,175 @@
+"""Matrix products and convolutions over packed weights; torch's private operators are here alone.
+
+A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system
+it is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those
+bytes, where they lie, as an opaque tensor of torch, as AOTInductor does with packed constants.
+
+The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...errors import RegistrationRefused
+from ...programs.packing import (
+    CONVOLUTION,
+    CONVOLUTION_ADD,
+    LINEAR,
+    LINEAR_ADD,
+    PackedLayout,
+)
+
+_MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
+_SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
+_SELF_TEST_ERROR: Final = 1e-5  # relative to the largest output
+
+
+class CpuKernels:
+    """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
+
+    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
+        """As ``PackedKernels``."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+        return _taken_apart(packed)
+
+    def pack_convolution(
+        self,
+        weight: torch.Tensor,
+        padding: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        input_shape: Sequence[int],
+    ) -> tuple[PackedLayout, torch.Tensor]:
+        """As ``PackedKernels``."""
+        packed = torch.ops.mkldnn._reorder_convolution_weight(
+            weight.contiguous(), padding, stride, dilation, groups, input_shape
+        )
+        return _taken_apart(packed)
+
+    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """As ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
+        create, new_capsule = _library()
+        dims = len(layout.shape)
+        handle = ctypes.c_void_p()
+        status = create(
+            ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_int64(dims),
+            (ctypes.c_int64 * dims)(*layout.shape),
+            (ctypes.c_int64 * dims)(*[0] * dims),
+            ctypes.c_int64(0),
+            ctypes.c_int32(_SCALAR_TYPES[layout.dtype]),
+            ctypes.c_int32(0),  # the host
+            ctypes.c_int32(0),
+            ctypes.byref(handle),
+            ctypes.c_int32(_MKLDNN_LAYOUT),
+            ctypes.c_char_p(layout.description),
+            ctypes.c_int64(len(layout.description)),
+        )
+        if status:
+            raise RegistrationRefused("weights", "torch cannot wrap them where they are packed")
+        capsule = new_capsule(handle.value, None, None)
+        tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
+        return tensor
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """As ``PackedKernels``."""
+        return {
+            LINEAR: torch.ops.mkldnn._linear_pointwise.default,
+            LINEAR_ADD: _linear_add,
+            CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
+            CONVOLUTION_ADD: _convolution_add,
+        }
+
+
+KERNELS: Final = CpuKernels()
+
+
+def _linear_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "add")
+    return result
+
+
+def _convolution_add(
+    x: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str,
+    scalars: list[float],
+    algorithm: str,
+) -> torch.Tensor:
+    after = None if activation == "none" else activation
+    fused = torch.ops.mkldnn._convolution_pointwise.binary
+    result: torch.Tensor = fused(
+        *(x, other, weight, bias, padding, stride, dilation, groups),
+        *("add", 1.0, after, scalars, algorithm or None),
+    )
+    return result
+
+
+def _taken_apart(packed: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+    size_bytes = int(torch.ops.mkldnn._nbytes(packed))
+    data = torch.empty(size_bytes, dtype=torch.uint8)
+    ctypes.memmove(data.data_ptr(), int(torch.ops.mkldnn.data_ptr(packed)), size_bytes)
+    description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+    layout = PackedLayout(
+        dtype=str(packed.dtype).removeprefix("torch."),
+        shape=tuple(packed.shape),
+        description=bytes(description.tolist()),
+    )
+    return layout, data
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    library = ctypes.CDLL(str(Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so"))
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return library.aoti_torch_create_tensor_from_blob_v2, new_capsule
+
+
+@cache
+def missing() -> str:
+    """Pack, wrap and compute one linear layer and one convolution.
+
+    Returns:
+        Why packed weights cannot be used here; empty: they can.
+    """
+    try:
+        found = _self_test()
+    except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return "" if found <= _SELF_TEST_ERROR else f"results differ by {found:.1e} of the largest"
+
+
+def _self_test() -> float:
+    values = torch.linspace(-1.0, 1.0, 16 * 8 * 3 * 3)
+    operators, error = KERNELS.operators(), 0.0
+    with torch.no_grad():
+        weight, x = values[:512].reshape(32, 16), values[:64].reshape(4, 16)
+        layout, data = KERNELS.pack_linear(weight, 4)
+        ours = operators[LINEAR](x, KERNELS.wrap(data, layout), None, "none", [], "")
+        theirs = torch.nn.functional.linear(x, weight)
+        error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
+        weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
+        how = [1, 1], [1, 1], [1, 1], 1
+        layout, data = KERNELS.pack_convolution(weight, *how, list(x.shape))
+        wrapped = KERNELS.wrap(data, layout)
+        ours = operators[CONVOLUTION](x, wrapped, None, *how, "none", [], "")
+        theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)
+        return max(error, float((ours - theirs).abs().max() / theirs.abs().max()))

@@ -1,0 +1,160 @@
+"""A program in another precision: derived from the verified one, and compared with it.
+
+``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the
+convolution before it, and fuses activations and residual additions into both (``fusing``).
+Nothing of it is taken from a client: a bundle stays plain, and what is packed is derived here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from ...errors import RegistrationRefused
+from ..bundle import Bundle, read_bundle, write_bundle
+from ..dims import Values, corners
+from ..executor import GraphProgram, PackedKernels
+from ..graph import last_readers
+from ..layout import BUNDLE_FILE, Manifest
+from ..packing import DERIVED_FILE, Precision
+from ..partition import Weight, default_plan, layers_of_graph, place
+from ..spec import fingerprint
+from ..values import tensor_bytes
+from ..views import tensor_over
+from .checking import workers_default_dtype
+from .fusing import Derived, fused, least_ms
+from .verify import acceptable_inputs, load_image
+
+MAX_ERROR: Final = {"fast": 1e-3}  # relative to the largest output, where no option says another
+MAX_SHAPES: Final = 6  # at which the two forms are compared
+
+
+Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+def derive(
+    manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
+    kernels: PackedKernels,
+) -> Manifest:  # fmt: skip
+    """Return the manifest of the program in that precision, whose file is written into ``folder``.
+
+    Where nothing becomes faster it is the plain program's, with a note.
+
+    Raises:
+        RegistrationRefused: the derived form differs from the plain one by more than
+            ``max_error`` (0: the default) of the largest output, or is not a number.
+    """
+    bundle = read_bundle(folder / BUNDLE_FILE)
+    image = load_image(folder / BUNDLE_FILE, manifest)
+    storage = image.untyped_storage()
+    weights = [tensor_over(storage, spec, 0) for spec in manifest.tensors]
+    plain = _runner(GraphProgram(manifest, bundle.graph, "cpu"), storage)
+    shapes = _shapes(manifest)
+    inputs = [acceptable_inputs(manifest.inputs, values, plain) for values in shapes]
+    derived = fused(bundle.graph, weights, inputs, kernels)
+    if not derived.packed_count:
+        return with_note(manifest, f"precision {name}: no call becomes faster; it stays exact")
+    path = folder / DERIVED_FILE
+    ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
+    fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
+    found = _compared(plain, fast, inputs, name, max_error or MAX_ERROR[name])
+    plain_ms, ms = least_ms([lambda: plain(inputs[0]), lambda: fast(inputs[0])])
+    if ms >= plain_ms:
+        path.unlink()
+        why = f"it takes {ms:.2f} ms in place of {plain_ms:.2f}"
+        return with_note(manifest, f"precision {name}: {why}; it stays exact")
+    precision = Precision(
+        name="fast", fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
+        plain_bytes=manifest.total_bytes, max_error=found[0], mean_error=found[1],
+        agreement=found[2], packed_count=derived.packed_count, plain_count=derived.plain_count,
+    )  # fmt: skip
+    digest = hashlib.sha256(
+        f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}".encode()
+    )
+    return msgspec.structs.replace(ours, precision=precision, digest=digest.hexdigest())
+
+
+def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
+    bound = program.bind(lambda spec: tensor_over(storage, spec, 0))
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with workers_default_dtype():
+            return bound.run([value.clone() for value in inputs], lambda index: None)
+
+    return run
+
+
+def _shapes(manifest: Manifest) -> list[Values]:
+    """Return the example's dimensions, then others at the ends of the ranges."""
+    example: Values = manifest.extra["example_dims"]
+    others = [values for values in corners(manifest.dims) if values != example]
+    return [example, *others[: MAX_SHAPES - 1]]
+
+
+def with_note(manifest: Manifest, note: str) -> Manifest:
+    notes = [*manifest.extra.get("notes", ()), note]
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
+
+
+def _written(
+    manifest: Manifest, bundle: Bundle, derived: Derived, path: Path, bucket_bytes: int
+) -> tuple[Manifest, torch.Tensor]:
+    """Write the derived bundle; its manifest, and the image of its region."""
+    graph = derived.graph
+    tensors = [
+        (name, str(data.dtype).removeprefix("torch."), tuple(data.shape))
+        for name, data in zip(graph.weights, derived.weights, strict=True)
+    ]
+    data = (tensor_bytes(weight.contiguous()) for weight in derived.weights)
+    write_bundle(path, graph, tensors, data, bundle.generation)
+    read = read_bundle(path, is_derived=True)
+    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in read.tensors]
+    layers = layers_of_graph(read.graph)
+    plan = default_plan(layers, weights, bucket_bytes)
+    offsets = [tensor.file_offset_bytes for tensor in read.tensors]
+    specs, layer_specs, groups, total_bytes = place(layers, weights, plan, offsets)
+    ours = msgspec.structs.replace(
+        manifest, tensors=specs, layers=layer_specs, groups=groups, total_bytes=total_bytes,
+        extra={**manifest.extra, "last_readers": last_readers(read.graph)},
+    )  # fmt: skip
+    image = load_image(path, ours)
+    sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
+    return msgspec.structs.replace(ours, weights_sha256=sha256), image
+
+
+def _compared(
+    plain: Run, fast: Run, inputs: Sequence[Sequence[torch.Tensor]], name: str, limit: float
+) -> tuple[float, float, float]:
+    """Return the largest and the mean error, relative to the largest output, and the share of rows
+    whose largest element is the same."""
+    errors, means, agreed = [0.0], [0.0], [1.0]
+    for given in inputs:
+        for number, (theirs, ours) in enumerate(zip(plain(given), fast(given), strict=True)):
+            if not theirs.is_floating_point():
+                agreed.append(float((theirs == ours).float().mean()) if theirs.numel() else 1.0)
+                continue
+            if bool((ours.isfinite() != theirs.isfinite()).any()):
+                raise RegistrationRefused(
+                    f"precision {name!r}", f"output {number} is no longer finite",
+                    hint="register it with precision exact",
+                )  # fmt: skip
+            is_real = theirs.isfinite()
+            difference = (ours - theirs).abs()[is_real].double()
+            scale = float(theirs[is_real].abs().max()) if bool(is_real.any()) else 0.0
+            if difference.numel():
+                errors.append(float(difference.max()) / (scale or 1.0))
+                means.append(float(difference.mean()) / (scale or 1.0))
+            if theirs.dim() and theirs.shape[-1] > 1 and theirs.numel():
+                agreed.append(float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()))
+    if max(errors) > limit:
+        raise RegistrationRefused(
+            f"precision {name!r}",
+            f"its answers differ by {max(errors):.1e} of the largest output, more than {limit:g}",
+            hint="register it with precision exact, or with a larger max_error",
+        )
+    return max(errors), max(means), min(agreed)

@@ -1,0 +1,46 @@
+"""Packed weights: how their bytes are read, by which calls, in which precision. Pure, no torch."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+NAMESPACE: Final = "packed"
+LINEAR: Final = "packed.linear"
+"""(input, weight, bias, activation, scalars, algorithm)"""
+LINEAR_ADD: Final = "packed.linear_add"
+"""(input, other, weight, bias): the sum."""
+CONVOLUTION: Final = "packed.convolution"
+"""(input, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm)"""
+CONVOLUTION_ADD: Final = "packed.convolution_add"
+"""(input, other, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm):
+the activation of the sum."""
+TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, CONVOLUTION, CONVOLUTION_ADD})
+"""Calls that only a derived graph has: the build writes them, a client's bundle may not."""
+
+PRECISIONS: Final = ("exact", "fast")
+DERIVED_FILE: Final = "derived.bundle"  # beside the plain bundle, in the folder of a program
+
+
+class PackedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the bytes of a packed weight are to be read."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the weight as the module has it
+    description: bytes  # of the kernel library, opaque
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A derived form of a program, and how it compares with the plain one on this machine."""
+
+    name: Literal["fast"]
+    fingerprint: str  # of the machine whose kernels can read it
+    plain_ms: float  # processor time of one run of the plain program, on the example
+    ms: float  # the same of this form
+    plain_bytes: int
+    max_error: float  # the largest difference, relative to the largest output
+    mean_error: float
+    agreement: float  # share of rows with the same largest class, or next token; 1.0: all
+    packed_count: int  # calls over packed weights
+    plain_count: int  # calls that could have been packed, and are faster plain

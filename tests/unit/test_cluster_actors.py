@@ -1,0 +1,328 @@
+"""Placement under several threads, with nodes that fail in the middle of what it asks of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch.cluster import actors, leases, lives
+from pipeswitch.cluster.actors import Node, Placement
+from pipeswitch.cluster.jobs import write_whole
+from pipeswitch.cluster.scaling import Scale
+from pipeswitch.errors import ModelNotFound, ServerUnavailable
+
+HOME = lives.Copy(life=1, state="home")
+
+
+class Remote:
+    """A method of an actor; its answer is there at once."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work = work
+
+    def remote(self, *args: Any) -> Callable[[], Any]:
+        return lambda: self._work(*args)
+
+
+class FakeNode:
+    def __init__(self, name: str) -> None:
+        self.facts: dict[str, Any] = {
+            "name": name, "address": f"tcp://{name}", "keys": (), "free_bytes": 1 << 20,
+            "queue_ms": 0.0, "waiting": 0, "jobs": 0, "copies": {}, "models": {}, "bodies": {},
+        }  # fmt: skip
+        self.number = 0
+        self.on_adopt: Callable[[], None] = lambda: None
+
+    def __getattr__(self, verb: str) -> Remote:
+        return Remote(getattr(self, f"do_{verb}"))
+
+    def do_summary(self, heard: int) -> dict[str, Any]:
+        self.number += 1
+        return {**self.facts, "number": self.number}
+
+    def do_bundle(self, digest: str) -> bytes:
+        return b""
+
+    def do_adopt(self, model: str, body: Any, digest: str, bundle: Any) -> None:
+        self.on_adopt()
+        self.facts["models"][model] = (digest, 1)
+
+
+class FakeRay:
+    def __init__(self) -> None:
+        self.nodes = {name: FakeNode(name) for name in "abc"}
+
+    def wait(self, answers: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return answers, []
+
+    def get(self, answer: Callable[[], Any], timeout: float | None = None) -> Any:
+        return answer()
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    made = FakeRay()
+    made.nodes["a"].facts |= {"models": {"m": ("digest", 1)}, "bodies": {"m": {}}}
+    monkeypatch.setattr(actors, "connect_ray", lambda: made)
+    monkeypatch.setattr(actors, "node_names", lambda ray: sorted(made.nodes))
+    monkeypatch.setattr(actors, "node_of", lambda ray, name: made.nodes[name])
+    monkeypatch.setattr(actors, "told", lambda ray, answer, timeout_s=None: answer())
+    monkeypatch.setattr(Placement, "_rounds", lambda self: None)
+    return made
+
+
+@pytest.fixture
+def placed(ray: FakeRay) -> Placement:
+    return Placement("folder", (), None)
+
+
+def is_locked(placed: Placement) -> bool:
+    """Whether this thread keeps others from what placement knows."""
+    with ThreadPoolExecutor(1) as other:
+        is_free = other.submit(placed._lock.acquire, blocking=False).result()
+        if is_free:
+            other.submit(placed._lock.release).result()
+    return not is_free
+
+
+def nodes_of(placed: Placement) -> list[str]:
+    placed._look()
+    return [name for name in "abc" if name in placed._nodes]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), ServerUnavailable("gone"), MemoryError()])
+def test_a_node_whose_drain_fails_serves_again(
+    ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(placed, "_copy", fails)
+        with pytest.raises(type(error)):
+            placed.drain("a")
+    assert nodes_of(placed) == ["a", "b", "c"]
+    assert placed.drain("a") == []
+
+
+def test_a_drain_looks_once_at_who_is_left(
+    ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread could forget the last node between two looks."""
+    ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
+    placed._look()
+    targets = placed._targets
+    looks: list[bool] = []
+    monkeypatch.setattr(placed, "_targets", lambda: (looks.append(is_locked(placed)), targets())[1])
+    monkeypatch.setattr(placed, "move", lambda job, to: None)
+    placed.drain("a")
+    assert looks == [True]
+
+
+def test_a_drain_with_no_node_left_names_what_stays(ray: FakeRay, placed: Placement) -> None:
+    ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
+    for name in "bc":
+        del ray.nodes[name]
+    placed._look()
+    missed = placed.drain("a")
+    assert [note.partition(":")[0] for note in missed] == ["job j", "m"]
+    assert nodes_of(placed) == ["a"]
+    with pytest.raises(ModelNotFound):
+        placed.drain("b")
+
+
+def test_a_model_lost_with_its_last_node_is_no_error_of_the_drain(
+    ray: FakeRay, placed: Placement
+) -> None:
+    placed._facts.pop("a")
+    assert placed._copy("m", leaving="a") == ["m was lost with a"]
+
+
+def test_a_node_that_scaling_could_not_leave_is_left_later(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain that fails, or no thread for it: neither stops the next attempt."""
+    placed, scale = Placement("folder", (), None), Scale(1, 3, 3)
+    monkeypatch.setattr(actors, "machines", lambda ray, only_ours: ({}, {}))
+    monkeypatch.setattr(actors, "request_machines", lambda count: None)
+    monkeypatch.setattr(Scale, "look", lambda self, queues_ms, jobs: 2)
+
+    def fails(*_: Any) -> None:
+        raise ServerUnavailable("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        with pytest.raises(ServerUnavailable):
+            placed._follow(scale)
+    assert not placed._leaving
+    for step in ("drain", "stop"):
+        with monkeypatch.context() as patched:
+            if step == "drain":
+                patched.setattr(placed, "drain", fails)
+            else:
+                patched.setattr(actors, "stop_nodes", fails)
+                patched.setattr(placed, "drain", lambda node: [])
+            placed._leaving.add("b")
+            with pytest.raises(ServerUnavailable):
+                placed._leave(scale, "b")
+        assert not placed._leaving
+
+
+def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Placement) -> None:
+    """Nodes want to be heard each round: without that their jobs are held."""
+    is_begun, may_end = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        is_begun.set()
+        assert may_end.wait(20)
+
+    for name in "bc":
+        ray.nodes[name].on_adopt = hangs
+    placed._short()
+    placed._short_since = {"m": -1e9}
+    placed._copy_short()
+    assert is_begun.wait(20)
+    placed._copy_short()  # not a second one beside it
+    may_end.set()
+    placed._copying.result(20)
+    assert len(placed.status()["models"]["m"]["nodes"]) == 2
+
+
+def test_an_order_that_is_done_is_taken_away_under_the_lock(
+    ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others walk through the orders under that lock."""
+
+    class Guarded(dict[tuple[str, str], Any]):
+        def __delitem__(self, key: tuple[str, str]) -> None:
+            assert is_locked(placed)
+            super().__delitem__(key)
+
+        pop = None  # type: ignore[assignment]
+
+    placed._ordered = Guarded({("a", "j"): lambda: True})
+    placed._tend()
+    assert not placed._ordered
+
+
+def test_who_accuses_a_node_that_has_started_again_is_late(placed: Placement) -> None:
+    placed.accuse("a", "tcp://former")
+    assert set(placed.table()["nodes"]) == set("abc")
+    assert not placed.table()["may_come"]
+    placed.accuse("a", "tcp://a")
+    assert set(placed.table()["nodes"]) == set("bc")
+    assert placed.table()["may_come"]
+
+
+def test_a_node_that_vanishes_while_it_is_looked_for_is_only_missing(
+    ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def node_of(ray: Any, name: str) -> Any:
+        if name == "b":
+            raise ValueError("no actor of that name")
+        return ray.nodes[name]
+
+    monkeypatch.setattr(actors, "node_of", node_of)
+    assert nodes_of(placed) == ["a", "c"]
+
+
+# ---- a node --------------------------------------------------------------------------------------
+
+
+class Ended(BaseException):
+    """The process has ended."""
+
+
+def ends(status: int) -> None:
+    raise Ended
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("_keys", OSError(28, "No space left on device")), ("connect_ray", RuntimeError("Ray"))],
+)
+def test_a_node_that_cannot_start_again_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
+) -> None:
+    """Ray gives up an actor whose constructor raises. The first time, its user hears of it."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(actors, part, fails)
+    with pytest.raises(type(error)):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+    (tmp_path / "n" / "started").touch()
+    with pytest.raises(Ended):
+        Node("n", str(tmp_path), "127.0.0.1", ())
+
+
+def test_placement_that_cannot_look_yet_is_started_later(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("Ray is not there")
+
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(actors, "node_names", fails)
+    with pytest.raises(Ended):
+        Placement("folder", (), None)
+
+
+def test_two_who_hear_a_node_at_once_renew_its_lease_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Placement looks from several threads."""
+    node = Node.__new__(Node)
+    node._lock, node._answered, node._owners = threading.Lock(), 7, "ipc://owner"
+    node._answered_s = {7: 1.0}
+    monkeypatch.setattr(Node, "_summary", lambda self: {})
+    leased: list[tuple[float, bool]] = []
+    monkeypatch.setattr(
+        Node, "_lease", lambda self, at_s, _: leased.append((at_s, self._lock.locked()))
+    )
+    node.summary(7)
+    assert leased == [(1.0 + actors.LEASE_S, True)]
+
+
+@pytest.mark.parametrize("heard", [b"nonsense", b"\xff\xff", b""])
+def test_a_server_whose_lease_cannot_be_read_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heard: bytes
+) -> None:
+    """Its jobs may not go on where nobody holds them."""
+    killed: list[int] = []
+    monkeypatch.setattr(leases.select, "select", lambda *_: ([0], [], []))
+    monkeypatch.setattr(leases.os, "read", lambda *_: heard)
+    monkeypatch.setattr(leases.os, "kill", lambda pid, number: killed.append(number))
+    try:
+        leases.watch(tmp_path)
+    except (ValueError, IndexError):
+        assert heard
+    assert killed == [leases.signal.SIGTERM]
+
+
+def test_a_full_disk_leaves_what_a_node_knew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    node = Node.__new__(Node)
+    node._lock, node._state = threading.Lock(), tmp_path
+    node.remember("m", {"mode": "graph"})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        node.remember("n", {})
+    with pytest.raises(OSError, match="No space"):
+        write_whole(tmp_path / "other", b"data")
+    assert node._bodies() == {"m": {"mode": "graph"}}
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]

@@ -1,0 +1,190 @@
+"""No process ends, and nobody waits for ever, because the system has run out of something."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import selectors
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch import launch
+from pipeswitch.controller import processes as controller_processes
+from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
+from pipeswitch.errors import ServerUnavailable
+from pipeswitch.gateway.texts import Talk
+from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
+from pipeswitch.ipc.messages import CheckStage, Epoch, Fork, Forked, ForkServerReady, Ping
+from tests.open_files import open_files
+
+SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)
+PING = Ping(epoch=Epoch(1))
+LOOP_SOCKETS = 2  # of asyncio itself
+SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
+
+
+class Parent:
+    """The controller's side of a fork server that the test plays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.hopeless: list[str] = []
+        self.processes = Processes(self.selector, folder / "log", self.hopeless.append)
+        self.exits: list[int] = []
+        ours, self.server = channel_pair()
+        ours.setblocking(False)
+        self.processes._server_channel = ours
+        self.selector.register(ours, selectors.EVENT_READ, self.processes._from_server)
+        self.server.send(ForkServerReady(pid=1, import_ms=0.0))
+        self.processes._from_server()
+
+    def fork(self) -> Child:
+        return self.processes.fork(
+            "worker", "w", SETTINGS, 2, [0], lambda *_: None, self.exits.append
+        )
+
+    def forked(self, pid: int) -> None:
+        """The fork server's answer to the last order."""
+        received = self.server.receive()
+        assert received is not None
+        order, descriptors = received
+        assert isinstance(order, Fork)
+        for one in descriptors:
+            os.close(one)
+        self.server.send(Forked(ticket=order.ticket, pid=pid))
+        self.processes._from_server()
+
+    def is_usable(self, child: Child) -> bool:
+        """Messages and a kill change nothing that has ended."""
+        for index in (0, 1):
+            self.processes.send(child, index, PING)
+        self.processes.kill(child)
+        return self.exits == [-signal.SIGKILL]
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Parent]:
+    made = Parent(tmp_path)
+    yield made
+    for key in list(made.selector.get_map().values()):
+        assert isinstance(key.fileobj, Channel)
+        key.fileobj.close()
+    made.selector.close()
+    made.server.close()
+
+
+def refuse(number: int) -> Any:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return refuses
+
+
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
+) -> None:
+    """The scheduler sends a worker its first task in the same decision as it asks for it."""
+    made = [channel_pair() for _ in range(pairs)]
+    monkeypatch.setattr(
+        controller_processes, "channel_pair", lambda: made.pop() if made else refuse(24)()
+    )
+    before = open_files("socket")
+    assert parent.is_usable(parent.fork())
+    assert open_files("socket") == before - 2 * pairs
+
+
+@pytest.mark.parametrize("number", SHORTAGES)
+def test_a_child_that_the_fork_server_could_not_fork_has_exited(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    before = open_files("socket")
+    child = parent.fork()
+    parent.forked(0)
+    assert parent.is_usable(child)
+    assert open_files("socket") == before
+
+
+def test_an_order_that_cannot_be_sent_is_an_exit(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Channel, "send", refuse(errno.ETOOMANYREFS))
+    child = parent.fork()
+    monkeypatch.undo()
+    assert parent.is_usable(child)
+
+
+def test_a_child_that_cannot_be_watched_is_killed(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        monkeypatch.setattr(os, "pidfd_open", refuse(errno.EMFILE))
+        parent.fork()
+        parent.forked(sleeper.pid)
+        assert sleeper.wait(20) == -signal.SIGKILL
+
+
+def test_a_child_that_cannot_be_sent_a_message_is_killed(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        child = parent.fork()
+        parent.forked(sleeper.pid)
+        monkeypatch.setattr(Channel, "send", refuse(errno.ETOOMANYREFS))
+        parent.processes.send(child, 0, PING)
+        assert sleeper.wait(20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("number", "is_hopeless"), [(errno.EAGAIN, False), (errno.ENOENT, True)])
+def test_a_fork_server_is_tried_again_as_long_as_something_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_hopeless: bool
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", refuse(number))
+    hopeless: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        processes = Processes(selector, tmp_path / "log", hopeless.append)
+        for _ in range(2 * MAX_FAILED_STARTS):
+            if not hopeless:
+                processes.start_server()
+    assert bool(hopeless) == is_hopeless
+
+
+def test_a_text_process_that_cannot_be_started_is_an_error_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", refuse(errno.EAGAIN))
+    before = open_files("socket")
+
+    async def opens() -> None:
+        with pytest.raises(ServerUnavailable):
+            await Talk.open(None)  # type: ignore[arg-type]
+        assert open_files("socket") == before + LOOP_SOCKETS
+
+    asyncio.run(opens())
+
+
+@pytest.mark.parametrize("call", ["fork", "pidfd_open"])
+def test_the_fork_server_reports_what_it_could_not_fork_and_lives_on(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    ours, theirs = channel_pair()
+    ours.setblocking(False)
+    server = launch.ForkServer(theirs)
+    sleeper = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(os, "fork", lambda: sleeper.pid)
+    monkeypatch.setattr(os, call, refuse(errno.EAGAIN))
+    order = Fork(ticket=7, kind="stage", name="s", settings=encode_message(SETTINGS))
+    ours.send(order)
+    assert server._serve()
+    monkeypatch.undo()
+    assert ours.receive() == (Forked(ticket=7, pid=0), [])
+    sleeper.kill()
+    sleeper.wait()
+    for channel in (ours, theirs):
+        channel.close()

@@ -1,0 +1,89 @@
+"""Requests below ``/v1`` and Triton's ``generate``: what their bodies become in memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.gateway.completions import MAX_FIELDS, Asked, Said, _said
+from pipeswitch.gateway.text_process import parsed
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def body(**fields: Any) -> bytes:
+    return msgspec.json.encode({**CHAT, **fields})
+
+
+NESTED = b"{}," * 300_000 + b"{}"  # an empty dictionary takes 64 bytes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"model": "m", "messages": [{"role": "user", "x": [%s]}]}' % NESTED,
+        b'{"model": "m", "messages": [%s]}' % NESTED,
+        b'{"model": "m", "messages": [], "metadata": [%s]}' % NESTED,
+        b'{"model": "m", "messages": [], "user": [%s]}' % (b"[" * 500 + b"]" * 500),
+    ],
+)
+def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        request = _said(data, Said)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert request.model == "m"
+    assert kept < 2 * len(data) + 50_000
+    assert peak < 4 * len(data) + 50_000
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (body(**{f"x{number}": None if number % 2 else 0 for number in range(900)}), None),
+        (body(logit_bias={str(number): 0 for number in range(1000)}), "logit_bias"),
+        (body(max_tokens="many"), "max_tokens"),
+        (b'{"messages": []}', None),
+        (b"[" * 5000, None),
+        (b'{"model": "\xff"}', None),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused(data: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        _said(data, Said)
+    assert caught.value.data.get("param") == param
+
+
+def test_a_field_that_is_null_is_as_if_it_were_left_out() -> None:
+    unset = {f"x{number}": None for number in range(2 * MAX_FIELDS)}
+    request = _said(body(seed=None, n=None, **unset), Said)
+    assert request.seed is None
+    assert parsed(bytes(request.messages)) == CHAT["messages"]
+
+
+def test_tritons_parameters_stand_beside_the_text() -> None:
+    data = b'{"text_input": "a", "seed": 1, "parameters": {"max_tokens": 3, "seed": 2}}'
+    request = _said(data, Asked)
+    assert (request.text_input, request.max_tokens, request.seed) == ("a", 3, 2)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [b"[]", b"{}", b"3", b"[3]", b"[{}", b'[{"role": "user", "content": [{}]}]', b"[{}]" * 2,
+     b"[" + b"{}," * 2000 + b"{}]"],
+)  # fmt: skip
+def test_messages_that_are_not_a_chat_are_refused(messages: bytes) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parsed(messages)
+    assert caught.value.data["param"] == "messages"
+
+
+def test_the_parts_of_a_content_are_joined() -> None:
+    chat = b'[{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "k": 1}]'
+    assert parsed(chat) == [{"role": "user", "content": "ab", "k": 1}]

@@ -1,0 +1,241 @@
+"""Programs in another precision: what is packed and fused, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.programs import packing
+from pipeswitch.programs.build import fusing, precision
+from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.precision import derive
+from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.bundle import decode_graph, encode_graph, read_bundle
+from pipeswitch.programs.contracts import BrokenContract
+from pipeswitch.programs.executor import GraphProgram, fitting
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.spec import BuildSpec, is_checked
+from pipeswitch.programs.views import tensor_over
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
+
+
+class Block(nn.Module):
+    """A residual block of a convolutional network, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, padding=1, groups=2)
+        self.third = nn.Conv2d(8, 16, 1)
+        self.last = nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 10)
+        for norm in (self.norm, self.last):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
+            nn.init.uniform_(norm.weight, 0.5, 2.0)
+            nn.init.normal_(norm.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(self.first(x)))
+        y = torch.relu_(self.last(self.second(y)) + self.third(x))
+        return self.head(y.mean((2, 3)))
+
+
+class Written(nn.Module):
+    """Its product may not be moved behind what is written in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + 1.0
+        y = self.linear(x)
+        x.add_(y)
+        x.mul_(2.0)
+        return torch.relu(y), x
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(16, 32), nn.Conv2d(4, 8, 3)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.activation(self.linear(x)), self.activation(self.convolution(y))
+
+
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "relu6": nn.functional.relu6,
+    "gelu": nn.functional.gelu,
+    "gelu-tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "hardswish": nn.functional.hardswish,
+    "hardsigmoid": nn.functional.hardsigmoid,
+    "hardtanh": nn.functional.hardtanh,
+    "leaky": nn.functional.leaky_relu,
+    "leaky-2": lambda x: nn.functional.leaky_relu(x, 0.2),
+    "clamp": lambda x: x.clamp(-0.1, 0.2),
+    "clamp-one": lambda x: x.clamp(min=0.1),
+    "softplus": nn.functional.softplus,
+}
+
+
+@pytest.fixture(autouse=True)
+def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls are often faster plain: here no time decides."""
+
+    def timed(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+        for call in calls:
+            call()
+        return 2.0, 1.0
+
+    monkeypatch.setattr(fusing, "least_ms", timed)
+    monkeypatch.setattr(precision, "least_ms", timed)
+    torch.manual_seed(0)
+
+
+def built(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, **options: Any
+) -> Manifest:
+    export_module_to_bundle(module.eval(), inputs, folder / "m.bundle")
+    spec = BuildSpec(name="m", source=str(folder / "m.bundle"), precision="fast", **options)
+    return build(spec, folder / "out", lambda stage, fraction: None)
+
+
+def answers(
+    manifest: Manifest, folder: Path, inputs: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    path = folder / "out" / packing.DERIVED_FILE
+    graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
+    image = load_image(path, manifest).untyped_storage()
+    program = GraphProgram(manifest, graph, "cpu", KERNELS)
+    bound = program.bind(lambda spec: tensor_over(image, spec, 0))
+    return bound.run([value.clone() for value in inputs], lambda index: None)
+
+
+def targets(folder: Path) -> list[str]:
+    graph = read_bundle(folder / "out" / packing.DERIVED_FILE, is_derived=True).graph
+    return [node.target for node in graph.nodes]
+
+
+def test_a_residual_block_becomes_three_calls(tmp_path: Path) -> None:
+    module, x = Block(), torch.randn(3, 8, 12, 12)
+    manifest = built(module, (x,), tmp_path)
+    assert manifest.precision is not None
+    assert manifest.precision.max_error < 1e-5
+    assert manifest.precision.agreement == 1.0
+    assert targets(tmp_path).count(packing.CONVOLUTION) == 2
+    assert targets(tmp_path).count(packing.CONVOLUTION_ADD) == 1
+    assert not [name for name in targets(tmp_path) if "norm" in name or "relu" in name]
+    for rows in (1, 3, 7):
+        given = torch.randn(rows, 8, 12, 12)
+        torch.testing.assert_close(answers(manifest, tmp_path, (given,))[0], module(given))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_the_modules(name: str, tmp_path: Path) -> None:
+    module = Activated(ACTIVATIONS[name])
+    inputs = torch.randn(2, 16), torch.randn(2, 4, 9, 9)
+    manifest = built(module, inputs, tmp_path)
+    for ours, theirs in zip(answers(manifest, tmp_path, inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_product_is_not_moved_over_a_write(tmp_path: Path) -> None:
+    module, x = Written(), torch.randn(2, 16)
+    manifest = built(module, (x,), tmp_path)
+    assert packing.LINEAR in targets(tmp_path)
+    for ours, theirs in zip(answers(manifest, tmp_path, (x,)), module(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_sum_that_broadcasts_is_not_fused(tmp_path: Path) -> None:
+    class Broad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + x.mean(0, keepdim=True)  # of one row it has that shape
+
+    module = Broad()
+    manifest = built(module, (torch.randn(1, 16),), tmp_path)
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+@pytest.mark.parametrize("how", ["wrong", "nan"])
+def test_a_form_that_disagrees_is_refused(how: str, tmp_path: Path) -> None:
+    class Lying(CpuKernels):
+        def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+            def lie(*arguments: Any) -> torch.Tensor:
+                found = super(Lying, self).operators()[packing.LINEAR](*arguments)
+                return found * (1.01 if how == "wrong" else float("nan"))
+
+            return {**super().operators(), packing.LINEAR: lie}
+
+    built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
+    export_module_to_bundle(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "n.bundle")
+    spec = BuildSpec(name="m", source=str(tmp_path / "n.bundle"))
+    plain = build(spec, tmp_path / "plain", lambda stage, fraction: None)
+    with pytest.raises(RegistrationRefused) as caught:
+        derive(plain, tmp_path / "plain", "fast", 0.0, 0, Lying())
+    assert caught.value.data["part"] == "precision 'fast'"
+
+
+def test_an_error_over_the_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match="max_error"):
+        built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path, max_error=1e-12)
+
+
+def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
+    manifest = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path)
+    assert manifest.precision is None
+    assert "it stays exact" in manifest.extra["notes"][-1]
+    assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
+
+
+def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
+    built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    derived = tmp_path / "out" / packing.DERIVED_FILE
+    with pytest.raises(RegistrationRefused):
+        read_bundle(derived)
+    graph = read_bundle(derived, is_derived=True).graph
+    with pytest.raises(RegistrationRefused):
+        decode_graph(encode_graph(replace(graph, packed={})))
+    with pytest.raises(RegistrationRefused):
+        build(BuildSpec(name="m", source=str(derived)), tmp_path / "b", lambda *told: None)
+
+
+def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> None:
+    manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    assert is_checked(manifest)
+    assert manifest.precision is not None
+    moved = replace(manifest, precision=replace(manifest.precision, fingerprint="another"))
+    assert not is_checked(moved)
+
+
+@pytest.mark.parametrize("shape", [(2, 15), (2, 17), (16,), (2, 2, 2, 2, 16)])
+def test_an_input_that_does_not_fit_its_packed_weight_is_refused(shape: tuple[int, ...]) -> None:
+    layout, data = KERNELS.pack_linear(torch.randn(8, 16), 2)
+    weight = KERNELS.wrap(data, layout)
+    call = fitting(KERNELS.operators()[packing.LINEAR])
+    with pytest.raises(BrokenContract):
+        call(torch.randn(shape), weight, None, "none", [], "")
+    assert call(torch.randn(2, 16), weight, None, "none", [], "").shape == (2, 8)

@@ -1,0 +1,278 @@
+"""Turns at text processes, and what requests and authors may ask for: no process runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+pytest.importorskip("httptools", reason="make installs it")
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral, _said
+from pipeswitch.gateway.sharing import MOST_PASSES, Turns
+from pipeswitch.gateway.texts import TURN_S, Place, next_place, turn_of
+from pipeswitch.programs.answer import Ending
+from pipeswitch.programs.generating import Facts, Generating
+from pipeswitch.programs.generation import author_defaults
+from pipeswitch.programs.sampling import Sampling
+from pipeswitch.roles import ANYONE, Standing
+
+OPTIONS = [*Said.__struct_fields__]
+
+
+def test_callers_take_turns_however_much_one_of_them_asks() -> None:
+    turns: Turns[str] = Turns()
+    for number in range(5):
+        turns.put("mallory", f"m{number}")
+    turns.put("alice", "a0")
+    turns.put("bob", "b0")
+    turns.put("alice", "a1")
+    assert [turns.take() for _ in range(9)] == [
+        "m0",
+        "a0",
+        "b0",
+        "m1",
+        "a1",
+        "m2",
+        "m3",
+        "m4",
+        None,
+    ]
+
+
+def test_tokens_of_answers_go_before_new_prompts_which_do_not_starve() -> None:
+    turns: Turns[str] = Turns()
+    turns.put("alice", "prompt")
+    for _ in range(MOST_PASSES + 2):
+        turns.put("mallory", "token", is_urgent=True)
+    order = [turns.take() for _ in range(MOST_PASSES + 3)]
+    assert order.index("prompt") == MOST_PASSES
+    turns.put("alice", "prompt")
+    turns.put("alice", "token", is_urgent=True)
+    assert turns.clear() == ["token", "prompt"]
+    assert turns.take() is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=40))
+def test_each_thing_is_taken_once_and_those_of_a_caller_in_order(
+    things: list[tuple[str, bool]],
+) -> None:
+    turns: Turns[tuple[str, bool, int]] = Turns()
+    for number, (caller, is_urgent) in enumerate(things):
+        turns.put(caller, (caller, is_urgent, number), is_urgent=is_urgent)
+    found = []
+    while (one := turns.take()) is not None:
+        found.append(one)
+    assert sorted(one[2] for one in found) == [*range(len(things))]
+    for caller, is_urgent in things:
+        numbers = [one[2] for one in found if one[:2] == (caller, is_urgent)]
+        assert numbers == sorted(numbers)
+
+
+def test_a_token_is_one_caller_from_everywhere_and_who_has_none_is_an_address() -> None:
+    alice, stranger = Standing(tenant="alice"), Standing(tenant=ANYONE)
+    assert turn_of(alice, "10.0.0.1") == turn_of(alice, "10.0.0.2")
+    assert turn_of(stranger, "10.0.0.1") != turn_of(stranger, "10.0.0.2")
+    assert turn_of(Standing(tenant="10.0.0.1"), "x") != turn_of(stranger, "10.0.0.1")
+
+
+def busy(owner: str, since_s: float = 0.0) -> Place:
+    return Place(owner=owner, since_s=since_s)
+
+
+def idle(owner: str, since_s: float) -> Place:
+    return Place(owner=owner, since_s=0.0, idle_since_s=since_s)
+
+
+EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "now_s", "found"),
+    [
+        ({}, {"a": busy("alice")}, 1.0, ("a", "")),
+        # An owner with all eight gives one up at once, and its ninth waits for a turn.
+        (EIGHT, {"a": busy("alice", 1.0)}, 1.0, ("a", "m0")),
+        (EIGHT, {"m8": busy("mallory", 1.0)}, 1.0, None),
+        (EIGHT, {"m8": busy("mallory", 1.0)}, TURN_S, ("m8", "m0")),
+        (EIGHT, {"m8": busy("mallory", 0.5), "a": busy("alice", 1.0)}, TURN_S, ("a", "m0")),
+        # Nine owners: the one that has had its process longest, when its turn is over.
+        ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 9.0, None),
+        ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 10.5, ("a", "0")),
+        # An idle process goes first, but none of an owner with fewer before it has rested.
+        ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
+        ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
+        ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),
+        # Two owners share: neither takes from the other what would make it the poorer one.
+        ({"x": busy("a"), "y": busy("b")}, {"z": busy("a", 1.0)}, 5.0, None),
+    ],
+)
+def test_owners_share_the_text_processes(
+    held: dict[str, Place], wanted: dict[str, Place], now_s: float, found: Any
+) -> None:
+    assert next_place(held, wanted, max(len(held), 1), now_s) == found
+
+
+def test_a_caller_that_wishes_for_many_models_waits_longer_than_one_with_one_wish() -> None:
+    wanted = {f"m{n}": Place(owner="", caller="address 1", since_s=n) for n in range(20)}
+    wanted["a"] = Place(owner="", caller="token alice", since_s=30.0)
+    assert next_place({}, wanted, 1, 31.0) == ("a", "")
+
+
+@given(
+    st.dictionaries(st.text("ab", max_size=3), st.sampled_from("xyz"), min_size=1, max_size=4),
+    st.dictionaries(st.text("cd", max_size=3), st.sampled_from("xyz"), min_size=1, max_size=4),
+)
+def test_nobody_waits_for_ever(held: dict[str, str], wanted: dict[str, str]) -> None:
+    """The owners that have the fewest get one after a turn, and what they get others had."""
+    places = {name: busy(owner) for name, owner in held.items()}
+    wishes = {name: busy(owner, 1.0) for name, owner in wanted.items() if name not in held}
+    has = [*held.values()]
+    poorest = [w.owner for w in wishes.values() if has.count(w.owner) < max(map(has.count, has))]
+    found = next_place(places, wishes, len(places), 1.0 + TURN_S)
+    assert found is not None or not poorest
+
+
+def test_an_answer_goes_on_in_another_process_where_it_was() -> None:
+    facts = Facts(version=1, digest="d", vocabulary=9, context=30, piece=4)
+    prompt, ending = [1, 2, 3, 4, 5, 6], Ending(max_new_tokens=8, eos_ids=(8,))
+    whole = Generating(facts, prompt, Sampling(), ending)
+    made: list[int] = []
+    for tokens in ([7], [1], [2, 3], [4, 8]):
+        step = whole.step()
+        found = whole.answered(tokens)
+        used = step.used + len(step.ids)
+        if used >= len(prompt):
+            made += tokens
+            used += len(tokens) - 1
+        other = Generating(facts, prompt, Sampling(), ending)
+        again = other.resume(made, used)
+        assert again[len(again) - len(found) :] == found
+        assert (other.tokens, other.reason) == (whole.tokens, whole.reason)
+        assert (other.step().ids, other.step().used) == (whole.step().ids, whole.step().used)
+
+
+def test_options_are_read_of_the_whole_request() -> None:
+    asked = {
+        "model": "m",
+        "prompt": "a",
+        "n": 1,
+        "top_k": -1,
+        "cache_salt": None,
+        "user": "u" * 999,
+    }
+    options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": False}
+    assert _said(json.dumps({**asked, "stream_options": options}).encode(), Said).model == "m"
+    for more, param in (
+        ({"top_k": 5}, "top_k"),
+        ({"echo": "x" * 999}, "echo"),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            _said(json.dumps({**asked, **more}).encode(), Said)
+        assert caught.value.data["param"] == param
+
+
+def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
+    found = None
+    try:
+        _check_neutral(name, Raw(json.dumps(value).encode()), OPTIONS, is_chat=is_chat)
+    except InvalidInput as error:
+        found = error.data["param"]
+    assert found in (None, name)
+    return found is not None
+
+
+def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
+    """The defaults of OpenAI's and vLLM's request fields, of chats and completions."""
+    both = json.loads("""{
+        "n": 1, "best_of": 1, "echo": false, "frequency_penalty": 0.0, "presence_penalty": 0,
+        "logit_bias": {}, "logprobs": false, "top_logprobs": 0, "suffix": "", "user": "me",
+        "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+        "use_beam_search": false, "stop_token_ids": [], "include_stop_str_in_output": false,
+        "ignore_eos": false, "min_tokens": 0, "skip_special_tokens": true, "priority": 0,
+        "spaces_between_special_tokens": true, "response_format": {"type": "text"},
+        "tools": [], "functions": [], "tool_choice": "auto", "parallel_tool_calls": true,
+        "modalities": ["text"], "store": false, "service_tier": "auto", "metadata": {"a": "b"},
+        "reasoning_effort": "medium", "verbosity": "medium", "add_generation_prompt": true,
+        "continue_final_message": false, "documents": [], "chat_template_kwargs": {},
+        "include_reasoning": true, "bad_words": [], "return_token_ids": false,
+        "return_tokens_as_token_ids": false, "request_id": "r", "kv_transfer_params": {},
+        "stream_options.continuous_usage_stats": false, "stream_options.include_obfuscation": true
+    }""")
+    for is_chat in (True, False):
+        for name, value in both.items():
+            assert not refused(name, value, is_chat=is_chat), name
+        assert refused("add_special_tokens", is_chat, is_chat=is_chat)
+        assert not refused("add_special_tokens", not is_chat, is_chat=is_chat)
+    for name, values in NEUTRAL.items():
+        for value in (True, False, 0, 1, 2, -1, 0.5, "x", [1], {"x": 1}, [], {}, ""):
+            is_same = any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+            )
+            if "." not in name:
+                assert refused(name, value) is not (is_same or "*" in values), (name, value)
+    for value in (False, 0, "", [], {}, True):
+        assert refused("enable_thinking", value)
+        assert refused("do_sample", value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampling", "noted"),
+    [
+        ({}, {}, []),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            {"temperature": 0.6, "top_p": 0.9},
+            [],
+        ),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}, []),
+        ({"max_new_tokens": 7, "max_length": 100}, {"max_new_tokens": 7}, []),
+        ({"max_length": 99}, {}, ["max_length"]),
+        ({"repetition_penalty": 1.0, "top_k": 0, "num_beams": 1, "bad_words_ids": []}, {}, []),
+        (
+            {"repetition_penalty": 1.1, "top_k": 20, "num_beams": 4, "bad_words_ids": [[3]]},
+            {},
+            ["bad_words_ids", "num_beams", "repetition_penalty", "top_k"],
+        ),
+        (
+            {"stop_strings": ["a"], "forced_eos_token_id": 3, "early_stopping": True},
+            {},
+            ["early_stopping", "forced_eos_token_id", "stop_strings"],
+        ),
+        (
+            {"temperature": -1.0, "top_p": 0.0, "max_new_tokens": 0},
+            {},
+            ["max_new_tokens", "temperature", "top_p"],
+        ),
+        ({"a_new_option": {"x": 1}, "temperature": True}, {}, ["a_new_option", "temperature"]),
+        (
+            {
+                "transformers_version": "5",
+                "use_cache": True,
+                "eos_token_id": [1, 2],
+                "pad_token_id": 0,
+                "_from_model_config": True,
+                "output_scores": True,
+                "cache_implementation": "hybrid",
+            },
+            {},
+            [],
+        ),
+    ],
+)
+def test_what_an_author_asks_for_is_followed_or_noted(
+    asked: dict[str, Any], sampling: dict[str, float], noted: list[str]
+) -> None:
+    found, notes = author_defaults(asked, 100)
+    assert found == sampling
+    assert [note.split(" = ")[0].removeprefix("generation_config: ") for note in notes] == noted
