@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import textwrap
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from pipeswitch import job
 from pipeswitch.errors import (
@@ -672,3 +673,147 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
     with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:
         assert live(host, many_folds, every_ms=1.0)
     assert len(warned) == 1
+
+
+# ------------------------------------------------------------- what the script keeps beside it
+
+
+class Early:
+    """Early stopping, as people write it."""
+
+    def __init__(self) -> None:
+        self.bad, self.best = 0, 9.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "a number": lambda: 9.0,
+    "a list": list,
+    "a dict": lambda: {"calls": 0},
+    "a tensor": lambda: torch.zeros(6),
+    "a generator": lambda: random.Random(1),
+    "numpy's generator": lambda: np.random.default_rng(1),
+    "a network": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(6, 1)),
+    "early stopping": Early,
+    "a scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=2),
+}
+
+
+def use(kept: Any, net: nn.Module, loss: float) -> Any:
+    """Change it as a loop's body does; returns what the variable is assigned."""
+    if isinstance(kept, float):
+        return kept + loss
+    if isinstance(kept, list):
+        kept.append(loss)
+    elif isinstance(kept, dict):
+        kept["calls"] += 1
+    elif isinstance(kept, torch.Tensor):
+        kept.add_(loss)
+    elif isinstance(kept, torch.optim.swa_utils.AveragedModel):
+        kept.update_parameters(net)
+    elif isinstance(kept, Early):
+        kept.bad += 1
+    elif isinstance(kept, torch.amp.GradScaler):
+        kept.scale(torch.ones(1))
+        kept._growth_tracker.add_(1)
+    else:
+        kept.random()
+    return kept
+
+
+@pytest.mark.parametrize("where", ["in the body", "between two epochs"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_loop_changes_and_job_steps_does_not_have_is_named_once(
+    name: str, where: str
+) -> None:
+    def script(poke: Poke, passes: bool = False) -> str:
+        loader, net, kept = data(), nn.Linear(6, 1), KEPT[name]()
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        constant, began_s, table = 3, time.time(), [1, 2]
+        for _ in job.epochs(3):
+            began_s = time.time()
+            is_network = isinstance(kept, nn.Module)
+            for (a,) in job.steps(
+                loader,
+                model=[net, kept] if passes and is_network else net,
+                optimizer=opt,
+                extra_state=kept if passes and not is_network else None,
+            ):
+                loss = trained(a, net, opt)
+                if where == "in the body":
+                    kept = use(kept, net, loss)
+            if where != "in the body":
+                kept = use(kept, net, loss)
+        return digest(net.state_dict(), constant, table, began_s > 0)
+
+    with pytest.warns(job.InexactResumeWarning, match="kept: the loop changes|kept, ") as warned:
+        live(FakeHost(), script, every_ms=1.0)
+    assert len(warned) == 1
+    if name != "a number":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            live(FakeHost(), lambda poke: script(poke, passes=True), every_ms=1.0)
+
+
+class OwnTrainer:
+    def __init__(self) -> None:
+        self.loader, self.net, self.best, self.seen = data(), nn.Linear(6, 1), 9.0, 0
+        self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def fit(self) -> None:
+        for (a,) in job.steps(self.loader, model=self.net, optimizer=self.opt):
+            self.best = min(self.best, trained(a, self.net, self.opt))
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Epochs(Sampler[int]):
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.passes)))
+
+
+@pytest.mark.parametrize("what", ["Counting.calls", "Epochs.passes"])
+def test_plain_attributes_of_modules_and_samplers_are_named(what: str) -> None:
+    def script(poke: Poke) -> str:
+        net: nn.Module = Counting() if "calls" in what else nn.Linear(6, 1)
+        dataset = TensorDataset(torch.randn(16, 6))
+        loader = DataLoader(dataset, 4, sampler=Epochs() if "passes" in what else None)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in job.epochs(2):
+            for (a,) in job.steps(loader, model=net, optimizer=opt):
+                trained(a, net, opt)
+        return "ended"
+
+    with pytest.warns(job.InexactResumeWarning, match=rf"{what}: the loop"):
+        live(FakeHost(), script, every_ms=1.0)
+
+
+def test_attributes_of_a_home_made_trainer_are_named() -> None:
+    def script(poke: Poke) -> str:
+        OwnTrainer().fit()
+        return "ended"
+
+    with pytest.warns(job.InexactResumeWarning, match=r"self\.best: the loop"):
+        live(FakeHost(), script, every_ms=1.0)

@@ -22,6 +22,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ from .layout import history_bytes
 from .objects import TrainedObjects, bare
 from .place import Position, SavedImage, ScriptPlace
 from .reports import Reports
+from .script_watch import ScriptWatch
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
@@ -92,6 +94,8 @@ class TrainingSession:
         self._epochs = 1  # of the loop over them; without one, the data once
         self._has_stepped = False  # an optimizer, since the last point
         self._loader: Any = None
+        self._script: ScriptWatch | None = None  # of the first phase of this life
+        self._frame_of_epochs = 0
         self._has_updated = saved is not None and bool(saved.values["has_updated"])
         self._optimizer_depth = 0
         self._open_loop: object | None = None
@@ -182,6 +186,7 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place, self._epochs = self._place, count
+        self._frame_of_epochs = id(sys._getframe(1))  # which lives as long as this
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         try:
@@ -195,6 +200,7 @@ class TrainingSession:
                 self._unwind_if_evicted()
         finally:
             place.end_epochs()
+            self._frame_of_epochs = 0
             if not self._is_unwinding:
                 self._end_phase()
 
@@ -243,6 +249,10 @@ class TrainingSession:
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self.step)
+        if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
+            self._watch_script()
+        elif not isinstance(loader, Source):  # a function that is called anew has new variables
+            self._script = ScriptWatch(sys._getframe(1), objects, loader)
         iterator, is_left = self._open(start), True
         try:
             if iterator is not None:
@@ -315,6 +325,8 @@ class TrainingSession:
             self._objects.extras = objects.extras  # may be others, of the same names
             return
         self._release()
+        if self._script is not None:
+            self._warned.add("script")  # what stands between phases is done again
         objects.refuse_shared_memory()
         if "lost" not in self._warned:
             self._warned.add("lost")
@@ -528,6 +540,7 @@ class TrainingSession:
             except StopIteration:
                 return
             if before is not None:
+                assert self._data is not None
                 self._data.fetched(batch, before.random, before.data)
             self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
@@ -579,6 +592,7 @@ class TrainingSession:
         self._capture()
         is_due = self._timing.is_due and not self._host.is_publishing
         if (is_due or self._publish_due) and self._place.saved is None:
+            self._watch_script()
             self._publish_due = False
             self._begin_commit()
             if not self._watch.may_overlap:
@@ -587,6 +601,7 @@ class TrainingSession:
     def _end_loop(self) -> None:
         """After the last batch, or a ``break``: what follows must find the state as it is now."""
         self._has_failed = False
+        self._watch_script()
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False
         self._in_body = False
         if self._place.saved is None and not (self._point and self._is_whole(self._point)):
@@ -594,6 +609,27 @@ class TrainingSession:
             self._capture()
         if not self._place.in_epochs:
             self._end_phase()
+
+    def _watch_script(self) -> None:
+        """Warn once of what the loop changes and a resumed script starts over."""
+        if self._script is None or "script" in self._warned:
+            return
+        assert self._objects is not None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        names = self._script.changed(frame, self._objects, self._loader)
+        if names:
+            self._warned.add("script")
+            self._host.report("warning", what="inexact_resume", step=self.step)
+            warnings.warn(
+                f"job.steps: {', '.join(names[:6])}: the loop changes this, and job.steps does not "
+                "have it, so a resumed script starts it over. Keep numbers in a dict "
+                "(note = {'best': 9.0}; extra_state=note); pass lists, generators and objects with "
+                "state_dict() in extra_state, networks as model",
+                InexactResumeWarning,
+                stacklevel=4,
+            )
 
     def _end_phase(self, *, force: bool = False) -> None:
         """Commit the last point, for whatever the script does next.

@@ -195,27 +195,27 @@ def load_state(item: Any, state: Any) -> None:
     elif isinstance(item, random.Random):
         item.setstate(state)
     elif type(item) in NOTES:
-        _filled(item, state)
+        filled(item, state)
     else:
         item.load_state_dict(state)
 
 
-def _filled(item: Any, state: Any) -> Any:
+def filled(item: Any, state: Any) -> Any:
     """Put ``state`` into ``item``, which the script refers to; return it, or ``state`` where the
     two are of other types."""
     kind = type(item)
     if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
         return state
     if kind in _DICTS:
-        values = {key: _filled(item.get(key), value) for key, value in state.items()}
+        values = {key: filled(item.get(key), value) for key, value in state.items()}
         item.clear()
         item.update(values)
     elif kind in (list, deque, tuple):
-        filled = [_filled(*pair) for pair in zip_longest(item, state)][: len(state)]
+        items = [filled(*pair) for pair in zip_longest(item, state)][: len(state)]
         if kind is tuple:
-            return tuple(filled)
+            return tuple(items)
         item.clear()
-        item.extend(filled)
+        item.extend(items)
     elif kind is set:
         item.clear()
         item.update(state)
@@ -396,7 +396,7 @@ class DataPosition:
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
         """An iterator behind ``batches`` that are fetched once more, from where they began."""
         self._keeper.load_state_dict(begin.own)
-        iterator = iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
         return iterator
 
@@ -425,7 +425,7 @@ class DataPosition:
                 start.restore(device)
                 self.restore_generators(data)
                 self._keeper.load_state_dict(data.own)
-                iterator = iter(self._loader)
+                iterator: Iterator[Any] = iter(self._loader)
                 if digest_of(_drop(iterator, count)) == mark:
                     return iterator
             except Exception as error:  # the script's own object; the next way may do
