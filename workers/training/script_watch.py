@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipeswitch.commits import tagged
-from pipeswitch.inputs.randomness import GENERATORS
+from pipeswitch.inputs.randomness import GENERATORS, generators_of
 
 from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
@@ -59,6 +59,7 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
     """Ids of all that is captured, and of what is in it."""
     todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
     known = {id(one) for one in (*objects.modules, loader, getattr(loader, "dataset", None))}
+    known |= {id(one) for one in generators_of(loader).values()}
     known |= {id(one) for one in (*objects.parameters.values(), *objects.buffers.values())}
     while todo:
         one = todo.pop()
@@ -82,7 +83,8 @@ def _marks(
     owner = frame.f_locals.get("self")
     if owner is not None and id(owner) not in known:
         places.append(("self.", getattr(owner, "__dict__", {})))
-    parts = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+    places_of_data = () if has_state(loader) else ("dataset", "sampler", "batch_sampler")
+    parts = [getattr(loader, name, None) for name in places_of_data]
     for part in (*objects.modules[:MOST_MODULES], *(one for one in parts if not has_state(one))):
         if not type(part).__module__.startswith(("torch.", "builtins")):
             places.append((f"{type(part).__name__}.", getattr(part, "__dict__", {})))
