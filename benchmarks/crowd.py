@@ -9,12 +9,18 @@ Then a modest client, with a key and a token of its own, beside 1, 8 and 64 gree
 tenant (``greedy.py``): it asks once and waits for the answer, each tenth time with JSON, and
 registers and unregisters a small model in each turn. Everything runs on this machine's cores, niced
 alike: ``greedy_cores`` and ``controller_cores`` say who had them.
+
+Then an innocent client over all protocols, alone and beside callers of one kind, each of whose
+requests is made to cost much; and beside all kinds for ten minutes, with the memory of each process
+at rest before and after.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import http.client
 import itertools
 import json
 import os
@@ -27,20 +33,24 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import psutil
 
+from pipeswitch.client.client import Client
 from pipeswitch.errors import PipeSwitchError
 from pipeswitch.planning.fit import quantile
+from pipeswitch.programs.generation import METADATA_KEY
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.keys import KeyFolder, make_pair
 
-from .gateway import SMALL, Http, json_request
+from .gateway import SMALL, Http, grpc_caller, infer_message, json_request
 from .greedy import MODELS, Doors, X
+from .lm_child import letters
 from .trials import Arm, Numbers, Run, now_ms
 
 COUNT: Final = 1000
@@ -67,6 +77,7 @@ def run(bench: Run, _: Any = ()) -> None:
     """Both cases."""
     _callers(bench)
     _tenants(bench)
+    _costly(bench)
 
 
 def _callers(bench: Run) -> None:
@@ -248,6 +259,281 @@ def _used_s(pids: Sequence[int]) -> float:
     return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
+# ---- callers of one kind, each of whose requests costs much ------------------------------------
+
+ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # over HTTP; gRPC comes from 127.0.0.1
+LONG_IDS: Final = 6 << 20  # 48 MiB
+TEXT_MODELS: Final = 8  # of those with an endless template, and of good ones
+ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATE: Final = "{% for one in messages %}{{ one.content }}{% endfor %}"
+SOAK_S: Final = 600.0
+REST_S: Final = 20.0
+MAX_TIMES: Final = 5.0  # of the innocent client's p99 alone
+MAX_GROWTH: Final = 1.5  # of a process at rest
+
+
+class Addresses(NamedTuple):
+    """Where a server listens."""
+
+    http: str
+    grpc: str
+    tcp: str
+
+
+Act = Callable[[Addresses, int], Awaitable[None]]
+"""One request of a caller, by its number."""
+
+
+async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
+    """Send a request from the attacker's address over a connection of its own."""
+    host, _, port = to.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(ATTACKER, 0))
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{lines}"
+    try:
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.read()
+    finally:
+        writer.close()
+
+
+def chat(model: str, more: str = "") -> bytes:
+    """Return the body of a chat; ``more``: JSON of further fields of its message."""
+    message = f'{{"role":"user","content":"ab"{more}}}'
+    return f'{{"model":"{model}","max_tokens":4,"messages":[{message}]}}'.encode()
+
+
+async def _many_parts(to: Addresses, _: int) -> None:
+    parts = "{}," * 340_000 + "{}"
+    await post(to, "/v1/chat/completions", chat("chat", f',"x":[{parts}]'))
+
+
+async def _unread_stream(to: Addresses, _: int) -> None:
+    import grpc.aio
+
+    message = infer_message("echo", np.zeros((1, 1 << 18), np.float32), "x")
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(to.grpc, options) as channel:
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+        while True:
+            await call.write(message)
+
+
+async def _long_prompt(to: Addresses, _: int) -> None:
+    body = {"model": "chat", "prompt": "ab " * 43_690, "max_tokens": 4}
+    await post(to, "/v1/completions", json.dumps(body).encode())
+
+
+async def _long_ids(to: Addresses, number: int) -> None:
+    count, used = np.array([LONG_IDS]), np.array([0])
+    values: dict[str, Any] = {
+        "ids": np.zeros((1, LONG_IDS), np.int64),
+        "count": count,
+        "used": used,
+    }
+    if number % 2:
+        with Client(to.tcp) as client, client.sequence("chat") as sequence:
+            await asyncio.to_thread(sequence.infer, **values)
+    rows = [
+        {"name": name, "datatype": "INT64", "shape": value.shape,
+         "parameters": {"binary_data_size": value.nbytes}} for name, value in values.items()
+    ]  # fmt: skip
+    head = json.dumps({"inputs": rows, "parameters": {"sequence_id": 1, "sequence_start": True}})
+    body = b"".join([head.encode(), *values.values()])
+    line = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    await post(to, "/v2/models/chat/infer", body, line)
+
+
+async def _many_texts(to: Addresses, number: int) -> None:
+    kind = "words" if number % 2 else "endless"
+    await post(to, "/v1/chat/completions", chat(f"{kind}-{number // 2}"))
+
+
+async def _open_requests(to: Addresses, _: int) -> None:
+    async def one() -> None:
+        while True:
+            await asyncio.wrap_future(client.submit(MODELS[0], X))
+
+    with Client(to.tcp) as client:
+        await asyncio.gather(*(one() for _ in range(150)))
+
+
+ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # how many callers, and what each does
+    "JSON of many parts": (60, _many_parts),
+    "unread gRPC streams": (16, _unread_stream),
+    "8 long prompts": (8, _long_prompt),
+    "45 long prompts": (45, _long_prompt),
+    "long ids": (4, _long_ids),
+    "texts of many models": (2 * TEXT_MODELS, _many_texts),
+    "150 open requests": (1, _open_requests),
+}
+
+
+def _costly(bench: Run) -> None:
+    """Measure an innocent client alone and beside each kind; then beside all for minutes."""
+    options: Any = {"arena": "256MiB", "http": True, "tcp_roles": ("infer", "register")}
+    with (
+        server(**options) as running,
+        running.client() as owner,
+        running.client(tcp=True) as stranger,
+    ):
+        register(owner, stranger, running.state_dir)
+        to = Addresses(running.http_address, running.grpc_address, running.tcp_address)
+        with innocent(to) as asks:
+            for name in ATTACKS:
+                _beside_one_kind(bench, name, to, asks)
+            soak(bench, to, asks, running.pid)
+
+
+def register(owner: Client, stranger: Client, folder: Path) -> None:
+    """Register the innocent client's models, and those of one who means no good."""
+    import torch
+    import transformers
+
+    owner.register(SMALL.name, SMALL.source, weights="random:0", inputs=SMALL.inputs)
+    for name in (MODEST, MODELS[0]):
+        owner.register(name, TOWER, weights="random:0", inputs={"input": (X.shape, "float32")})
+    owner.register("echo", torch.nn.Hardtanh(), example_inputs=(torch.zeros(1, 1 << 18),))
+    config = transformers.GPT2Config(vocab_size=700, n_positions=2048, n_embd=32, n_layer=1,
+                                     n_head=4, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    tokenizer = letters(config.vocab_size)
+    tokenizer.chat_template = TEMPLATE
+    model = transformers.GPT2LMHeadModel(config).eval()
+    row = owner.register("chat", model, generate=True, tokenizer=tokenizer)
+    bundle = (folder / "models" / row["digest"] / "program.bundle").read_bytes()
+    for kind, template in (("words", TEMPLATE), ("endless", ENDLESS)):
+        for number in range(TEXT_MODELS):
+            copy = folder.parent / "copy.bundle"
+            copy.write_bytes(_with_template(bundle, f"{{# {number} #}}{template}"))
+            stranger.register(f"{kind}-{number}", copy)
+
+
+def _with_template(bundle: bytes, template: str) -> bytes:
+    """Return a language model's bundle with another chat template."""
+    (size,) = struct.unpack_from("<Q", bundle)
+    head = json.loads(bundle[8 : 8 + size])
+    of_texts = json.loads(head["__metadata__"][METADATA_KEY]) | {"chat_template": template}
+    head["__metadata__"][METADATA_KEY] = json.dumps(of_texts)
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + bundle[8 + size :]
+
+
+Asks = Mapping[str, Callable[[], object]]
+
+
+@contextlib.contextmanager
+def innocent(to: Addresses) -> Iterator[Asks]:
+    """Yield what a client asks that has few requests, by its protocol."""
+    host, _, port = to.http.rpartition(":")
+    caller = http.client.HTTPConnection(host, int(port), 60, source_address=(INNOCENT, 0))
+
+    def asked(path: str, body: bytes) -> None:
+        caller.request("POST", path, body)
+        answer = caller.getresponse()
+        if (text := answer.read()) and answer.status != 200:
+            raise RuntimeError(f"{answer.status} {text[:100]!r}")
+
+    x = np.ones((1, 64), np.float32)
+    tensor = json_request(x).partition(b"\r\n\r\n")[2]
+    of_grpc = grpc_caller(to.grpc, SMALL.name, x, "input")
+    with contextlib.closing(caller), Client(to.tcp) as client, of_grpc as ask:
+        yield {
+            "json": lambda: asked(f"/v2/models/{SMALL.name}/infer", tensor),
+            "chat": lambda: asked("/v1/chat/completions", chat("chat")),
+            "tcp": lambda: client.infer(MODEST, X),
+            "grpc": ask,
+        }
+
+
+def turn(asks: Asks, seconds: float) -> Numbers:
+    """Ask in turns, wait for each answer, and return the times and refusals."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    refused: Counter[str] = Counter()
+    until_ms = now_ms() + seconds * 1000
+    while now_ms() < until_ms:
+        for name, ask in asks.items():
+            began_ms = now_ms()
+            try:
+                ask()
+            except Exception as error:
+                refused[f"{name} {type(error).__name__}: {str(error)[:100]}"] += 1
+            taken[name].append(now_ms() - began_ms)
+        time.sleep(PAUSE_S)
+    tails = {f"{name}_tail_ms": quantile(times, 0.99) for name, times in taken.items()}
+    return {**tails, "refused": refused.total(), "refusals": dict(refused)}
+
+
+@contextlib.contextmanager
+def attacked(to: Addresses, name: str) -> Iterator[None]:
+    """Run an attack (or all) in a process of its own."""
+    with _child(__name__, json.dumps(to), name) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+        child.kill()
+
+
+async def attack(to: Addresses, wanted: str) -> None:
+    """Run an attack, until the process is killed."""
+
+    async def again(act: Act, number: int) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # refused or cut, it comes again
+                await act(to, number)
+            await asyncio.sleep(PAUSE_S)
+
+    chosen = [one for name, one in ATTACKS.items() if wanted in (name, "all")]
+    sys.stdout.write("so\n")
+    sys.stdout.flush()
+    await asyncio.gather(*(again(act, n) for count, act in chosen for n in range(count)))
+
+
+def _beside_one_kind(bench: Run, name: str, to: Addresses, asks: Asks) -> None:
+    def measured(*, is_attacked: bool) -> Numbers:
+        with attacked(to, name) if is_attacked else contextlib.nullcontext():
+            turn(asks, TICK_S)  # what was asked before is over then, or what comes has begun
+            return turn(asks, 2 * (QUICK_TURN_S if bench.is_quick else TURN_S))
+
+    bench.say(f"{name}: measuring")
+    arms = [
+        Arm("alone", partial(measured, is_attacked=False)),
+        Arm("beside", partial(measured, is_attacked=True)),
+    ]
+    bench.trial_loop(name, arms, bench.rounds(4, 1), warmup=0)
+    for what in asks:
+        times = [quantile(bench.values(name, arm.name, f"{what}_tail_ms"), 0.5) for arm in arms]
+        bench.find(f"{name}: p99 of {what} / alone", times[1] / times[0], at_most=MAX_TIMES)
+    bench.find(f"{name}: refused", sum(bench.values(name, "beside", "refused")), at_most=0.0)
+
+
+def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
+    """Attack in all ways at once for minutes; compare memory at rest before and after."""
+    seconds = SOAK_S / 10 if bench.is_quick else SOAK_S
+    bench.say(f"all at once: {seconds:.0f} s")
+    turn(asks, QUICK_TURN_S)
+    before = _memory_mib(server_pid)
+    with attacked(to, "all"):
+        bench.record("all at once", "beside", 0, turn(asks, seconds))
+    turn(asks, REST_S)
+    time.sleep(REST_S)
+    after = _memory_mib(server_pid)
+    bench.record("all at once", "memory", 0, {"before_mib": before, "after_mib": after})
+    for name, mib in after.items():
+        growth = mib / before.get(name, mib)
+        bench.find(f"{name}: memory at rest after / before", growth, at_most=MAX_GROWTH)
+
+
+def _memory_mib(server_pid: int) -> dict[str, float]:
+    """Return the private memory of a server's processes; of each kind, that of the largest."""
+    found: dict[str, float] = {}
+    for one in [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            kind = "controller" if one.pid == server_pid else one.name().rstrip("0123456789")
+            kind = next((word for word in one.cmdline() if ".gateway." in word), kind)
+            found[kind] = max(found.get(kind, 0.0), one.memory_full_info().uss / (1 << 20))
+    return found
+
+
 # ---- the crowd, in a process of its own -------------------------------------------------------
 
 
@@ -350,4 +636,7 @@ def crowd(http: str, grpc: str, count: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        crowd(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        if len(sys.argv) == 3:
+            asyncio.run(attack(Addresses(*json.loads(sys.argv[1])), sys.argv[2]))
+        else:
+            crowd(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -6,6 +6,7 @@ What OpenAI's clients may say and is not done here is refused by its name, in th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -13,13 +14,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from ..errors import InvalidInput, ModelNotFound, PipeSwitchError
-from ..programs.answer import Ending
+from ..programs.answer import MAX_STOPS, Ending
 from ..programs.generating import Token
 from ..programs.generation import CACHE, CACHE_NEW, LOGITS
 from ..programs.sampling import MAX_SEED, Sampling
@@ -90,7 +91,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
 
 
@@ -98,7 +99,7 @@ class Said(Asked, frozen=True, kw_only=True):
     """Either of OpenAI's; null is as if it were left out."""
 
     model: str
-    prompt: Any = None
+    prompt: str | list[int] | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
@@ -159,7 +160,7 @@ class Completions:
             raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
         if said.max_completion_tokens is not None:
             said = replace(said, max_tokens=said.max_completion_tokens)
-        prompt = "" if is_chat else _prompt(said.prompt)
+        prompt = said.prompt or ""
         messages = bytes(said.messages) if is_chat else None
         tokens = None if is_chat else SHORT_TOKENS
         begin = partial(_begin, said, prompt, messages, tokens=tokens)
@@ -351,6 +352,8 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
+        if "prompt" in given:
+            given["prompt"] = _prompt(given["prompt"])
         wanted = {name: given[name] for name in known if name in given}
         return msgspec.json.decode(msgspec.json.encode(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -421,12 +424,14 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _prompt(given: Any) -> str | list[int]:
-    """A text or ids; a list of one of these is that one, as some clients send it."""
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
-        [given] = given
-    is_ids = isinstance(given, list) and all(type(token) is int for token in given)
-    if not isinstance(given, str) and not is_ids:
-        raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")
-    found: str | list[int] = given
-    return found
+def _prompt(given: msgspec.Raw) -> msgspec.Raw:
+    """Return a text or ids; of a list of one of these, as some clients send it, that one.
+
+    Raises:
+        InvalidInput: it is something else; no more of that is decoded than shows it.
+    """
+    for kind in (str | list[int], tuple[str], tuple[list[int]]):
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.json.decode(given, type=kind)
+            return msgspec.Raw(msgspec.json.encode(found[0])) if isinstance(found, tuple) else given
+    raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")

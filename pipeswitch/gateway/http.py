@@ -57,6 +57,8 @@ INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much 
 GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
 ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
+CROWD: Final = 8  # connections of an address: with more of them its requests take turns
+PASS_REQUESTS: Final = 4  # of such an address, that begin in one pass of the loop
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
 KEPT_HEAD_BYTES: Final = 2 << 10  # of a head, kept to know it again
@@ -177,7 +179,8 @@ class HttpServer:
         self.limits = limits
         self.connections: set[Connection] = set()
         self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
-        self._by_peer: Counter[str] = Counter()
+        self.by_peer: Counter[str] = Counter()  # connections
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # requests of crowds, by address
         # Of an address or of all (None): when looked at, and who of them goes first, last.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
 
@@ -214,7 +217,7 @@ class HttpServer:
     def enter(self, connection: Connection) -> bool:
         """Whether there is room for one more; the least of the others makes some if need be."""
         peer = connection.peer
-        is_crowded = self._by_peer[peer] >= self.limits.connections_per_address
+        is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
             least = self._least(peer if is_crowded else None)
             if least is None:
@@ -222,7 +225,7 @@ class HttpServer:
             self.leave(least)  # now: several may come before asyncio tells of its end
             least.abort()
         self.connections.add(connection)
-        self._by_peer[peer] += 1
+        self.by_peer[peer] += 1
         return True
 
     def _least(self, peer: str | None) -> Connection | None:
@@ -252,9 +255,29 @@ class HttpServer:
     def leave(self, connection: Connection) -> None:
         if connection in self.connections:
             self.connections.discard(connection)
-            self._by_peer[connection.peer] -= 1
-            if not self._by_peer[connection.peer]:
-                del self._by_peer[connection.peer]
+            self.by_peer[connection.peer] -= 1
+            if not self.by_peer[connection.peer]:
+                del self.by_peer[connection.peer]
+
+    async def turn(self, peer: str) -> None:
+        """Wait until a request of this address may begin: a few do in each pass of the loop, so
+        that all its connections together hold up others no longer than these few."""
+        if (line := self._lines.get(peer)) is None:
+            line = self._lines[peer] = deque()
+            asyncio.get_running_loop().call_soon(self._begin_some, peer)
+        line.append(request := asyncio.get_running_loop().create_future())
+        await request
+
+    def _begin_some(self, peer: str) -> None:
+        line, begun = self._lines[peer], 0
+        while line and begun < PASS_REQUESTS:
+            if not (request := line.popleft()).done():  # else its peer has hung up
+                request.set_result(None)
+                begun += 1
+        if line:
+            asyncio.get_running_loop().call_soon(self._begin_some, peer)
+        else:
+            del self._lines[peer]
 
     def make_room(self) -> None:
         """While what is not whole does not fit together, the largest is given up."""
@@ -590,6 +613,8 @@ class Connection(asyncio.BufferedProtocol):
         """Every request that is whole, in order; then this task is over."""
         try:
             while self._queue:
+                if self._server.by_peer[self.peer] > CROWD:
+                    await self._server.turn(self.peer)
                 asked = self._queue.popleft()
                 try:
                     if isinstance(asked.work, Answer):

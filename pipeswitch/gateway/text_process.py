@@ -33,8 +33,10 @@ SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit
 GROWTH: Final = 4  # of that beginning
 NICENESS: Final = 10  # behind workers: they have nine times as much of a processor
 MAX_MESSAGES: Final = 1024
+MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
+NO_TEXT: Final = msgspec.Raw(b"null")
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -191,19 +193,35 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
         InvalidInput: they are not a list of messages, or a content is not text.
     """
     try:
-        chat = msgspec.json.decode(messages, type=list[dict[str, Any]])
+        chat = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
+        if not 0 < len(chat) <= MAX_MESSAGES:
+            raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
+        texts = [one.pop("content", NO_TEXT) for one in chat]
+        if (rest := sum(len(raw) for one in chat for raw in one.values())) > MAX_REST_BYTES:
+            raise InvalidInput(
+                f"{rest} bytes beside the messages' content: {MAX_REST_BYTES} at most",
+                param="messages",
+            )
+        return [
+            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            for one, raw in zip(chat, texts, strict=True)
+        ]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
-    if not 0 < len(chat) <= MAX_MESSAGES:
-        raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
-    return [{**one, "content": _content(one.get("content"))} for one in chat]
 
 
-def _content(given: Any) -> str:
-    parts = given if isinstance(given, list) else [{"text": given or ""}]
-    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts):
-        raise InvalidInput("a message's content is text", param="messages")
-    return "".join(one["text"] for one in parts)
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Part of a message's content."""
+
+    text: str
+
+
+def _text(content: msgspec.Raw) -> str:
+    try:
+        found = msgspec.json.decode(content, type=str | list[Part] | None) or ""
+    except msgspec.ValidationError:
+        raise InvalidInput("a message's content is text", param="messages") from None
+    return found if isinstance(found, str) else "".join(one.text for one in found)
 
 
 def compiled(template: str) -> Callable[..., str]:

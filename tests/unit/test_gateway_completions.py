@@ -44,8 +44,54 @@ def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "prompt",
+    [
+        NESTED,
+        b"[]," * 300_000 + b"[]",
+        b"1," * 1000 + NESTED,
+        b'"a",' * 200_000 + b'"a"',
+        b"[1],[2]",
+    ],
+)
+def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> None:
+    data = b'{"model": "m", "prompt": [%s]}' % prompt
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput) as caught:
+            _said(data, Said)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.data["param"] == "prompt"
+    assert peak < 2 * len(data) + 50_000
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
+)
+def test_a_prompt_is_a_text_or_ids_or_a_list_of_one_of_these(given: Any, read: Any) -> None:
+    assert _said(msgspec.json.encode({"model": "m", "prompt": given}), Said).prompt == read
+
+
+def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
+    for messages in (
+        b'[{"role": "user", "x": [%s]}]' % NESTED,
+        b"[%s]" % b",".join([b'{"content": "a", "x": [%s]}' % (b"{}," * 4000 + b"{}")] * 30),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidInput, match="beside"):
+                parsed(messages)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < len(messages)
+
+
+@pytest.mark.parametrize(
     ("data", "param"),
     [
+        (body(stop=["ab"] * 17), "stop"),  # each is kept while the request waits
         (body(**{f"x{number}": None if number % 2 else 0 for number in range(900)}), None),
         (body(logit_bias={str(number): 0 for number in range(1000)}), "logit_bias"),
         (body(max_tokens="many"), "max_tokens"),

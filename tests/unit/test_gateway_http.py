@@ -530,6 +530,31 @@ def test_a_head_that_is_not_whole_counts_among_them(rig: Rig) -> None:
     assert rig.server.unfinished_bytes == 200
 
 
+def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) -> None:
+    rig.server = HttpServer(rig.admit, Limits())
+    crowd = [rig.connect("10.0.0.1")[0] for _ in range(3 * http.CROWD)]
+    others = [rig.connect("10.0.0.2")[0] for _ in range(http.CROWD)]
+    begun = []
+
+    async def run() -> None:
+        for connection in (*crowd, *others):
+            path = "/crowd" if connection in crowd else "/other"
+            data = post(path, b"x")
+            connection.get_buffer(-1)[: len(data)] = data
+            connection.buffer_updated(len(data))
+        crowd[-1].connection_lost(None)  # it hangs up before its turn
+        for _ in range(3 * http.CROWD):
+            begun.append(len(rig.asked))
+            await asyncio.sleep(0)
+
+    asyncio.get_event_loop().run_until_complete(run())
+    paths = [path for path, _ in rig.asked]
+    assert paths == ["/other"] * len(others) + ["/crowd"] * (len(crowd) - 1)
+    assert begun[0] == len(others)
+    assert max(after - before for before, after in pairwise(begun)) == http.PASS_REQUESTS
+    assert rig.server.shared.waiting.held == 0
+
+
 def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
     rig.gate = asyncio.Event()
     for peer, status in (("10.0.0.1", None), ("10.0.0.1", 429), ("10.0.0.2", None)):
