@@ -141,7 +141,7 @@ def _ours(
     room = settings[TWINS[0]].model.room_bytes
     store = 4 * room + 2 * SLICE_ROOM_BYTES
     threads = ("--threads", str(bench.threads), "--allow-code", "*")
-    folder, secret, keys = _keys(root / "alone")
+    folder, secret, keys, _ = _keys(root / "alone")
     alone = stack.enter_context(server(
         arena=str(room + SLICE_ROOM_BYTES), host_store=str(store),
         args=("--auth", "keys", "--keys-dir", str(folder.path), *threads),

@@ -167,6 +167,7 @@ class Frontend:
             "put": self._put,
             "sequences": self._ask_sequences,
             "generation": self._ask_generation,
+            "nodes": self._ask_nodes,
         }
 
     # ---- life ----------------------------------------------------------------------------------
@@ -412,6 +413,19 @@ class Frontend:
         is_all = client.standing.may_operate and not caller
         rows = self.sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
+
+    def _ask_nodes(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """Reply with the cluster's table, less the keys of gateways."""
+        Body("nodes", header.body).done()
+        if not (path := self._config.gateway.cluster):
+            raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
+        try:
+            table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            raise ServerUnavailable("this node has no table yet", hint="ask again") from None
+        for facts in table["nodes"].values():
+            del facts["gateway_keys"]
+        self._outbox.reply(client, header.id, body=table)
 
     def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)

@@ -753,6 +753,7 @@ class GatewaySettings(Message, frozen=True):
     text_processes: int = 8
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
+    cluster: str = ""  # file of a cluster's table; empty: the server is alone
     keyed: KeyedSettings | None = None
 
 
