@@ -471,7 +471,9 @@ def test_a_number_that_is_passed_by_its_value_warns() -> None:
         begin_loop([note, note])
 
 
-@pytest.mark.parametrize("odd", [iter([1.0]), 0.5, "text", object()], ids=lambda odd: type(odd).__name__)
+@pytest.mark.parametrize(
+    "odd", [iter([1.0]), 0.5, "text", object()], ids=lambda odd: type(odd).__name__
+)
 def test_what_extra_state_cannot_capture_is_refused(odd: Any) -> None:
     with pytest.raises(InvalidInput):
         begin_loop(odd)
