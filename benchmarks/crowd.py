@@ -468,7 +468,7 @@ def attacked(to: Addresses, name: str) -> Iterator[None]:
     """Run an attack (or all) in a process of its own."""
     with _child(__name__, json.dumps(to), name) as child:
         assert child.stdout is not None
-        child.stdout.readline()
+        assert child.stdout.readline(), "the attack did not start"
         yield
         child.kill()
 

@@ -662,6 +662,8 @@ class Connection(asyncio.BufferedProtocol):
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
             return refusal(error)
+        except MemoryError:
+            return refusal(QueueFull("no memory for what this body becomes", hint=AGAIN))
         try:
             return await answered(work, body)
         finally:

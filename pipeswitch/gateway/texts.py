@@ -418,9 +418,9 @@ class Texts:
             return Inline(facts)
         talk, name = self._talks.get(facts.digest), facts.digest
         if talk is None or talk.is_over:
-            if name not in self._opening:
-                self._opening[name] = _Opening(self._open(caller, turn, model, facts))
-            opening = self._opening[name]
+            opening = self._opening.get(name)
+            if opening is None or opening.task.done():  # what it began is over already
+                opening = self._opening[name] = _Opening(self._open(caller, turn, model, facts))
             opening.waiting += 1
             try:
                 talk = await asyncio.shield(opening.task)
@@ -428,7 +428,8 @@ class Texts:
                 opening.waiting -= 1
                 if not opening.waiting:
                     opening.task.cancel()
-                    del self._opening[name]
+                    if self._opening.get(name) is opening:
+                        del self._opening[name]
         talk.answers += 1
         return talk
 

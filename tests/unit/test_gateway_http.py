@@ -555,6 +555,19 @@ def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) 
     assert rig.server.shared.waiting.held == 0
 
 
+def test_a_body_that_memory_is_too_short_to_inflate_is_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inflated(data: Any, most: int) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(http, "_inflated", inflated)
+    connection, wire = rig.connect()
+    feed(connection, post("/", b"x", b"Content-Encoding: gzip\r\n"))
+    assert [status for status, _ in answers(wire)] == [429]
+    assert rig.server.shared.waiting.held == 0
+
+
 def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
     rig.gate = asyncio.Event()
     for peer, status in (("10.0.0.1", None), ("10.0.0.1", 429), ("10.0.0.2", None)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ pytest.importorskip("httptools", reason="make installs it")
 from pipeswitch.errors import InvalidInput
 from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral, _said
 from pipeswitch.gateway.sharing import MOST_PASSES, Turns
-from pipeswitch.gateway.texts import TURN_S, Place, next_place, turn_of
+from pipeswitch.gateway.texts import TURN_S, Place, Texts, next_place, turn_of
 from pipeswitch.programs.answer import Ending
 from pipeswitch.programs.generating import Facts, Generating
 from pipeswitch.programs.generation import author_defaults
@@ -276,3 +277,39 @@ def test_what_an_author_asks_for_is_followed_or_noted(
     found, notes = author_defaults(asked, 100)
     assert found == sampling
     assert [note.split(" = ")[0].removeprefix("generation_config: ") for note in notes] == noted
+
+
+def test_an_answer_whose_process_is_over_at_once_gets_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others still wait for the opening that is done: to ask that one again would never yield."""
+
+    class Process:
+        answers = 0
+
+        def __init__(self) -> None:
+            self.is_over = not opened  # the first is over before anybody asks it
+            opened.append(self)
+
+    opened: list[Process] = []
+    facts = Facts(version=1, digest="d", vocabulary=8, context=8, piece=1)
+    texts = Texts(cast(Any, None))
+
+    async def open_one(*_: object) -> Process:
+        await asyncio.sleep(0)
+        return Process()
+
+    async def entered(caller: str) -> bool:
+        tries = 0
+        while (await texts.enter(Standing(tenant=caller), caller, "m", facts)).is_over:
+            tries += 1
+            assert tries < 3
+        return True
+
+    async def enter_all() -> list[bool]:
+        return await asyncio.gather(*map(entered, "abc"))
+
+    monkeypatch.setattr(texts, "_open", open_one)
+    assert asyncio.run(enter_all()) == [True] * 3
+    assert len(opened) == 2
+    assert not texts._opening
