@@ -38,10 +38,6 @@ BENCHMARKS: Final = {
     "shared-input": "shared_input",
     "switchflow": "switchflow",
     "replay": "replay",
-    "decisions": "decisions",
-    "placing": "placing",
-    "nodes": "nodes",
-    "batching": "batching",
     "generation": "generation",
     "peers": "peers",
 }
@@ -122,8 +118,8 @@ def main(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    fleet, crowd, training, devices, shared-input, decisions, placing, replay,
-    batching, generation, peers; switchflow (its figures: some of these again, and one more)
+    fleet, crowd, overload, training, devices, shared-input, replay, generation, peers;
+    switchflow (its figures: some of these again, and one more)
     """
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))

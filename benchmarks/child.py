@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .trials import now_ms
+from .trials import now_ms, say
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +24,6 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 STARTED_AT_MS = time.monotonic() * 1000
 
 
-def _tell(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
-
-
 def write_weights(order: dict[str, Any]) -> None:
     """All tensors (buffers that are not persistent included), and one request's inputs.
 
@@ -36,7 +31,6 @@ def write_weights(order: dict[str, Any]) -> None:
     """
     import numpy as np
     import torch
-    from safetensors.torch import save_file
 
     from pipeswitch.errors import RegistrationRefused
     from pipeswitch.programs.build.module_mode import build_module
@@ -47,12 +41,7 @@ def write_weights(order: dict[str, Any]) -> None:
     from . import plain
 
     loaded = plain.load(order)
-    tensors, seen = {}, set()
-    for name, tensor in _named_tensors(loaded.module):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach().contiguous()
-    save_file(tensors, order["weights_path"])
+    save_tensors(loaded.module, order["weights_path"])
     values = random_inputs(example_specs(loaded.inputs), {}, seed=order["seed"])
     np.savez(order["inputs_path"], *values)
     packed = Path(order["packed_path"])
@@ -63,7 +52,19 @@ def write_weights(order: dict[str, Any]) -> None:
     save_manifest(
         packed, build_module(spec, loaded, examples, packed, why, lambda stage, share: None)
     )
-    _tell(bytes=Path(order["weights_path"]).stat().st_size)
+    say(bytes=Path(order["weights_path"]).stat().st_size)
+
+
+def save_tensors(module: nn.Module, path: str) -> None:
+    """Write all tensors, those that share memory once."""
+    from safetensors.torch import save_file
+
+    tensors, seen = {}, set()
+    for name, tensor in _named_tensors(module):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().contiguous()
+    save_file(tensors, path)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,7 +80,7 @@ def ready(order: dict[str, Any]) -> None:
 
     torch.set_num_threads(order["threads"])
     module, inputs = plain.load(order).module, plain.inputs_of(order)
-    _tell(ready=True)
+    say(ready=True)
     _answer(module, inputs)
 
 
@@ -93,7 +94,7 @@ def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
         for _ in sys.stdin:
             began_ms = now_ms()
             output = module(*inputs)
-            _tell(total_ms=now_ms() - began_ms, checksum=plain.checksum(output))
+            say(total_ms=now_ms() - began_ms, checksum=plain.checksum(output))
 
 
 def once(order: dict[str, Any]) -> None:
@@ -117,7 +118,7 @@ def once(order: dict[str, Any]) -> None:
     inputs = plain.inputs_of(order)
     with torch.inference_mode():
         output = module(*inputs)
-    _tell(
+    say(
         checksum=plain.checksum(output),
         import_ms=imported_ms - STARTED_AT_MS,
         build_ms=built_ms - imported_ms,
@@ -152,13 +153,13 @@ def tensors(order: dict[str, Any]) -> None:
 
     found = {id(tensor): tensor for _, tensor in _named_tensors(plain.structure(order))}
     sources = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in found.values()]
-    _tell(tensor_bytes=[source.nbytes for source in sources])
+    say(tensor_bytes=[source.nbytes for source in sources])
     for _ in sys.stdin:
         began_ms = now_ms()
         made = [torch.empty_like(source).copy_(source) for source in sources]
         ended_ms = now_ms()
         del made
-        _tell(transfer_ms=ended_ms - began_ms)
+        say(transfer_ms=ended_ms - began_ms)
 
 
 VERBS = {"weights": write_weights, "ready": ready, "once": once, "tensors": tensors}

@@ -37,10 +37,9 @@ from pipeswitch.testing import server
 
 from .gateway import RIVALS_FOLDER, SMALL, Http, _post
 from .models import MODELS, BenchModel
-from .numbers import paired_differences
 from .serving import SLICE_ROOM_BYTES, TWINS
 from .setting import Setting, end, read_line
-from .trials import Numbers, Run, now_ms
+from .trials import Numbers, Run, now_ms, paired_differences
 
 LARGE: Final = "resnet18"
 WARMUP: Final = 3
@@ -142,7 +141,7 @@ def _ours(
     room = settings[TWINS[0]].model.room_bytes
     store = 4 * room + 2 * SLICE_ROOM_BYTES
     threads = ("--threads", str(bench.threads), "--allow-code", "*")
-    folder, secret, keys = _keys(root / "alone")
+    folder, secret, keys, _ = _keys(root / "alone")
     alone = stack.enter_context(server(
         arena=str(room + SLICE_ROOM_BYTES), host_store=str(store),
         args=("--auth", "keys", "--keys-dir", str(folder.path), *threads),

@@ -14,19 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .gpu_common import is_fake, now_ms
+from .trials import say
 
 STARTED_AT_MS = now_ms()
-
-
-def _build(order: dict[str, Any]) -> Any:
-    from pipeswitch.programs.build.sources import load_source
-    from pipeswitch.programs.spec import BuildSpec
-
-    inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
-    spec = BuildSpec(
-        name="bench", source=order["source"], weights=f"random:{order['seed']}", inputs=inputs
-    )
-    return load_source(spec).module.eval()
 
 
 class Arms:
@@ -36,10 +26,12 @@ class Arms:
         import numpy as np
         import torch
 
+        from . import child, plain
+
         self.torch = torch
         self.device = "cpu" if is_fake() else "cuda"
-        self.module = _build(order)
-        save_weights(self.module, order["weights_path"])
+        self.module = plain.load(order).module.eval()
+        child.save_tensors(self.module, order["weights_path"])
         with np.load(order["inputs_path"]) as arrays:
             self.batches = {
                 batch: [self._pinned(torch.from_numpy(arrays[n][:batch])) for n in arrays.files]
@@ -128,27 +120,13 @@ def answer(order: dict[str, Any]) -> None:
         "serial": arms.serial,
         "to-device": arms.to_device,
     }
-    _tell(ready=True)
+    say(ready=True)
     for line in sys.stdin:
         arm, batch = line.split()
         try:
-            _tell(**calls[arm](int(batch)))
+            say(**calls[arm](int(batch)))
         except RuntimeError as error:
-            _tell(error=f"{type(error).__name__}: {error}"[:300])
-
-
-def save_weights(module: Any, path: str) -> None:
-    """For stop-and-start: all tensors, buffers that are not persistent included."""
-    from safetensors.torch import save_file
-
-    from .child import _named_tensors
-
-    tensors, seen = {}, set()
-    for name, tensor in _named_tensors(module):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach().contiguous()
-    save_file(tensors, path)
+            say(error=f"{type(error).__name__}: {error}"[:300])
 
 
 def once(order: dict[str, Any]) -> None:
@@ -169,7 +147,7 @@ def once(order: dict[str, Any]) -> None:
     with np.load(order["inputs_path"]) as arrays, torch.inference_mode():
         values = [torch.from_numpy(arrays[name]).to(device) for name in arrays.files]
         _, scale = sums(module(*values))
-    _tell(
+    say(
         import_ms=imported_ms - STARTED_AT_MS, load_ms=loaded_ms - imported_ms,
         compute_ms=now_ms() - loaded_ms, scale=scale,
     )  # fmt: skip
@@ -182,11 +160,6 @@ def sums(output: Any) -> tuple[float, float]:
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))
     on_host = value.cpu().double()
     return float(on_host.sum()), float(on_host.abs().sum())
-
-
-def _tell(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

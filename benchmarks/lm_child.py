@@ -13,15 +13,10 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
-from .trials import now_ms
+from .trials import now_ms, say
 
 FIRST_LETTER: Final = 0x20000  # four bytes each, as ``peer_child.py`` has them
 STARTED_AT_MS = time.monotonic() * 1000
-
-
-def _tell(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
 
 
 def write(order: dict[str, Any]) -> None:
@@ -38,7 +33,7 @@ def write(order: dict[str, Any]) -> None:
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         if order.get("has_letters"):
             letters(order["vocabulary"]).save_pretrained(folder)
-    _tell(bytes=sum(file.stat().st_size for file in Path(order["folders"][0]).iterdir()))
+    say(bytes=sum(file.stat().st_size for file in Path(order["folders"][0]).iterdir()))
 
 
 def letters(count: int) -> Any:
@@ -70,7 +65,7 @@ def serve(order: dict[str, Any]) -> None:
         with torch.no_grad():
             made = model.generate(ids, max_new_tokens=asked["new"], do_sample=False)
         took_ms = now_ms() - began_ms
-        _tell(tokens=made[:, ids.shape[1] :].tolist(), took_ms=took_ms,
+        say(tokens=made[:, ids.shape[1] :].tolist(), took_ms=took_ms,
               since_start_ms=now_ms() - STARTED_AT_MS)  # fmt: skip
 
 

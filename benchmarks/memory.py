@@ -19,10 +19,9 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket
 
 from .models import MODELS, BenchModel
-from .numbers import paired_differences
 from .rig import Rig
 from .setting import Setting
-from .trials import Arm, Numbers, Run, now_ms
+from .trials import Arm, Numbers, Run, now_ms, paired_differences
 
 ROUNDS: Final = 100
 QUICK_ROUNDS: Final = 10

@@ -8,18 +8,13 @@ thread each, a model that the first one alone may serve. Arms take turns in each
 * *another job moves*: the same, and the job that moves is one that trained on the other device;
 * *requests stay*: a client asks back to back; the job *waits* beside it, or *moves* away;
 * *of a job*: moves of a job with few tensors and of one with many, of as many bytes, and a plain
-  copy, all of them to pages that have yet to be made;
-* *a small job*: a move of 100 KiB beside a client that asks back to back, as a call and as the
-  command ``pipeswitch jobs move``, beside one that does nothing.
+  copy, all of them to pages that have yet to be made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,9 +36,6 @@ MODEL: Final = "resnet18"
 HOME, AWAY = "cpu:0", "cpu:1"
 FEW: Final = ("--width", "1024", "--layers", "4", "--batch", "64")  # 64 MiB with Adam's state
 MANY: Final = ("--width", "128", "--layers", "256", "--batch", "64")  # as many bytes, 64 x tensors
-SMALL: Final = ("--width", "88", "--layers", "1", "--batch", "64")
-COMMAND: Final = "from pipeswitch.cli.main import main; main()"
-AT_ONCE_MS: Final = 100.0
 SLICES_BYTES: Final = 192 * MIB  # both jobs' on one device
 MOST_LATER: Final = 1.05  # a request beside a move, over one without
 EVENT_S: Final = 10.0
@@ -98,7 +90,6 @@ def measure(bench: Run, running: RunningServer, client: Client) -> None:
         _state(bench, client, few, many)
         for job in (few, many):
             job.task.cancel()
-        _small(bench, running, Training(client, 1, bench.seed, SMALL, "small"), inputs)
     bench.notes.append("beside_ms: so long of the request a move was under way")
 
 
@@ -207,40 +198,3 @@ def _state(bench: Run, client: Client, few: Training, many: Training) -> None:
     for other in ("few tensors", "plain-copy"):
         share = per_mib["many tensors"] / per_mib[other]
         bench.find(f"{case}: many tensors / {other}", share, at_most=MAX_OVER_PLAIN)
-
-
-def _small(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
-    """Where the state is small: how long until it is there."""
-    case, seconds = "a small job", QUICK_WINDOW_S / 3
-    places = itertools.cycle((AWAY, HOME))
-
-    def command(*words: str) -> None:
-        words = (sys.executable, "-c", COMMAND, *words)
-        environment = os.environ | {"PIPESWITCH_HOST": running.ipc_address}
-        subprocess.run(words, check=True, env=environment, stdout=subprocess.PIPE)
-
-    def took(ask: Callable[[], object]) -> Numbers:
-        times_ms: list[float] = []
-
-        def timed() -> None:
-            began_ms = now_ms()
-            ask()
-            times_ms.append(now_ms() - began_ms)
-
-        window(running, TWINS[:1], inputs, seconds, timed)
-        return {"move_ms": times_ms[0]}
-
-    asks: dict[str, Callable[[], object]] = {
-        "call": lambda: job.task.move(next(places)),
-        "command": lambda: command("jobs", "move", job.task.name, "--to", next(places)),
-        "command that asks nothing": lambda: command("--version"),
-    }
-    job.run()
-    bench.say(f"{case}: measuring")
-    arms = [Arm(name, partial(took, one)) for name, one in asks.items()]
-    bench.trial_loop(case, arms, bench.rounds(ROUNDS, QUICK_ROUNDS))
-    for arm in arms:
-        p50_ms = quantile(bench.values(case, arm.name, "move_ms"), 0.5)
-        most = AT_ONCE_MS if arm.name == "call" else None
-        bench.find(f"{case}: {arm.name}, p50", p50_ms, "ms", at_most=most)
-    job.task.cancel()

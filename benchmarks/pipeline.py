@@ -21,10 +21,9 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
 from .models import MLP_WIDTH, MODELS, BenchModel, mlp
-from .numbers import ratio
 from .plans import QUIET, compare_plans
 from .serving import TWINS, ask, serving
-from .trials import Arm, Numbers, Run, now_ms
+from .trials import Arm, Numbers, Run, now_ms, ratio
 
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 CHUNK_BYTES: Final = 8 << 20  # as the copy engine's

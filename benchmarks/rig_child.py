@@ -22,7 +22,7 @@ from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
 
 from . import plain
 from .lane import open_descriptor
-from .trials import now_ms
+from .trials import now_ms, say
 
 
 def write_program(order: plain.Order) -> None:
@@ -36,7 +36,7 @@ def write_program(order: plain.Order) -> None:
     ends = [*(row[0] for row in rows[1:]), manifest.total_bytes]
     for row, end in zip(rows, ends, strict=True):
         row[1] = end - row[0]  # layers tile the region, as groups do
-    _tell(layers=rows)
+    say(layers=rows)
 
 
 class Runner:
@@ -74,7 +74,7 @@ class Runner:
         self._bound = {}
         if self._plan:
             self._bind()
-        _tell()
+        say()
 
     def plan(self, plan: list[int], nodes: list[list[int]]) -> None:
         """Compute in these groups from now on."""
@@ -84,7 +84,7 @@ class Runner:
             manifest = msgspec.structs.replace(self._manifest, groups=groups)
             self._programs[self._plan] = GraphProgram(manifest, self._graph, "cpu")
         self._bind()
-        _tell()
+        say()
 
     def prefault(self) -> None:
         """Take the page faults of the region now, and let earlier mappings go."""
@@ -92,7 +92,7 @@ class Runner:
         while self._old:
             self._old.pop().close()
         self._pool.prefault(self._region_bytes, self._manifest.total_bytes)
-        _tell()
+        say()
 
     def run(self, epoch: int, first_word: int) -> None:
         """Compute as the groups of ``epoch`` arrive; the first waits for ``first_word``."""
@@ -114,7 +114,7 @@ class Runner:
 
         outputs = bound.run(self._inputs, before)
         ends_ms.append(now_ms())
-        _tell(begins_ms=begins_ms, ends_ms=ends_ms, checksum=plain.checksum(outputs))
+        say(begins_ms=begins_ms, ends_ms=ends_ms, checksum=plain.checksum(outputs))
 
     def _bind(self) -> None:
         pool = self._pool
@@ -153,15 +153,10 @@ def main() -> None:
         write_program(order)
         return
     runner = Runner(order)
-    _tell()
+    say()
     for line in sys.stdin:
         message: dict[str, Any] = json.loads(line)
         getattr(runner, message.pop("verb"))(**message)
-
-
-def _tell(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from .lane import Lane, packed
-from .rival_style import Style
-from .setting import Setting
+from .setting import Setting, Style
 from .trials import Numbers, now_ms
 
 PRELOADED: Final = "benchmarks.rival_worker"

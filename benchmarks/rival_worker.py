@@ -20,7 +20,7 @@ from pipeswitch.programs.views import bytes_over, tensor_over
 
 from . import plain
 from .lane import bytes_of, copy_paced, open_mapping, packed
-from .rival_style import Style
+from .setting import Style
 from .train_script import network
 from .trials import Numbers, now_ms
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from .models import BenchModel
 from .trials import Numbers
@@ -41,6 +41,21 @@ class Setting:
         output, _ = child.communicate()
         if child.returncode:
             raise RuntimeError(f"{self.model.name}: its weights could not be written\n{output}")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a rival serves a request (``rival.py``).
+
+    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by
+    tensor into memory allocated for each, which is what ``.to(device)`` does.
+    ``workers``: a standby is ready; the process that trained also infers; or a new process is
+    forked for the request while the old one stops (PipeSwitch's figure 9).
+    """
+
+    name: str
+    transfer: Literal["groups", "whole", "tensors"] = "groups"
+    workers: Literal["standby", "one", "new"] = "standby"
 
 
 class Baseline(Protocol):

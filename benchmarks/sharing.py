@@ -24,7 +24,7 @@ from pipeswitch.planning.fit import quantile
 
 from . import plain
 from .train_script import network
-from .trials import now_ms
+from .trials import now_ms, say
 
 PROBES: Final = 5
 
@@ -142,17 +142,17 @@ def main() -> None:
     torch.set_num_threads(order["threads"])
     if verb == "pair":
         infers = [_inference(order), _inference(order)]
-        _tell({})
+        say()
         for line in sys.stdin:
             message = json.loads(line)
-            _tell(window(message["mode"], message["seconds"], infers[: message["count"]]))
+            say(**window(message["mode"], message["seconds"], infers[: message["count"]]))
         return
     infer, trainer = _inference(order), Trainer(order["batch"])
     trainer.step()
-    _tell({"request_ms": _fastest_ms(infer), "step_ms": _fastest_ms(trainer.step)})
+    say(request_ms=_fastest_ms(infer), step_ms=_fastest_ms(trainer.step))
     for line in sys.stdin:
         message = json.loads(line)
-        _tell(segment(message["mode"], message["due_s"], trainer, infer))
+        say(**segment(message["mode"], message["due_s"], trainer, infer))
 
 
 def _fastest_ms(action: Callable[[], Any]) -> float:
@@ -162,11 +162,6 @@ def _fastest_ms(action: Callable[[], Any]) -> float:
         action()
         times_ms.append(now_ms() - began_ms)
     return min(times_ms)
-
-
-def _tell(values: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ from pipeswitch.planning.fit import quantile
 
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
-from .numbers import paired_differences, ratio
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
 from .setting import Baseline, Setting
-from .trials import Arm, Numbers, Run
+from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7

@@ -7,6 +7,7 @@ run (A B A B), never one after the other, and are compared by median and minimum
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,22 @@ Emit = Callable[[str], None]
 def now_ms() -> float:
     """Milliseconds of the system-wide monotonic clock."""
     return time.monotonic() * 1000
+
+
+def say(**values: Any) -> None:
+    """Write one JSON line to standard output: a child's answer to the process that measures."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def ratio(over: float, under: float) -> float:
+    """Return ``over / under``, where a difference that drowned in noise may be nothing."""
+    return over / max(under, 1e-3)
+
+
+def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Return differences round by round: drift that both arms of a round saw cancels out."""
+    return [a - b for a, b in zip(over, under, strict=True)]
 
 
 def nothing() -> None:
@@ -236,18 +253,10 @@ class Run:
         return "\n".join(lines).rstrip() + "\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """``<what>_<device>_<date>`` as ``.md``, ``.json`` and a plot into ``folder``."""
+        """``<what>_<device>_<date>`` as ``.md`` and ``.json`` into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self.what}_{self.facts['device']}_{time.strftime('%Y-%m-%d')}"
         report, data = folder / f"{stem}.md", folder / f"{stem}.json"
         report.write_text(self.markdown(), "utf-8")
         data.write_text(self.compact_json(), "utf-8")
-        return [report, data, *self._plot(folder / f"{stem}.png")]
-
-    def _plot(self, path: Path) -> list[Path]:
-        from . import plots  # here: it takes our quantiles from this module
-
-        if not plots.is_available():
-            self.say("no plot: matplotlib is not installed (pip install 'pipeswitch[bench]')")
-            return []
-        return [path] if plots.draw(self.document(), path) else []
+        return [report, data]

@@ -17,10 +17,9 @@ from typing import Final
 from pipeswitch.planning.fit import quantile
 
 from .baselines import ReadyModel
-from .numbers import paired_differences
 from .rival import ONE_PROCESS, PUBLISHED, TWO_PROCESSES
 from .switch import compare
-from .trials import Run
+from .trials import Run, paired_differences
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7

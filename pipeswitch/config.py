@@ -434,6 +434,10 @@ class GatewayConfig(_Checked):
         "of its own; others wait for their turn",
         low=1,
     )
+    cluster: str = _setting(
+        "", "file with the cluster's table, which its node writes: requests for models of other "
+        "nodes go there"
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -711,7 +715,7 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
     )
     files: dict[str, Any] = {
         name: str(Path(getattr(config.gateway, name)).expanduser().absolute())
-        for name in ("tokens", "tls_cert", "tls_key")
+        for name in ("tokens", "tls_cert", "tls_key", "cluster")
         if getattr(config.gateway, name)
     }
     gateway = dataclasses.replace(config.gateway, **files)

@@ -117,6 +117,12 @@ class QueueFull(PipeSwitchError):
     exit_code = 5
 
 
+class DeviceBusy(PipeSwitchError):
+    """Requests or a job use the device, and what was asked for needs it alone."""
+
+    exit_code = 5
+
+
 class Cancelled(PipeSwitchError):
     """The caller cancelled; nothing is running for it any more."""
 

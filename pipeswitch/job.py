@@ -116,8 +116,8 @@ def steps(
         scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
         extra_state: further objects with these two methods (an EMA, a GradScaler); a
             ``torch.Generator``, ``numpy.random.Generator``, ``RandomState``, ``random.Random``; a
-            dict of plain values and tensors, which is filled again in place; one, or a dict of
-            such by name. Generators that hang on the loader are found without being named.
+            dict, list, tensor or array of plain values, which is filled again in place; one, or a
+            dict of such by name. Generators that hang on the loader are found without being named.
         name: names a loop outside ``job.epochs``; by default they are counted.
         offload: which of the tensors that forward saves for backward go to host memory meanwhile:
             ``"auto"`` those that ``activation_memory`` has no room for, so as to wait least;

@@ -127,7 +127,7 @@ def status(address: str, as_json: bool) -> None:
     if as_json:
         views.print_json(found)
         return
-    columns = ("name", "address", "owners", "waiting", "jobs")
+    columns = ("name", "address", "owners", "http", "grpc", "waiting", "jobs")
     views.console().print(views.table(found["nodes"], columns))
     rows = [{"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}
             for name, one in found["models"].items()]  # fmt: skip

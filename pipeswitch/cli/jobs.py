@@ -168,7 +168,7 @@ def _job_verb(verb: str, help_text: str) -> None:
 
 
 _job_verb("pause", "Commit, give the device back, hold until resume.")
-_job_verb("resume", "Go on with a paused job.")
+_job_verb("resume", "Go on with a paused job; start a failed one again from its last commit.")
 _job_verb("cancel", "End a job.")
 _job_verb("wait", "Block until a job is over; fails if the job failed.")
 

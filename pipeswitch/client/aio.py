@@ -50,6 +50,7 @@ class AsyncClient(AwaitedVerbs[Client]):
     close = awaited(Client.close)
     register = awaited(Client.register)
     upload = awaited(Client.upload)
+    profile = awaited(Client.profile)
     subscribe = awaited(Client.subscribe)
     sequences = awaited(Client.sequences)
     end_sequence = awaited(Client.end_sequence)

@@ -230,6 +230,34 @@ class Client(Verbs):
             "convert": partial(from_reply, model, wants_torch),
         }
 
+    def profile(
+        self,
+        name: str,
+        batches: Sequence[int] = (),
+        *,
+        inputs: Callable[[int], Any] | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Measure a model layer by layer, by requests of this client, and return its profile.
+
+        Nobody else may use the device meanwhile.
+
+        Args:
+            name: of a model that is ready.
+            batches: sizes to time; groups are made for the first. Default: that of its requests.
+            inputs: returns the inputs of a request of that batch size; default: made-up ones.
+            progress: called as the work proceeds.
+
+        Raises:
+            DeviceBusy: requests or a job use the device, or came to use it.
+        """
+        from .measuring import Requests, measure
+
+        body = {"batches": list(batches)}
+        begin = partial(self._connection.request, "profile", model=name, body=body)
+        requests = Requests(partial(self.infer, name), partial(self.signature, name), inputs)
+        return measure(begin, requests, progress)
+
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> Sequenced:
         """Requests that go on from what the one before left: of a model with a ``state``.
 
@@ -665,6 +693,13 @@ class Task:
         return self._row("pause")
 
     def resume(self) -> dict[str, Any]:
+        """Go on with a paused job; start a failed one again from its last commit.
+
+        Raises:
+            InvalidInput: it is done or cancelled.
+            ServerUnavailable: its commit cannot be read.
+            HostStoreFull: there is no room for its commit.
+        """
         return self._row("resume")
 
     def cancel(self) -> dict[str, Any]:

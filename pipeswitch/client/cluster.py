@@ -14,8 +14,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,7 @@ from ..errors import (
 from ..wire.keys import ClientKeys
 from .calls import Reply
 from .connection import Connection
+from .holders import Balance
 
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
@@ -156,7 +157,8 @@ class ClusterConnection:
         self._began: dict[str, str] = {}  # by sequence: its node
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
         self._table: dict[str, Any] = {}
-        self._asked_at_s = 0.0
+        self._asked_at_s = self._learnt_at_s = 0.0
+        self._balance = Balance()
         self._ask()
 
     def close(self) -> None:
@@ -179,11 +181,16 @@ class ClusterConnection:
         """As ``Connection.call``."""
         if op not in SAFE_AGAIN:
             return self._verb(op)(op, model=model, **options)
+        if op in ("load", "unload"):
+            return self._of_holders(op, model, options)
         node = self._node_for(model, options)
+        self._balance.count(node, 1)
         try:
             return self._to(node).call(op, model=model, **options)
         except ELSEWHERE as error:
             return self._elsewhere(error, node, op, model, options)
+        finally:
+            self._balance.count(node, -1)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
         """As ``Connection.request``."""
@@ -196,6 +203,7 @@ class ClusterConnection:
             another.add_done_callback(partial(_settle, outer))
 
         def answered(inner: Future[Any]) -> None:
+            self._balance.count(node, -1)
             error = None if inner.cancelled() else inner.exception()
             if isinstance(error, ELSEWHERE) and not outer.cancelled():
                 with contextlib.suppress(RuntimeError):  # this client is closed
@@ -208,6 +216,7 @@ class ClusterConnection:
         except ServerUnavailable as error:
             again(error)
             return outer
+        self._balance.count(node, 1)
         outer.add_done_callback(lambda done: done.cancelled() and inner.cancel())
         inner.add_done_callback(answered)
         return outer
@@ -221,6 +230,8 @@ class ClusterConnection:
             SequenceNotFound: it did not begin here, or its node is gone.
         """
         body = options.get("body") or {}
+        if time.monotonic() > self._learnt_at_s + FRESH_S:
+            self._learn()
         if "sequence" not in body:
             return self._node_of(model)
         if body.get("start"):
@@ -268,11 +279,34 @@ class ClusterConnection:
             limit_s = ASK_S if verb in ("accuse", "home", "is_alive") else None
             answer = told(ray, getattr(placement, verb).remote(*args), limit_s) if verb else None
             table = told(ray, placement.table.options(max_task_retries=-1).remote(), ASK_S)
+        self._take(table)
+        return answer
+
+    def _take(self, table: dict[str, Any]) -> None:
+        """Keep a table, unless there is a newer one."""
         with self._lock:
+            self._asked_at_s = self._learnt_at_s = time.monotonic()
             if table["version"] >= self._table.get("version", 0):
                 self._table = table
-            self._asked_at_s = time.monotonic()
-        return answer
+                self._balance.learn(table.get("loads", {}), self._asked_at_s)
+
+    def _learn(self) -> None:
+        """Ask a node for the table of now, beside the requests: placement sends it to all."""
+        with self._lock:
+            self._learnt_at_s = time.monotonic()  # one asks
+            known = self._connections.copy()
+            living = {one["address"] for one in self._table["nodes"].values()}
+        links = [link for (address, _), link in known.items() if address in living]
+        if links:
+            answer = links[int(self._learnt_at_s) % len(links)].request("nodes", is_safe=True)
+            answer.add_done_callback(self._learnt)
+
+    def _learnt(self, answer: Future[Any]) -> None:
+        with contextlib.suppress(PipeSwitchError, CancelledError):  # another one will say it
+            table = answer.result().body
+            for facts in table["nodes"].values():
+                facts["keys"] = tuple(key.encode() for key in facts["keys"])
+            self._take(table)
 
     def _node_of(self, model: str) -> str:
         """Return the node that serves a model; placement is asked if the table has none.
@@ -280,8 +314,12 @@ class ClusterConnection:
         Raises:
             ModelNotFound: no node has it.
         """
+        table = self._table
         with contextlib.suppress(KeyError):
-            return str(self._table["models"][model])
+            serving = str(table["models"][model])
+            others = [one for one in table["holders"].get(model, ())
+                      if one != serving and one in table["nodes"]]  # fmt: skip
+            return self._balance.choose([serving, *others], time.monotonic())
         error = ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
         return self._again(error, "", model, set(), time.monotonic() + RETURN_S)
 
@@ -382,6 +420,14 @@ class ClusterConnection:
         missed = self._ask("registered", model, home, body)
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 
+    def _of_holders(self, op: str, model: str, options: dict[str, Any]) -> Any:
+        """Ask every holder that answers: requests may go to any of them."""
+        node, reply = self._node_of(model), None
+        for one in self._table["holders"].get(model, (node,)):
+            with contextlib.suppress(*ELSEWHERE):
+                reply = self._to(one).call(op, model=model, **options)
+        return reply or self._to(node).call(op, model=model, **options)
+
     def _do_unregister(self, op: str, *, model: str, **options: Any) -> Any:
         self._ask()
         holders = [self._node_of(model), *self._table["holders"].get(model, ())]
@@ -427,14 +473,7 @@ class ClusterConnection:
         return _reply({**sums, "nodes": answers})
 
     def _do_models(self, op: str, **options: Any) -> Any:
-        found: dict[tuple[str, int], dict[str, Any]] = {}
-        for node, answer in self._all(op, **options).items():
-            for row in answer["models"]:
-                kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
-                kept["nodes"].append(node)
-                if kept["nodes"] != [node]:
-                    kept["requests"] += row["requests"]
-        return _reply({"models": list(found.values())})
+        return _reply({"models": models_of(self._all(op, **options))})
 
     def _do_ps(self, op: str, **options: Any) -> Any:
         answers = self._all(op, **options)
@@ -495,6 +534,18 @@ class ClusterConnection:
         """Where a job is; empty: nowhere."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
+
+
+def models_of(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the models that nodes list, each once, with the names of its nodes."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for node, answer in answers.items():
+        for row in answer["models"]:
+            kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
+            kept["nodes"].append(node)
+            if kept["nodes"] != [node]:
+                kept["requests"] += row["requests"]
+    return list(found.values())
 
 
 def _no_job(name: str) -> ModelNotFound:

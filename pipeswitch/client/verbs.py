@@ -117,26 +117,6 @@ class Verbs:
         row: dict[str, Any] = self._ask("show", model=name, body=body)["model"]
         return row
 
-    def profile(
-        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
-    ) -> dict[str, Any]:
-        """Measure a model layer by layer, when no request waits; its profile.
-
-        Args:
-            name: of a model that is ready.
-            batches: sizes to time; groups are made for the first. Default: that of its requests.
-            progress: called as the work proceeds.
-        """
-        future = self._connection.request(
-            "profile",
-            model=name,
-            body={"batches": list(batches)},
-            is_safe=True,  # measured twice at worst
-            on_progress=progress_caller(progress),
-        )
-        row: dict[str, Any] = future.result().body["profile"]
-        return row
-
     def plan(self) -> dict[str, Any]:
         """Each model's profile and the arena: what ``pipeswitch plan`` reckons with."""
         return self._ask("plan")
@@ -267,7 +247,6 @@ class AwaitedVerbs(Awaited[V]):
     unload = awaited(Verbs.unload)
     models = awaited(Verbs.models)
     show = awaited(Verbs.show)
-    profile = awaited(Verbs.profile)
     plan = awaited(Verbs.plan)
     signature = awaited(Verbs.signature)
     jobs = awaited(Verbs.jobs)

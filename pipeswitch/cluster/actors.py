@@ -34,7 +34,7 @@ from ..errors import (
     ServerUnavailable,
 )
 from ..roles import Role
-from ..wire.keys import ClientKeys, KeyFolder, client_keys, make_pair
+from ..wire.keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
 from . import lives, placement
 from .jobs import NodeJobs, write_whole
 from .placement import COPIES, MISSED_S, ROUND_S
@@ -94,42 +94,66 @@ class Node(NodeJobs):
             ServerUnavailable, OSError, RuntimeError: it, or what watches it, does not start.
         """
         name = self._name
-        folder_of_keys, secret, self._keys = _keys(self._state)
+        folder_of_keys, secret, self._keys, self._gateway_keys = _keys(self._state)
         _wait_for_the_one_before(self._state)
         until_s = self._claim(connect_ray()) + START_S - LEASE_S
         command = [
             sys.executable, "-P", "-c", CHILD, str(self._jobs), "serve", "--listen", f"tcp://{host}:0",
             "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
-            "--keys-dir", str(folder_of_keys.path), "--no-http", "--allow-code", "*", *flags,
+            "--keys-dir", str(folder_of_keys.path), "--allow-code", "*", *self._same_ports(flags),
+            *flags,
         ]  # fmt: skip
+        self._table = self._state / "table.json"  # the last life's says where models are meanwhile
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
+            env={**os.environ, "PIPESWITCH_GATEWAY__CLUSTER": str(self._table)},
         )  # fmt: skip
         self._lease(until_s, "-")  # it has no address yet
-        self._address, self._owners = self._addresses()
+        self._address, self._owners, self._gateways = self._addresses()
         self._client = Client(self._owners)
         server_key = self._keys.server.decode()
         # Copies are of the same tenant as what the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
         self._lock = threading.Lock()  # of the bodies' file, the lease and the answers
         self._is_leaving = False
+        self._learned = 0  # number of the table that was written last
         self._answered = int(time.time() * 1000)  # above those of the one before
         self._answered_s: dict[int, float] = {}  # by number: answers to placement
         threading.Thread(target=self._leave_with_it, daemon=True).start()
 
-    def _addresses(self) -> tuple[str, str]:
-        """Of TCP clients and of the owner, when it is ready."""
+    @property
+    def _ports(self) -> Path:
+        return self._state / "gateways.json"
+
+    def _same_ports(self, flags: tuple[str, ...]) -> list[str]:
+        """Return the flags of the gateway's last addresses, so that its clients find it again. A
+        start that fails forgets them: another program may have the ports by now."""
+        if any(flag.partition("=")[0] in ("--http", "--grpc", "--no-http") for flag in flags):
+            return []
+        try:
+            known = dict(json.loads(self._ports.read_text("utf-8")))
+        except (OSError, ValueError):
+            return []
+        self._ports.unlink()
+        return [word for name, at in known.items() for word in (f"--{name}", str(at))]
+
+    def _addresses(self) -> tuple[str, str, dict[str, str]]:
+        """Return the addresses of TCP clients, of the owner and of the gateway, once the server is
+        ready."""
         assert self._process.stdout is not None
         heard = []
         for line in self._process.stdout:
             heard.append(line)
             if "is ready" in line:
-                tcp, ipc = (
-                    next(word for word in line.split() if word.startswith(scheme))
-                    for scheme in ("tcp://", "ipc://")
-                )
-                return tcp, ipc
+                at = dict(word.split("://") for word in line.split() if "://" in word)
+                gateways = {
+                    scheme.removesuffix("s"): host
+                    for scheme, host in at.items()
+                    if scheme in ("http", "https", "grpc")
+                }
+                write_whole(self._ports, json.dumps(gateways).encode())
+                return f"tcp://{at['tcp']}", f"ipc://{at['ipc']}", gateways
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
@@ -172,9 +196,13 @@ class Node(NodeJobs):
             "address": self._address,
             "owners": self._owners,
             "keys": (self._keys.public, self._keys.secret, self._keys.server),
+            "gateway_keys": self._gateway_keys,
+            "learned": self._learned,
+            **self._gateways,
             "pid": self._process.pid,
             "free_bytes": stats["arena_free_bytes"],
             "queue_ms": requests * each_ms,
+            "each_ms": each_ms,
             "waiting": requests,
             "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
             "copies": copies,
@@ -182,6 +210,15 @@ class Node(NodeJobs):
                        for row in served if row["state"] == "ready"},
             "bodies": self._bodies(),
         }  # fmt: skip
+
+    def learn(self, table: dict[str, Any]) -> None:
+        """Write placement's table where this node's gateway looks for it."""
+        new = self._table.with_suffix(".tmp")
+        with self._lock:
+            with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+                json.dump({**table, "here": self._name}, file)
+            os.rename(new, self._table)
+            self._learned = table["number"]
 
     def remember(self, model: str, body: dict[str, Any] | None) -> None:
         """How it was registered, so that it can be elsewhere; None: it is gone."""
@@ -237,19 +274,25 @@ def _wait_for_the_one_before(state: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys]:
-    """The server's pair, and the one that the cluster's clients bring; made once."""
+def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
+    """Return the folder, the file of the pair that the cluster's clients bring, that pair, and the
+    one of the other nodes' gateways; each is made once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
-    secret = folder.path / "cluster.key_secret"
     if folder.server() is None:
         folder.make_server()
-    if not secret.exists():
-        make_pair("cluster", folder.path)
-    keys = client_keys(str(secret), str(folder.path / "server.key"))
-    assert keys is not None
-    folder.admit("cluster", keys.public, [role.value for role in Role])
-    return folder, secret, keys
+    made = []
+    for name, roles in (("cluster", [role.value for role in Role]), (GATEWAY_KEY, [])):
+        secret = folder.path / f"{name}.key_secret"
+        if not secret.exists():
+            make_pair(name, folder.path)
+        keys = client_keys(str(secret), str(folder.path / "server.key"))
+        assert keys is not None
+        folder.admit(name, keys.public, roles)
+        made.append(keys)
+    clients, gateways = made
+    told = (gateways.public.decode(), gateways.secret.decode(), gateways.server.decode())
+    return folder, folder.path / "cluster.key_secret", clients, told
 
 
 class Placement:
@@ -272,6 +315,8 @@ class Placement:
         self._troubles: dict[str, str] = {}  # what was logged, by what it is of
         self._version = int(time.time() * 1000)  # above those of the one before
         self._shown: Any = None
+        self._shared: dict[str, Any] = {}  # the newest table that gateways were sent
+        self._shared_number = self._version
         self._requested = -1  # of Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
         self._copying: Future[None] = Future()  # of a model that has too few copies
@@ -292,6 +337,27 @@ class Placement:
                 "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
                 "may_come": self._may_come(self._silent_since),
             }  # fmt: skip
+
+    def _share(self, wait_s: float = 0.0) -> None:
+        """Send the nodes whose gateways have an older table the one of now; wait for them at most
+        so long."""
+        ray = connect_ray()
+        with self._lock:
+            facts = dict(self._facts)
+            nodes = {
+                name: {"address": one["address"], "gateway_keys": one["gateway_keys"],
+                       "keys": [key.decode() for key in one["keys"]]}
+                for name, one in facts.items()
+            }  # fmt: skip
+            loads = {name: (one["queue_ms"], one["each_ms"]) for name, one in facts.items()}
+            table = {**self.table(), "nodes": nodes, "loads": loads}
+            if table != self._shared:
+                self._shared, self._shared_number = table, self._shared_number + 1
+            table = {**table, "number": self._shared_number}
+        asked = [node_of(ray, name).learn.remote(table)
+                 for name, one in facts.items() if one["learned"] != table["number"]]  # fmt: skip
+        if asked and wait_s:
+            ray.wait(asked, num_returns=len(asked), timeout=wait_s)
 
     def accuse(self, node: str, address: str) -> None:
         """Leave a node out until the next look at it: it did not answer a client at that address.
@@ -333,7 +399,9 @@ class Placement:
                                     hint="choose another name")  # fmt: skip
             ray.get(node_of(ray, node).remember.remote(model, body))
             self._look()
-        return self._copy(model)
+        missed = self._copy(model)
+        self._share(ANSWER_S)
+        return missed
 
     def forgotten(self, model: str) -> None:
         ray, names = connect_ray(), list(self._facts)
@@ -379,7 +447,10 @@ class Placement:
     def status(self) -> dict[str, Any]:
         self._look()
         with self._lock:
-            hidden, copies = ("keys", "bodies", "copies", "number"), self._copies()
+            hidden, copies = (
+                ("keys", "gateway_keys", "learned", "bodies", "copies", "number"),
+                self._copies(),
+            )
             kept = {job: {node: one[job].state for node, one in copies.items() if job in one}
                     for job in {job for one in copies.values() for job in one}}  # fmt: skip
             return {
@@ -534,6 +605,7 @@ class Placement:
         while True:
             time.sleep(ROUND_S)  # a load is looked at, not told
             self._trouble("look", self._look)
+            self._trouble("share", self._share)
             self._trouble("jobs", self._tend)
             if self._scale:
                 self._trouble("scale", partial(self._follow, self._scale))

@@ -12,12 +12,11 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+from ..client.holders import is_worth
 from ..errors import ServerUnavailable
 from ..scheduler.policies.placement import PLACEMENTS, Place, best
 
 RANK: Final = PLACEMENTS["least-finish"]
-KEEP_MS: Final = 20.0  # a model stays unless elsewhere it computes so much earlier,
-KEEP_SHARE: Final = 0.25  # and by this share of its wait: predictions are no better than that
 COPIES: Final = 2  # of each model, on as many nodes
 ROUND_S: Final = 1.0  # between two looks at all nodes
 MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
@@ -116,7 +115,7 @@ class Nodes:
         node = self._names[found.device]
         if at and at != node and at in self._nodes and at in holders:
             stay = self._place(self._nodes[at], size_bytes, is_resident=True)
-            if stay.finish_ms - found.finish_ms <= max(KEEP_MS, KEEP_SHARE * stay.finish_ms):
+            if not is_worth(stay.finish_ms, found.finish_ms):
                 return Decision(at, "kept", stay.finish_ms)
         return Decision(node, found.reason, found.finish_ms)
 

@@ -17,6 +17,7 @@ from functools import partial
 from random import Random
 from typing import Any, Final
 
+from ..client.holders import choose, left_ms
 from ..ipc.messages import ModelName
 from ..simulator.arrivals import Arrival
 from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
@@ -101,6 +102,9 @@ class _Run:
         self._serving: dict[str, str] = {}
         # By tile: each model's holders as the client knows them, the one it goes to first.
         self._tables: dict[int, dict[int, list[str]]] = {}
+        # What a client predicts: a request's time on a node, and when its own are done there.
+        self._each_ms: dict[str, float] = {}
+        self._done_ms: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
         self._coming: list[tuple[float, int, Asked]] = []
         self._short: list[tuple[float, int]] = []  # models to copy again, and when
@@ -153,16 +157,24 @@ class _Run:
             self._register(tile)
         table = self._tables[tile]
         while table[model]:
-            node = table[model][0]
+            node = choose(table[model], partial(self._finish_ms, tile, at_ms))
             if node in self._told:
+                begin_ms = max(at_ms, self._done_ms[tile, node])
+                self._done_ms[tile, node] = begin_ms + self._each_ms.get(node, 0.0)
                 return self._ask(node, at_ms, asked)
             knows_ms = self._knows_ms.setdefault((tile, node), at_ms + SILENT_MS)
             if at_ms < knows_ms:
                 return self._again(knows_ms, asked)
-            del table[model][0]
+            table[model].remove(node)
             if not table[model]:
                 self._fetch(tile)
         self._lost += 1
+
+    def _finish_ms(self, tile: int, at_ms: float, node: str) -> float:
+        """Return when a client believes a node to be done, from then on. A dead one says nothing
+        any more, and is given up when it does not answer."""
+        queue_ms = self._told[node].queue_ms if node in self._told else 0.0
+        return left_ms(queue_ms, at_ms - self._now_ms, self._done_ms[tile, node] - at_ms)
 
     def _again(self, at_ms: float, asked: Asked) -> None:
         self._resent += 1
@@ -231,6 +243,7 @@ class _Run:
         """As a node says how it is."""
         server, waiting = self._servers[name], len(self._servers[name].asked)
         each_ms = server.busy_ms / max(1, len(server.latency_ms))
+        self._each_ms[name] = each_ms
         devices = server.scheduler.machine.devices
         free_bytes = sum(device.arena.regions.free_bytes for device in devices)
         self._tell(self._told[name]._replace(free_bytes=free_bytes, queue_ms=waiting * each_ms,

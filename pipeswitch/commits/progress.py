@@ -29,10 +29,6 @@ class Life(NamedTuple):
     steps_recomputed: int = 0
     step: int = 0  # the last that was done
 
-    def resumed_at(self, step: int) -> tuple[int, int]:
-        """Restarts and recomputed steps once it goes on from that step."""
-        return self.restarts + self.is_running, self.steps_recomputed + max(0, self.step - step)
-
 
 class Progress:
     """The writer's side; one process at a time, from one thread.

@@ -17,7 +17,7 @@ import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -99,6 +99,8 @@ def _encode(value: Any, path: str, depth: int, out: list[Attachment]) -> Any:
         return _items(value, path, depth, out)
     if kind in _SEQUENCE_TAGS:
         return {_SEQUENCE_TAGS[kind]: _items(value, path, depth, out)}
+    if kind is deque:
+        return {"deque": [value.maxlen, _items(value, path, depth, out)]}
     if kind in _MAPPING_TAGS:
         return {_MAPPING_TAGS[kind]: _pairs(value, path, depth, out)}
     return _encode_foreign(value, path, depth, out)
@@ -271,6 +273,9 @@ _DECODERS: Final[dict[str, Callable[..., Any]]] = {
     "frozenset": _sequence(frozenset),
     "dict": _mapping(dict),
     "odict": _mapping(OrderedDict),
+    "deque": lambda body, path, depth, blobs: deque(
+        (_decode(v, f"{path}[{i}]", depth + 1, blobs) for i, v in enumerate(body[1])), body[0]
+    ),
     "counter": _mapping(Counter),
     "size": _decode_size,
     "array": _decode_array,

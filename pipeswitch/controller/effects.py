@@ -18,6 +18,7 @@ import msgspec
 
 from .. import failpoints
 from ..commits.files import load_commit, read_record, remove_unnamed
+from ..commits.progress import SUFFIX
 from ..errors import (
     PipeSwitchError,
     RemoteProtocolError,
@@ -80,7 +81,7 @@ class Effects:
                 self._stages.perform(command)
             case ev.Answer():
                 self._answer(command)
-            case ev.Publish() | ev.Announce() | ev.Retract():
+            case ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
                 self._frontend.perform(command)
             case ev.Spans():
                 self.timeline.add(command)
@@ -134,8 +135,10 @@ class Effects:
         elif entry["kind"] == "model-gone":
             self._disk.drop_program(entry["name"])
         try:
-            if entry["kind"] == "job":  # accepted: its log exists, and is its own
-                (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
+            if entry["kind"] == "job" and command.accepts:  # its log exists, and is its own
+                log_path = self._places.logs / f"job-{entry['name']}.log"
+                log_path.write_bytes(b"")
+                log_path.with_suffix(SUFFIX).unlink(missing_ok=True)
             reach("journal.write")
             self._journal.append(entry)
             reach("journal.written")
@@ -172,6 +175,8 @@ class Effects:
                 self._memory.create_commits(command.job, command.slot_bytes)
                 return
             self._memory.commits[command.job] = os.dup(command.loaded)
+            if command.is_on_disk:
+                return
             target = self._places.commits / command.job
             shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
             shutil.copytree(self._places.root / "jobs" / command.job / "commit", target,

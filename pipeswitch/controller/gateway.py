@@ -277,6 +277,7 @@ class Gateway:
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,
             max_connections=config.max_connections,
+            cluster=config.cluster,
             keyed=None if self._keyed is None else self._keyed.settings,
         )
 

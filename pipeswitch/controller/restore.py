@@ -105,7 +105,6 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         log.error("job=%s %s", name, why)
         server.journal.losses.append(f"job {name} {why}")
     life = read_life(server.places.logs / f"job-{name}{SUFFIX}")
-    restarts, steps_recomputed = life.resumed_at(max(step, 0))
     server.scheduler.machine.jobs.restore(
         name,
         entry["entry"],
@@ -118,8 +117,9 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         share=entry["share"],
         devices=tuple(entry["devices"]),
         placed=server.journal.placed.get(name),
-        restarts=restarts,
-        steps_recomputed=steps_recomputed,
+        restarts=life.restarts + life.is_running,
+        steps_recomputed=life.steps_recomputed,
+        last_step=life.step,
         defaults=tuple((key, value) for key, value in entry["defaults"]),
         why=why,
     )

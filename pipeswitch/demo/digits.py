@@ -1,7 +1,7 @@
 """The demo's background job: a small CNN on scikit-learn's 1,797 handwritten digits.
 
 An ordinary training script. By hand it is a plain loop: ``python -m pipeswitch.demo.digits``.
-Under a server (``pipeswitch train pipeswitch.demo_digits:main``) the same lines can be suspended,
+Under a server (``pipeswitch train pipeswitch.demo.digits:main``) the same lines can be suspended,
 evicted and killed, and end with the same weights.
 """
 

@@ -1,7 +1,7 @@
 """``pipeswitch demo``: a real server, three models, a training job, and what it all cost.
 
 In order: start a server with an arena that holds about two of the three models; register them;
-train (``demo_digits``); send Poisson requests that alternate over the models; stop. Then the two
+train (``demo.digits``); send Poisson requests that alternate over the models; stop. Then the two
 baselines (``demo_baselines``) on the same machine. Every number shown is measured in this run.
 This process never imports torch.
 """
@@ -38,7 +38,7 @@ from ..testing import RunningServer, server
 from . import report as demo_report
 
 JOB: Final = "digits"
-ENTRY: Final = "pipeswitch.demo_digits:main"
+ENTRY: Final = "pipeswitch.demo.digits:main"
 START_WAIT_S: Final = 60.0  # for the job's first step
 END_WAIT_S: Final = 120.0  # for its last epoch, once it was told to end
 BASELINE_TIMEOUT_S: Final = 300.0

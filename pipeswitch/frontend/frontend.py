@@ -71,7 +71,7 @@ STOP_LOOK_MS: Final = 2.0
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
-Posted = ev.Answer | ev.Publish | ev.Announce | ev.Retract
+Posted = ev.Answer | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
 """The scheduler's commands that are performed here."""
 
 
@@ -167,6 +167,7 @@ class Frontend:
             "put": self._put,
             "sequences": self._ask_sequences,
             "generation": self._ask_generation,
+            "nodes": self._ask_nodes,
         }
 
     # ---- life ----------------------------------------------------------------------------------
@@ -255,6 +256,8 @@ class Frontend:
             case ev.Retract(model=model):
                 self.inference.retract(model)
                 self.sequences.retract(model)
+            case ev.LoadCommits(asked=asked):
+                self._load(asked, self._state_directory / "commits" / asked.job)
 
     def answer_soon(self, answer: ev.Answer) -> None:
         """``perform`` from any thread; never blocks."""
@@ -411,6 +414,19 @@ class Frontend:
         rows = self.sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
 
+    def _ask_nodes(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """Reply with the cluster's table, less the keys of gateways."""
+        Body("nodes", header.body).done()
+        if not (path := self._config.gateway.cluster):
+            raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
+        try:
+            table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            raise ServerUnavailable("this node has no table yet", hint="ask again") from None
+        for facts in table["nodes"].values():
+            del facts["gateway_keys"]
+        self._outbox.reply(client, header.id, body=table)
+
     def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
@@ -493,17 +509,25 @@ class Frontend:
                 pending.uploads = self.uploads.pin(asked.spec)
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
-                self.uploads.run_later(
-                    functools.partial(self._load, pending, asked),
-                    lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
-                )
+                self._load(asked, self._state_directory / "jobs" / asked.job / "commit")
                 return
             self._take(asked)
 
-    def _load(self, pending: Pending, asked: ev.TrainAsked) -> None:
-        """Beside the loop, which reading a large state would hold up."""
+    def _load(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
+        """Read a commit beside the loop, which a large one would hold up, then go on."""
+        self.uploads.run_later(
+            functools.partial(self._read_commit, asked, folder),
+            lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
+        )
+
+    def _read_commit(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
+        pending = self.requests.find(asked.token)
+        if pending is None:
+            return
         try:
-            found = load_commit(self._state_directory / "jobs" / asked.job / "commit")
+            found = load_commit(folder)
+            if found is None and isinstance(asked, ev.JobAsked):
+                raise FileNotFoundError(f"there is none in {folder}")
         except (RemoteProtocolError, OSError) as error:
             refusal = ServerUnavailable(f'the commit of job "{asked.job}" cannot be read: {error}')
             self.answer_soon(ev.Answer(token=asked.token, error=refusal))

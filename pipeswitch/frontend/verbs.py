@@ -297,4 +297,5 @@ VERBS: Final[Mapping[str, Verb]] = {
     "stop": Verb(Role.OPERATE, _stop),
     "caller": Verb(Role.CODE),  # and only at the owner's socket
     "train": Verb(Role.CODE, _train),
+    "nodes": Verb(Role.CODE),  # it has keys that may do all
 }

@@ -97,13 +97,17 @@ class Caller(Connection):
 class KeyedDoor:
     """The ROUTER, its clients, and a stream for each. Owned by the loop's thread."""
 
-    def __init__(self, descriptor: int, settings: KeyedSettings, address: str) -> None:
+    def __init__(
+        self, descriptor: int, settings: KeyedSettings, address: str, *, owners: str = ""
+    ) -> None:
         """Within the running loop.
 
         Args:
             descriptor: of the socket that listens; this one's from now on.
             address: of the owner's socket.
+            owners: name of the key that speaks as the owner; empty: none does.
         """
+        self._owners = owners
         self._path = address.removeprefix("ipc://")
         self._port = int(settings.address.rpartition(":")[2])
         self._upstream = Upstream(address)
@@ -235,8 +239,9 @@ class KeyedDoor:
         self._callers[caller.routing_id] = caller
         self.connections.greeted(caller, caller.standing.tenant)
         self._loop.add_reader(sock, self._answers, caller, caller.stream)
-        header = RequestHeader(v=VERSION, op="caller", id="caller", body=_told(caller.standing))
-        self._put(caller, [encode_header(header)])
+        if caller.standing.tenant != self._owners:  # else the stream stays the owner's
+            header = RequestHeader(v=VERSION, op="caller", id="caller", body=_told(caller.standing))
+            self._put(caller, [encode_header(header)])
         return caller
 
     def _put(self, caller: Caller, parts: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
 from ..tracing import open_tracer
 from ..units import PrintableFormatter
+from ..wire.keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
 from .api import Api
 from .callers import Callers
@@ -80,6 +81,7 @@ def main(descriptor: int) -> None:
     # Beyond it a request fails, or this process, which is started again: never the machine.
     most_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
     most_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
+    most_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     asyncio.run(_serve(settings, channel, descriptors))
 
@@ -97,10 +99,11 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         loop.call_later(ORPHAN_S, is_over.set)
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
-    upstream = Upstream(settings.address)
+    upstream = Upstream(settings.address, settings.cluster)
     door: KeyedDoor | None = None
     if settings.keyed is not None:
-        door = KeyedDoor(descriptors[-1], settings.keyed, settings.address)
+        owners = GATEWAY_KEY if settings.cluster else ""
+        door = KeyedDoor(descriptors[-1], settings.keyed, settings.address, owners=owners)
     # Without a token to show, all callers are on this machine.
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")

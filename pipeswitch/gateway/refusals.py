@@ -71,6 +71,7 @@ _STATUSES: Final[Mapping[type[errors.PipeSwitchError], Status]] = {
     MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
     RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
     errors.AlreadyExists: Status(409, "ALREADY_EXISTS"),
+    errors.DeviceBusy: Status(409, "FAILED_PRECONDITION"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
     UnknownCoding: Status(415, "UNIMPLEMENTED"),
     errors.QueueFull: Status(429, "RESOURCE_EXHAUSTED", may_retry=True),

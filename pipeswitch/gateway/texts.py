@@ -492,7 +492,8 @@ def _step(found: Hello | Step | Wrong | None) -> Step:
     """Raises InvalidInput: the process says so."""
     if isinstance(found, Wrong):
         raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
-    assert isinstance(found, Step)
+    if not isinstance(found, Step):
+        raise _lost()
     return found
 
 

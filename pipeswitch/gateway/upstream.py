@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final
 
 from ..client.calls import Call, Reply
@@ -13,6 +14,7 @@ from ..client.looped import LoopConnection
 from ..errors import PipeSwitchError, ServerUnavailable
 from ..wire.bill import Bill
 from ..wire.frames import CHUNK_BYTES
+from .nodes import Nodes
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a server that is there answers within this
@@ -36,8 +38,11 @@ class Upstream:
     """What callers ask the server through; it outlives servers. All raise what it says, or
     ServerUnavailable: there is none, or it leaves."""
 
-    def __init__(self, address: str) -> None:
-        self._connection = _Connection(address, HELLO_S)
+    def __init__(self, address: str, cluster: str = "") -> None:
+        """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
+        self._connection: _Connection | Nodes = _Connection(address, HELLO_S)
+        if cluster:
+            self._connection = Nodes(self._connection, Path(cluster))
         self._events = _Connection(address, HELLO_S)
         self._following: asyncio.Task[None] | None = None
 

@@ -6,11 +6,11 @@ by the process that gives the device away: the stopping worker when it has parke
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task
 that the worker in that slot began to compute: after its death it tells whether that task can be
 blamed. Word ``STOP + slot`` holds the epoch of the task that is to be interrupted between two
-groups, since a request waits: a run that is only measured is left, a pass of a model that streams
-steps aside. Word 1 says how far a model that streams has computed (ADR 43): its copy's epoch and
-how many groups, in one number, so that a late one of another pass is not believed. The worker
-that has the turn writes it. Words ``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job
-takes of the memory for activations (``workers/training/tiles.py``).
+groups, since a request waits: a pass of a model that streams steps aside. Word 1 says how far a
+model that streams has computed (ADR 43): its copy's epoch and how many groups, in one number, so
+that a late one of another pass is not believed. The worker that has the turn writes it. Words
+``CLAIM + slot`` and ``LEAST + slot`` say what the slot's job takes of the memory for activations
+(``workers/training/tiles.py``).
 
 A *bell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
 process, which then looks at the words it waits for. No wake-up is lost: the eventfd's counter stays
@@ -102,7 +102,7 @@ class Board:
         self._words[STOP + slot] = epoch
 
     def stop(self, slot: int) -> int:
-        """Epoch of the trial that the slot's worker shall leave; 0: none yet."""
+        """Return the epoch of the task that the slot's worker is to interrupt; 0: none yet."""
         return self._words[STOP + slot]
 
     def write_tiles(self, slot: int, claim: int, least: int) -> None:

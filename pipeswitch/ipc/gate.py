@@ -40,6 +40,8 @@ any      | move                       | same     | the next check or enter outsi
 any      | evict                      | same     | sticky: the next check or enter outside the
          |                            |          | optimizer answers a pending stop, then raises;
          |                            |          | a move that was not called yet is dropped
+RUNNING  | check, evicted             | RUNNING  | nothing, while ``finishes_step`` is true
+AWAY     | enter, evicted             | RUNNING  | as above
 
 A gate starts as STOPPED with turn 0: a script computes only after its first grant.
 """
@@ -86,6 +88,8 @@ class Gate:
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
             ``TaskPreempted``: the place to commit. What it raises is raised.
+        finishes_step: asked with the lock held by a main thread that is evicted and has the turn;
+            while true, it goes on to the end of its step, where nothing would be lost.
         after_boundary: called by the main thread without the lock, at most once for each stop that
             was for a boundary, before it waits: another job computes now.
         on_back: called ``(turn, is_blocked)`` with the lock held, by a main thread that was away
@@ -97,6 +101,7 @@ class Gate:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
+        self.finishes_step: Callable[[], bool] = lambda: False
         self.after_boundary: Callable[[], None] = _nothing
         self.on_back: Callable[[int, bool], None] = lambda *_: None
         self._on_parked = on_parked
@@ -113,6 +118,7 @@ class Gate:
         self._move: Callable[[], None] | None = None
         self._evicting = False
         self._unwinding = False
+        self._is_finishing = False  # evicted, and goes on to the end of its step
 
     # ------------------------------------------------------------------ main thread
 
@@ -131,7 +137,7 @@ class Gate:
             return
         while (call := self._answer(where)) is not None:
             call()
-        if self._evicting:
+        if self._evicting and not self._is_finishing:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
@@ -223,6 +229,11 @@ class Gate:
     def is_evicting(self) -> bool:
         """An eviction was asked for; it stays so for the life of the gate."""
         return self._evicting
+
+    @property
+    def is_unwinding(self) -> bool:
+        """The main thread has been told to leave by ``TaskPreempted``."""
+        return self._unwinding
 
     @property
     def has_call(self) -> bool:
@@ -319,9 +330,14 @@ class Gate:
                 self._take_up_grant()
         if self._evicting and self._state is GateState.PARKED:
             self._state = GateState.STOPPED  # it unwinds now: no turn may set it running
-        elif not self.has_call and self._state is GateState.AWAY:
+        elif self._state is GateState.AWAY and (not self.has_call or self._may_finish):
             self._state = GateState.RUNNING
+        self._is_finishing = self._state is GateState.RUNNING and self._may_finish
         self._refresh()
+
+    @property
+    def _may_finish(self) -> bool:
+        return self._evicting and not self._unwinding and self.finishes_step()
 
     def _refresh(self) -> None:
         self.asked = self.has_call or self._state is not GateState.RUNNING

@@ -343,9 +343,8 @@ class RunInference(Message, frozen=True):
 
     Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
 
-    A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
-    up its inputs, writes no outputs, and leaves between two groups when the board's stop word
-    says so (InferenceFailed, Cancelled).
+    With ``is_timed`` the worker waits for the device after each group, so that a group's times are
+    those of its computation (``pipeswitch profile``).
 
     With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
     that word ends it after the step that it is at.
@@ -365,7 +364,7 @@ class RunInference(Message, frozen=True):
     plan: tuple[int, ...] = ()  # as PrepareModel's
     landings: tuple[int, ...] = ()  # as PrepareModel's
     joined: tuple[JoinedRequest, ...] = ()
-    trial_batch: int = 0  # 0: a request
+    is_timed: bool = False
     is_code: bool = False  # as PrepareModel's
     choosing: Choosing | None = None  # None: its outputs are answered
     sequence: int = 0  # whose step it is; 0: it stands alone
@@ -426,6 +425,7 @@ class RunJob(Message, frozen=True):
     log_bytes: int = 0  # what stays of the log, the newest; 0: all
     restarts: int = 0  # until now; the two are kept beside the step that it is at
     steps_recomputed: int = 0
+    last_step: int = 0  # of the process before, as the controller knows it
     share: str = ""  # tenant/group: those whose input it shares; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
     activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own
@@ -753,6 +753,7 @@ class GatewaySettings(Message, frozen=True):
     text_processes: int = 8
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
+    cluster: str = ""  # file of a cluster's table; empty: the server is alone
     keyed: KeyedSettings | None = None
 
 

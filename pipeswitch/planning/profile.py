@@ -101,11 +101,6 @@ class Check(_Part, frozen=True):
     spread_ms: float
     trials: int
 
-    @property
-    def bias(self) -> float:
-        """Measured over predicted: how far the prediction was off on the day."""
-        return self.measured_ms / self.predicted_ms if self.predicted_ms > 0 else 1.0
-
 
 class Profile(_Part, frozen=True):
     """Everything that was measured of one program on one device."""
@@ -120,16 +115,11 @@ class Profile(_Part, frozen=True):
     link: LinkProfile
     overheads: Overheads
     checks: tuple[Check, ...] = ()  # layer by layer, buckets, one shot; the planned groups last
-    stale: str = ""  # why it is not used any more
+    stale: str = ""  # why it is not used; earlier releases wrote it
 
     def batch(self, batch: int) -> BatchProfile | None:
         """The times at that batch size, if it was measured."""
         return next((one for one in self.batches if one.batch == batch), None)
-
-    def check_of(self, plan: Sequence[int], batch: int) -> Check | None:
-        """The trial of exactly that plan at that batch size, if there was one."""
-        wanted = (tuple(plan), batch)
-        return next((one for one in self.checks if (one.plan, one.batch) == wanted), None)
 
     def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
         """Why no plan is made from it here and now; empty when one may be."""

@@ -1,8 +1,8 @@
 """Execution-time simulator of a window of jobs, and the thesis' order for it. Pure.
 
 One link and one compute unit, each serial in the order given; a job's load may run while an
-earlier job computes. An order is a tuple of indices into the jobs of one window. The orders that
-it is compared with are in ``benchmarks/thesis.py``.
+earlier job computes. An order is a tuple of indices into the jobs of one window. The best orders,
+for comparison, are in ``benchmarks/thesis.py``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
+import msgspec
+
 from ..errors import RegistrationRefused
 from ..units import printable
 from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
@@ -52,6 +54,12 @@ def check_claims(manifest: Manifest) -> None:
             _refuse("no inputs say how much of a padded one is real")
         if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
             _refuse("it has not the dimensions that would be padded")
+    if manifest.precision is not None:
+        numbers = [
+            one for one in msgspec.structs.astuple(manifest.precision) if not isinstance(one, str)
+        ]
+        if not all(math.isfinite(one) and one >= 0 for one in numbers):
+            _refuse("what its precision costs is not a number")
     if manifest.batching is not None:
         limit, delay_ms = manifest.batching.limit, manifest.batching.delay_ms
         check_joinable(manifest, limit)

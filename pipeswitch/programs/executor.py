@@ -21,7 +21,7 @@ from .graph import CompiledGraph, Environment, GroupCall, behind_contract, resol
 from .layout import Manifest, TensorSpec
 from .loose import slots
 from .nesting import arguments
-from .packing import PackedLayout
+from .packing import CONVOLUTION_ADD, LINEAR, LINEAR_ADD, TARGETS, PackedLayout
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
 
@@ -57,8 +57,8 @@ class Program(Protocol):
 class PackedKernels(Protocol):
     """Operators over packed weights, of one kind of device."""
 
-    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in]`` for about ``rows`` rows of input; its layout and bytes."""
+    def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+        """Pack a weight ``[out, in]``; its layout and bytes."""
 
     def pack_convolution(
         self,
@@ -67,7 +67,6 @@ class PackedKernels(Protocol):
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        input_shape: Sequence[int],
     ) -> tuple[PackedLayout, torch.Tensor]:
         """Pack a weight ``[out, in / groups, height, width]``; its layout and bytes."""
 
@@ -76,6 +75,38 @@ class PackedKernels(Protocol):
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""
+
+
+def _check_packed(
+    graph: Graph, kernels: PackedKernels | None, sizes_bytes: Mapping[str, int]
+) -> None:
+    """Refuse packed weights whose layout is not the one that these kernels make.
+
+    A kernel believes a layout, and a builder that was taken over may have written it: so each is
+    made anew, of zeros.
+    """
+    if kernels is None:
+        raise RegistrationRefused("weights", "they are packed, which this device cannot read")
+    first, made = len(graph.inputs), set[str]()
+    for node in graph.nodes:
+        if node.target not in TARGETS:
+            continue
+        at = 2 if node.target in (LINEAR_ADD, CONVOLUTION_ADD) else 1
+        index = node.args[at]["v"] - first
+        name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
+        layout = graph.packed.get(name)
+        if layout is None or layout.dtype != "float32":
+            raise RegistrationRefused("weights", f"{node.target} takes a packed one")
+        zeros = torch.zeros(layout.shape)
+        if node.target in (LINEAR, LINEAR_ADD):
+            expected, data = kernels.pack_linear(zeros)
+        else:
+            expected, data = kernels.pack_convolution(zeros, *node.args[at + 2 : at + 6])
+        if expected != layout or data.nbytes != sizes_bytes.get(name):
+            raise RegistrationRefused(f"weight {name!r}", "it is not packed as it is here")
+        made.add(name)
+    if made != graph.packed.keys():
+        raise RegistrationRefused("weights", "some are packed, and no packed call reads them")
 
 
 def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -110,8 +141,8 @@ class GraphProgram:
 
         ``kernels`` compute over packed weights, for a graph that has some.
         """
-        if graph.packed and kernels is None:
-            raise RegistrationRefused("weights", f"they are packed, and {device} cannot read them")
+        if graph.packed:
+            _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})
         self._kernels = kernels
         self._packed = {} if kernels is None else kernels.operators()
         if graph.weights != tuple(spec.name for spec in manifest.tensors):

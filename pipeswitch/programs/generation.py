@@ -75,8 +75,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def numbers(self) -> dict[str, Any]:
         """What a manifest says of it; the long texts are in the bundle."""
         kept = msgspec.to_builtins(self)
-        names = ("vocabulary", "context", "eos_ids", "bos_id", "sampling")
-        return {key: kept[key] for key in names} | {"has_tokenizer": bool(self.tokenizer)}
+        numbers = {key: kept[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
+        numbers |= {"sampling": self.sampling} if self.sampling else {}
+        return numbers | ({} if self.tokenizer else {"has_tokenizer": False})
 
 
 def decode_generation(text: str) -> Generation:

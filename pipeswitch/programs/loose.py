@@ -29,12 +29,6 @@ def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def put_loose(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put others in their places."""
-    for owner, key, value in slots(module, tensors):
-        setattr(owner, key, value)
-
-
 def slots(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[nn.Module, str, Any]]:

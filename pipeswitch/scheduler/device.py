@@ -12,7 +12,6 @@ from .memory.residency import Residents
 from .processes.fleet import Fleet
 from .processes.health import Health
 from .profiling.plans import Plans
-from .profiling.sessions import Profiling, Trials
 from .records import Worker
 from .requests.dispatch import Dispatch, Turns
 from .requests.endings import Endings
@@ -42,8 +41,6 @@ class Device:
         self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
         self.endings = Endings(state, self.residents)
         self.plans = Plans(state, self.residents)
-        self.trials = Trials(state, self.arena, self.residents, self.dispatch)
-        self.profiling = Profiling(state, self.plans, self.trials)
         self.fleet = Fleet(state)
         self.health = Health(state)
 
@@ -173,7 +170,7 @@ class Device:
             Part(self.advance, is_urgent=True),
             Part(self.dispatch.keep_order),
             Part(self.dispatch.look_ahead),
-            Part(self.profiling.pump),
+            Part(self.plans.apply),
             Part(self.training.pump),
             Part(self.residents.bring_pinned),
             Part(self.slices.scrub_again),
@@ -199,7 +196,7 @@ class Device:
     def check(self) -> None:
         """Assert the invariants (docs/architecture.md) that the device's state can show."""
         state = self.state
-        for part in (self.arena, self.residents, self.slices, self.profiling):
+        for part in (self.arena, self.residents, self.slices):
             part.check()
         if self.core.has_left:
             assert not state.requests, "left without an answer"

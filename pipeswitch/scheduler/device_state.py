@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
-from ..planning.profile import Profile
 from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
 from .events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
 from .policies import View
-from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Replica, Request, Worker
+from .records import Activation, Job, MeasuredRun, Model, Replica, Request, Worker
 from .requests.accounts import Accounts
 from .requests.lines import IsResident
 from .requests.predictions import Predictions
@@ -49,10 +48,8 @@ class DeviceState:
     upcoming: Activation | None = None
     aside: Activation | None = None
     training: JobName | None = None
-    measuring: ModelName | None = None  # its groups are those of the current trial
-    ended_trial: EndedTrial | None = None  # for Profiling to take
-    measured: list[tuple[ModelName, Profile]] = field(default_factory=list)  # for the others
-    cold_switches: list[ColdSwitch] = field(default_factory=list)  # the same, for Plans
+    measuring: ModelName | None = None  # the model that is being measured
+    measured: list[MeasuredRun] = field(default_factory=list)  # its runs, for Profiling to take
     daemon_generation: int = 0
     daemon_pid: int = 0
     is_daemon_ready: bool = False

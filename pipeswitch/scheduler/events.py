@@ -142,7 +142,7 @@ class LoadedCommit(msgspec.Struct, frozen=True):
 
     slot_bytes: int
     step: int
-    descriptor: int  # the frontend's, until its asker is answered
+    descriptor: int = -1  # the frontend's, until its asker is answered
 
 
 class TrainAsked(Asked, frozen=True):
@@ -167,6 +167,7 @@ class JobAsked(Asked, frozen=True):
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
     to: str = ""  # of ``move``: a device
+    loaded: LoadedCommit | None = None  # of ``resume``: the answer to ``LoadCommits``
 
 
 class Query(Asked, frozen=True):
@@ -180,7 +181,8 @@ class Query(Asked, frozen=True):
 
 
 class ProfileAsked(Asked, frozen=True):
-    """Measure a model layer by layer when no request waits; answered with its profile."""
+    """Measure a model layer by layer on an idle device, by the asker's requests; the final answer
+    is its profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -381,6 +383,13 @@ class CreateCommits(_Told, frozen=True):
     job: JobName
     slot_bytes: int
     loaded: int = -1  # a descriptor of one that is made, and whose file is to be the job's own
+    is_on_disk: bool = False  # that file is the job's own already
+
+
+class LoadCommits(_Told, frozen=True):
+    """Read the commit of a job that is over from disk, then ask again with it."""
+
+    asked: JobAsked
 
 
 class DropCommits(_Told, frozen=True):
@@ -468,8 +477,8 @@ class Journal(_Told, frozen=True):
 
 
 class Interrupt(_Told, frozen=True):
-    """Write the board's stop word of that slot: between two groups its trial leaves, its pass of a
-    model that streams steps aside; between two steps its run ends."""
+    """Write the board's stop word of that slot: between two groups its pass of a model that streams
+    steps aside; between two steps its run ends."""
 
     slot: Slot
     epoch: Epoch
@@ -497,9 +506,9 @@ class Leave(_Told, frozen=True):
 
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
-    | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
-    | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | Interrupt | SaveProfile
-    | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
+    | KillBuild | CreateCommits | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce
+    | Retract | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | Interrupt
+    | SaveProfile | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
 )  # fmt: skip
 OfDevice = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | Interrupt

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ipc.messages import ModelName
+from ..planning.profile import Profile
 from ..programs.chains import Chain
-from .core import MEASURED, Core, SchedulerSettings
+from .core import Core, SchedulerSettings
 from .device import Device
 from .device_state import DeviceState
 from .limits import kinds_of, limit
@@ -36,6 +37,9 @@ class Placing:
         """The device, and why: empty where there is but one. It does not wait for itself."""
         if len(self._devices) == 1:
             return self._devices[0], ""
+        for device in self._devices:
+            if device.state.measuring == model.name:
+                return device, "it is measured there"
         living = self._living(model.devices)
         able = [
             device for device in living
@@ -88,10 +92,9 @@ class Placing:
         """Until what computes and waits there is done, itself apart."""
         now_ms, total_ms = state.core.now_ms, 0.0
         for task in state.tasks:
-            if not task.is_trial:
-                compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
-                spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
-                total_ms += max(0.0, compute_ms - spent_ms)
+            compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
+            spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
+            total_ms += max(0.0, compute_ms - spent_ms)
         own = request.model if request.token in state.queue else None
         for name in state.queue.models():
             replica, count = state.replicas[name], state.queue.count(name) - (name == own)
@@ -159,24 +162,18 @@ class Machine:
                 if device.residents.prefetch(name):
                     return
 
-    def measuring(self, name: ModelName) -> Device:
-        """Where a model is measured."""
+    def measures(self, name: ModelName) -> Device:
+        """Return the device that measures the model."""
         model = self.models.get(name)
         allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
         return next((d for d in allowed if d.state.is_daemon_ready), (allowed or self.devices)[0])
 
-    def share_profiles(self) -> int:
-        """What was measured on a device holds for all of its kind."""
+    def use_profile(self, name: ModelName, profile: Profile) -> None:
+        """Plan from it on each device of the identity that it was measured on."""
         for device in self.devices:
-            found, device.state.measured[:] = list(device.state.measured), []
-            for name, profile in found:
-                for other in self.devices:
-                    identity = device.state.settings.identity
-                    is_same = other.state.settings.identity == identity
-                    if other is not device and is_same and name in other.state.replicas:
-                        other.plans.use(other.state.replicas[name], profile)
-                        self._core.touched |= MEASURED
-        return MEASURED
+            replica = device.state.replicas.get(name)
+            if replica is not None and device.state.settings.identity == profile.identity:
+                device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> Replica:
         """Its replica where it is, or is about to be; else that of the first device."""

@@ -18,7 +18,6 @@ from ..ipc.messages import (
     TransmitEnded,
     Turn,
 )
-from ..planning.drift import Drift
 from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..planning.streaming import Landings
@@ -157,8 +156,6 @@ class Replica:
     kept_groups: int = 0  # of the region it has: how it is split in two
     kept_bytes: int = 0  # that were there when it was sent last
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
-    bias: float = 1.0  # measured over predicted when the profile was made
-    drift: Drift = field(default_factory=Drift)
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
     landings: Landings | None = None  # of one that is larger than the arena: it streams
     least_bytes: int = 0  # the smallest window that such a one can do with
@@ -252,7 +249,6 @@ class Request:
     hopeless_at_ms: float | None = None  # from then on no answer will come before its deadline
     predicted_end_ms: float | None = None  # when it was dispatched; None: not asked for
     is_probe: bool = False  # taken although it seems late: its model is measured again
-    trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     placed: str = ""  # why on its device, where there are several
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
@@ -453,16 +449,14 @@ class Activation:
     residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
     kept_bytes: int = 0  # of its prefix, which were there before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
-    is_trial: bool = False
     goes_on: bool = False  # with further steps, until another request waits
-    trial_stop_at_ms: float | None = None  # when a trial was told to leave
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     aside_at_ms: float = 0.0  # when it stepped aside last
     aside_ms: float = 0.0  # all that it was aside, without that
     lets_in: bool = False  # it has stepped aside, and nobody has been let in yet
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
-    charge: Charge | None = None  # None: it is a trial
+    charge: Charge | None = None
 
     @property
     def turn(self) -> Turn:
@@ -475,20 +469,8 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class EndedTrial:
-    """A trial's end: its times, or why there are none (no error: the daemon died)."""
+class MeasuredRun:
+    """One run of a model that is being measured, and the times its worker reported."""
 
     activation: Activation
-    message: InferenceDone | None = None
-    error: PipeSwitchError | None = None
-
-
-@dataclass(frozen=True)
-class ColdSwitch:
-    """A request whose model streamed in while it ran; the end of the copy may be told later."""
-
-    model: ModelName
-    residency_epoch: Epoch
-    batch: int
-    turn_at_ms: float
-    ended_at_ms: float
+    message: InferenceDone

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
-from msgspec.structs import replace
-
 from ..errors import InvalidTransition, PipeSwitchError, ServerUnavailable
 from ..ipc import messages as msg
 from . import events as ev
@@ -31,7 +29,6 @@ from .core import (
     SchedulerSettings,
     Wakeups,
     takers,
-    takes,
 )
 from .listing import Listing
 from .machine import Machine
@@ -41,6 +38,7 @@ from .models.registry import Registry
 from .models.versions import Versions
 from .policies import Policy, make_policy
 from .processes.pings import Pings
+from .profiling.sessions import Profiling
 from .requests.admission import Admission
 from .requests.lines import Judge
 from .training.job_requests import JobRequests
@@ -90,13 +88,14 @@ class Scheduler:
         self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
+        self.profiling = Profiling(self.core, self.machine, self.versions)
         self.listing = Listing(
             self.core, self.machine, self.versions, self.admission.stages,
             self.registry.names.failed,
         )  # fmt: skip
         self._takers = takers(
-            self, self.registry, self.registry.names, self.registry.chains, self.publishing,
-            self.job_requests, self.pings, self.listing,
+            self.registry, self.registry.names, self.registry.chains, self.publishing,
+            self.job_requests, self.pings, self.profiling, self.listing,
         )  # fmt: skip
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
@@ -113,7 +112,7 @@ class Scheduler:
             Part(jobs.rehome),
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
-            Part(self.machine.share_profiles),
+            Part(self.profiling.pump),
             Part(self.job_requests.pump),
             Part(self.pings.pump),
             Part(self._watch_drain),
@@ -228,8 +227,7 @@ class Scheduler:
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
-                    for device in machine.devices:
-                        device.profiling.cancel(event.token)
+                    self.profiling.cancel(event.token)
             case ev.DrainAsked():
                 self._drain(event)
             case ev.FromBuilder():
@@ -303,11 +301,6 @@ class Scheduler:
         self.core.emit(ev.Warn(text=text))
         self.core.publish("queue.policy_failed", policy=name, reason=why)
 
-    @takes(ev.ProfileAsked)
-    def _profile(self, event: ev.ProfileAsked) -> None:
-        event = replace(event, model=self.versions.resolve(event.model))
-        self.machine.measuring(event.model).profiling.asked(event)
-
     # -- drain --------------------------------------------------------------------------------
 
     def _drain(self, event: ev.DrainAsked) -> None:
@@ -321,8 +314,7 @@ class Scheduler:
         core.drain_at_ms = core.now_ms + event.grace_ms
         core.look_again(core.drain_at_ms)
         self.machine.jobs.drain()
-        for device in self.machine.devices:
-            device.profiling.refuse_all(ServerUnavailable("the server is draining"))
+        self.profiling.refuse_all(ServerUnavailable("the server is draining"))
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
     def _watch_drain(self) -> int:
@@ -350,8 +342,7 @@ class Scheduler:
         self.admission.stages.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
-        for device in self.machine.devices:
-            device.profiling.refuse_all(error)
+        self.profiling.refuse_all(error)
         self.pings.refuse_all(error)
         self.job_requests.refuse_all(error)
         core.answer_all(core.drain_tokens, reason=reason, lost=lost)

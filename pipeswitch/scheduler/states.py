@@ -119,6 +119,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
     (_S.QUEUED, _E.EXPIRE): _S.EXPIRED,
     (_S.PAUSED, _E.RESUME): _S.QUEUED,
+    (_S.FAILED, _E.RESUME): _S.QUEUED,  # a job, from its last commit
     (_S.PAUSED, _E.CANCEL): _S.CANCELLED,
     (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups still stream
     (_S.TRANSMITTING, _E.FINISHED): _S.DONE,  # so short that only its end was reported

@@ -99,7 +99,7 @@ class Device:
 
     def __init__(self) -> None:
         self.turn = 0
-        self.stop_words: dict[int, int] = {}  # of trials, by slot
+        self.stop_words: dict[int, int] = {}  # of tasks, by slot
         self.memories = 0  # that it has had so far
         self.clear()
 

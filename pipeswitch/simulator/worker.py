@@ -198,7 +198,7 @@ class SimulatedWorker(Process):
 
     def _receives(self, order: RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
-        batch, prompts = max(1 + len(order.joined), order.trial_batch), self.scene.prompts
+        batch, prompts = 1 + len(order.joined), self.scene.prompts
         names = [order.request_id, *(one.request_id for one in order.joined)]
         more = sum(prompts.get(name, 0.0) for name in names)
         costs_ms = program.group_ms(order.plan, batch, more)
@@ -216,8 +216,6 @@ class SimulatedWorker(Process):
         if task.hangs:
             return []
         is_asked = device.stop_words.get(self.slot) == order.epoch
-        if order.trial_batch and is_asked:
-            return [Move("main", "stops", 0.0, partial(self._fails, "Cancelled", "stopped"))]
         if order.landings and is_asked and 0 < task.next_group < len(task.costs_ms):
             return [Move("main", "steps aside", 0.0, partial(self._steps_aside, task))]
         if task.next_group == len(task.costs_ms):

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ..ipc.messages import (
     BuildDone,
     CancelTransmit,
@@ -68,6 +70,9 @@ class World:
         self.scene.devices += [scene.device for scene in self.scenes]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.clients = SimulatedClients(self.scene, self.handle)
+        self.on_disk: dict[JobName, SimulatedArea] = {}  # of jobs that are over
+        self._asked_again: list[ev.JobAsked] = []  # with a commit that was read from disk
+        self.slot_bytes: dict[JobName, int] = {}  # of each job's newest area
         self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
         self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
         self.dying: list[SimulatedWorker] = []  # killed; their slots have others
@@ -153,6 +158,8 @@ class World:
         self.perform(self.scheduler.handle(event, self.now_ms))
         if self._is_checked:
             self.scheduler.check()
+        while self._asked_again:
+            self._handle(self._asked_again.pop())
 
     def _do(self, act: Act) -> None:
         """One act, and what must hold after it; an error gets a note of what led to it."""
@@ -222,9 +229,14 @@ class World:
                     if builder.order.epoch == epoch:
                         builder.end(-9)
             case ev.CreateCommits(job=job):
-                commits[job] = self.new_area(job)
+                commits[job] = self.on_disk[job] if command.is_on_disk else self.new_area(job)
+                self.slot_bytes[job] = command.slot_bytes
             case ev.DropCommits(job=job):
-                del commits[job]
+                self.on_disk[job] = commits.pop(job)
+            case ev.LoadCommits(asked=asked):
+                loaded = ev.LoadedCommit(self.slot_bytes[asked.job], self.on_disk[asked.job].step)
+                again = msgspec.structs.replace(asked, loaded=loaded)
+                self._asked_again.append(again)
             case ev.Leave(status=status):
                 require(self.left is None, "it leaves twice")
                 self.left = status
@@ -440,7 +452,5 @@ class World:
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    """The requests whose outputs are written; those of a trial are thrown away."""
-    if order.trial_batch:
-        return set()
+    """The requests whose outputs are written."""
     return {order.request_id, *(one.request_id for one in order.joined)}

@@ -29,6 +29,7 @@ _Z85_KEY: Final = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _KEY_LINE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 SETTING: Final = "[server] keys_dir"
 SERVER_NAME: Final = "server"
+GATEWAY_KEY: Final = "cluster-gateway"  # admitted at a cluster's node: other nodes' gateways
 ROLES_LINE: Final = re.compile(r'^\s*roles = "([a-z ]*)"$', re.MULTILINE)
 SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change again unnoticed
 

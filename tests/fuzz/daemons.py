@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from memory_daemon import daemon as daemon_module
-from memory_daemon.daemon import Daemon, Work
+from memory_daemon.daemon import Daemon
 from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.lane import Failed, Work
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 
@@ -111,13 +112,13 @@ def _within(what: str, start: int, size: int, limit: int) -> None:
 class _Lane:
     """A lane without a thread: work is done when it is put, and what it throws is an escape."""
 
-    def __init__(self, name: str, send: Callable[[msg.Message], None]) -> None:
-        self._send = send
+    def __init__(self, name: str) -> None:
+        """Take the name as ``Lane`` does."""
 
-    def put(self, epoch: msg.Epoch, work: Work) -> None:
-        self._send(work())
+    def put(self, work: Work, failed: Failed = lambda _: None) -> None:
+        work()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Nothing is left to do."""
 
 

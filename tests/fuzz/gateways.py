@@ -50,7 +50,7 @@ class Upstream:
     """A server that has one model, which answers with its inputs."""
 
     async def infer(
-        self, model: str, version: int, asked: InferRequest, tenant: str, trace: str
+        self, model: str, version: int, asked: InferRequest, tenant: str, address: str, trace: str
     ) -> tuple[list[Output], dict[str, Any]]:
         self._know(model)
         outputs = [

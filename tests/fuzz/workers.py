@@ -284,8 +284,8 @@ _VERBS: Final[tuple[Make, ...]] = (
 def _obedience(message: msg.Message, has_job: bool) -> list[msg.Message]:
     """What a worker answers."""
     match message:
-        case msg.RunInference(epoch=epoch, trial_batch=batch, plan=plan):
-            times = tuple(float(i) for i in range(len(plan) or 2)) if batch else ()
+        case msg.RunInference(epoch=epoch, plan=plan):
+            times = tuple(float(i) for i in range(len(plan) or 2))
             return [
                 msg.InferenceDone(
                     epoch=epoch, outputs=(), turn_at_ms=0.0,

@@ -33,9 +33,10 @@ SHOWN_OF_JOB = (
     "moves", "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
     "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
 )  # fmt: skip
-# What profiles are made of: nothing is measured in this world, so nothing follows from it.
-MEASURED = ("transmission", "drift")
-SHOWN_OF_REPLICA = ("transmit_started_at_ms", "transmit_ended_at_ms", *MEASURED)
+SHOWN_OF_REPLICA = (
+    "transmit_started_at_ms", "transmit_ended_at_ms",
+    "transmission",  # profiles are made of it, and nothing is measured in this world
+)  # fmt: skip
 
 MODEL = Codec(Model, drop=("reason", "last_batch"))
 REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
@@ -53,7 +54,6 @@ OF_STATE = (
     "accounts",
     "served", "spent_us",  # are only shown
     "pinned", "sending",  # follow from the replicas
-    "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
@@ -260,7 +260,6 @@ class Brain:
         state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
         state.aside = None if aside is None else self._tasks.thaw(aside, n)
         state.accounts.thaw(accounts, state.current, state.upcoming, state.aside)
-        state.cold_switches = []
         state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)
         state.replicas = {}

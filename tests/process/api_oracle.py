@@ -248,8 +248,9 @@ class Oracle:
             return only("ModelNotFound")
         if model.is_quarantined or any(not 1 <= n <= model.batch_max for n in batches):
             return only("InvalidInput")
-        has_jobs = any(not job.end for job in self.jobs.values())  # it takes no slice from them
-        if has_jobs or not self.has_certain_place(model.program.slots, name):
+        if any(not job.end for job in self.jobs.values()):
+            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # one that is paused uses nothing
+        if not self.has_certain_place(model.program.slots, name):
             return only(OK, "OutOfDeviceMemory")
         return only(OK)
 

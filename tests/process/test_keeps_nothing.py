@@ -356,3 +356,15 @@ def test_what_answers_alike_after_any_call_is_served(
         [answer] = bound.run([asked], lambda index: None)
         assert same_bits(answer.clone(), right)
         assert same_bits(asked, x), "a request is run again if its worker dies"
+
+
+class Uncopied:
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError("forward does not use it")
+
+
+layer = Uncopied()  # as an attribute that forward reads
+
+
+def test_globals_that_only_have_an_attributes_name_are_left_alone(tmp_path: Path) -> None:
+    from_python(ByShape, tmp_path / "it", torch.ones(2, 4))

@@ -33,7 +33,7 @@ from pipeswitch.wire.frames import (
     decode_reply,
     encode_header,
 )
-from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
+from pipeswitch.wire.keys import GATEWAY_KEY, KeyFolder, client_keys, make_pair
 from pipeswitch.wire.sockets import make_dealer
 
 X = np.ones((1, 4), np.float32)
@@ -131,6 +131,12 @@ def test_keys_may_come_from_the_environment(
 
 
 def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guarded) -> None:
+    """No key does outside a cluster, whatever its name."""
+    with (
+        guarded.client(key=guarded.admit(GATEWAY_KEY)) as stranger,
+        pytest.raises(ps.PermissionDenied, match="only the server's owner"),
+    ):
+        stranger._ask("infer", model="m", body={"tenant": "b"})
     with guarded.client() as client, ps.Client(guarded.fake.listeners.ipc.address) as owner:
         client.infer("m", X)
         owner.infer("m", X)

@@ -154,7 +154,61 @@ LIGHTNING = """
              trainer.global_step, trainer.current_epoch, dict(trainer.callback_metrics))
 """
 
+KEEPS = """
+    class Keeps:
+        '''What people write into a callback.'''
+        def __init__(self):
+            self.calls, self.best, self.losses, self.shadow = 0, 9.0, [], {}
+            self.dice, self.kept = random.Random(5), None
+        def begin(self, net):
+            self.kept = torch.optim.swa_utils.AveragedModel(net)
+        def keep(self, net):
+            self.kept.update_parameters(net)
+            self.calls += 1
+            for name, value in net.state_dict().items():
+                now = self.shadow.setdefault(name, value.clone().float())
+                now.lerp_(value.float(), 0.1)
+            self.best = min(self.best, now.sum().item())
+            self.losses.append((self.calls, self.dice.random()))
+        def all(self):
+            return self.calls, self.best, self.losses, self.shadow, self.kept.state_dict()
+"""
+
 EXACT = {
+    "transformers, a callback that keeps much": TRANSFORMERS
+    + KEEPS
+    + """
+    from transformers import TrainerCallback
+    class Mine(Keeps, TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **_):
+            self.begin(model)
+        def on_step_end(self, args, state, control, model=None, **_):
+            self.keep(model)
+    mine = Mine()
+    trainer = job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy(), callbacks=[mine]))
+    trainer.train()
+    save(trainer.model.state_dict(), mine.all())
+    """,
+    "lightning, callbacks that keep much": LIGHTNING
+    + KEEPS
+    + """
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+    class Mine(Keeps, L.Callback):
+        def setup(self, trainer, module, stage):
+            self.begin(module.net)
+        def on_train_batch_end(self, trainer, module, *_):
+            self.keep(module.net)
+    class Saved(Mine):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            checkpoint["mine"] = self.calls
+        def state_dict(self):
+            return {"other": 1}
+    mine, saved_too = Mine(), Saved()
+    fitting, module = job.trainer(
+        trainer(callbacks=[mine, EMAWeightAveraging(decay=0.9), saved_too])), Module()
+    fitting.fit(module, loader(Noisy()))
+    save(module.state_dict(), mine.all(), saved_too.all())
+    """,
     "transformers": TRANSFORMERS
     + """
     trainer = job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy()))
@@ -342,6 +396,37 @@ def test_what_could_not_be_resumed_is_refused_in_words(tmp_path: Path, name: str
     session = begun(FakeHost())
     with pytest.raises(InvalidInput, match=says):
         run(path, tmp_path / "served", 1, lambda: None)
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["transformers", "lightning"])
+def test_what_a_callback_keeps_and_cannot_be_captured_is_warned_of_once(
+    tmp_path: Path, name: str
+) -> None:
+    body = {
+        "transformers": TRANSFORMERS
+        + """
+    from transformers import TrainerCallback
+    class Mine(TrainerCallback):
+        def __init__(self):
+            self.odd, self.other, self.say = object(), object(), print
+    trainer = job.trainer(Trainer(Net(), arguments(), train_dataset=Noisy(), callbacks=[Mine()]))
+    trainer.train()
+    """,
+        "lightning": LIGHTNING.replace('warnings.simplefilter("ignore")', "")
+        + """
+    class Mine(L.Callback):
+        def __init__(self):
+            self.odd, self.other, self.say = object(), object(), print
+    job.trainer(trainer(callbacks=[Mine()])).fit(Module(), loader(Noisy()))
+    """,
+    }[name]
+    needs(name)
+    session = begun(FakeHost())
+    path = script(tmp_path, f"odd {name}", body + "\n    save(1)\n")
+    with pytest.warns(job.InexactResumeWarning, match=r"Mine\.odd, of type object") as warned:
+        run(path, tmp_path / "out", 1, lambda: None)
+    assert [one.category for one in warned].count(job.InexactResumeWarning) == 1
     session.close()
 
 

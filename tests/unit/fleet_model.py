@@ -10,7 +10,9 @@ chances, its random clients, and what must hold when all has come to its end.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -135,6 +137,9 @@ class World(simulator.World):
         self.profiled = profiled  # chance that a profile of a built program is on the disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
+        self.measuring: list[Callable[[], object]] = []  # what those who measure do next
+        self.measured: dict[int, str] = {}  # the models, by the measurements' tokens
+        self.runs: dict[int, int] = {}  # their requests, with those tokens
         super().__init__(
             scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
@@ -159,6 +164,11 @@ class World(simulator.World):
                     self.announced.add(model)
                 case ev.Retract(model=model):
                     self.announced.discard(model)
+                case ev.Answer(token=token, more=True, body={"batch": int()}):
+                    self.measuring.append(partial(self._run, token))
+                case ev.Answer(token=token, error=error) if token in self.runs and error:
+                    cancel = ev.CancelAsked(token=self.runs[token])
+                    self.measuring.append(partial(self.handle, cancel))
                 case ev.Answer(token=token, outputs=outputs) if outputs:
                     names = [output.name for output in outputs]
                     require(names == [f"r{token}"], f"r{token} is answered with {names}")
@@ -167,6 +177,9 @@ class World(simulator.World):
 
     def act(self) -> bool:
         """Do one random thing that is possible now; False when nothing is."""
+        if self.measuring:
+            self.measuring.pop(0)()
+            return True
         moves = self.moves()
         if moves:
             self.make(self.random.choice(moves))
@@ -290,9 +303,16 @@ class World(simulator.World):
         return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms, caller=caller)
 
     def profile(self, name: str, batches: tuple[int, ...] = ()) -> int:
+        """Measure it, as ``Client.profile`` does."""
         token = self.token()
+        self.measured[token] = name
         self.handle(ev.ProfileAsked(token=token, model=name, batches=batches))
         return token
+
+    def _run(self, measurement: int) -> None:
+        """Send the request that a measurement asked for."""
+        if measurement in self.open:
+            self.runs[self.infer(self.measured[measurement])] = measurement
 
     def train(self, name: str, *, priority: int = 1) -> None:
         size = sum(name.encode()) % 3  # each job has its own size

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, readme
+from benchmarks import readme
 from benchmarks.machine import Others, warnings_of
 from benchmarks.plans import costs_of
 from benchmarks.rig import Switch
@@ -106,38 +106,6 @@ def test_what_is_skipped_is_told_with_its_reason():
     bench = a_run()
     bench.skip({"mps": "needs a CUDA device"})
     assert bench.notes == ["mps: skipped: needs a CUDA device"]
-
-
-@pytest.mark.parametrize("what", ["switch", "throughput"])
-def test_a_plot_is_drawn_of_every_kind(tmp_path, what):
-    pytest.importorskip("matplotlib")
-    bench = a_run(what)
-    for case in ("m, 1 s", "m, 0.1 s"):
-        for arm, value in (("cold", 3.0), ("stop-and-start", 900.0)):
-            numbers = {"total_ms": value, "throughput_per_s": value}
-            bench.record(case, arm, 0, numbers)
-    path = tmp_path / "plot.png"
-    assert plots.draw(bench.document(), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_of_several_figures_draws_what_each_case_counts():
-    trials = [
-        {"case": "m twice", "arm": "threads", "throughput_per_s": 4.0, "p99_ms": 9.0},
-        {"case": "m", "arm": "threads", "latency_ms": 70.0},
-        {"case": "m", "arm": "threads: training", "steps_per_s": 2.0},
-        {"case": "1 job", "arm": "own", "images_per_s": 900.0},
-        {"case": "stay", "arm": "moves", "throughput_per_s": 9.0, "trained_per_s": 5.0},
-        {"case": "moves", "arm": "moving", "total_ms": 30.0, "compute_ms": 20.0},
-        {"case": "64 MiB", "arm": "plain-copy", "transfer_ms": 11.0},
-    ]
-    series, drawn = plots._series(trials, plots.NUMBERS["switchflow"].split())
-    assert drawn == {
-        "m twice": "throughput_per_s", "m": "latency_ms", "1 job": "images_per_s",
-        "stay": "trained_per_s", "moves": "total_ms", "64 MiB": "transfer_ms",
-    }  # fmt: skip
-    found = [next(iter(arms.values())) for arms in series.values()]
-    assert found == [[4.0], [70.0], [900.0], [5.0], [30.0], [11.0]]
 
 
 def switch(transfers_ms: list[float], computes_ms: list[float]) -> Switch:

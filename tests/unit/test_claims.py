@@ -237,7 +237,7 @@ def test_these_are_the_fields_that_a_builder_fills() -> None:
     digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong one refuses its own program
     assert set(Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
         "mode_reason", "source", "total_bytes", "tensors", "groups", "inputs", "outputs", "dims",
-        "takes", "returns", "layers", "batching", "extra",
+        "takes", "returns", "layers", "batching", "extra", "precision",
     }  # fmt: skip
     assert set(TensorSpec.__struct_fields__) == {
         "name", "dtype", "shape", "offset_bytes", "size_bytes", "file_offset_bytes",

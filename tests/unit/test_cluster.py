@@ -8,6 +8,7 @@ import importlib.util
 import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,8 +20,9 @@ from pipeswitch import errors
 from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client
+from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE
 from pipeswitch.cluster.actors import Node
-from pipeswitch.cluster.placement import KEEP_MS, KEEP_SHARE, RANK, Nodes
+from pipeswitch.cluster.placement import RANK, Nodes
 from pipeswitch.cluster.placement import Node as Summary
 from pipeswitch.scheduler.policies.placement import Place, best
 
@@ -168,6 +170,74 @@ def test_a_request_asks_its_node_and_nobody_else(asking: Callable[[Rig], str]) -
     assert [asking(rig) for _ in range(3)] == ["a", "a", "a"]
     assert not rig.asked
     assert rig.doors["b"].asked == 0
+
+
+def test_of_two_holders_the_one_that_finishes_first_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what the nodes reported, which they work off, and by this client's own requests."""
+    rig, asked = Rig(), list[str]()
+    pending = [Future[str]() for _ in range(200)]
+
+    def request(name: str) -> Future[str]:
+        asked.append(name)
+        return pending[len(asked) - 1]
+
+    for name, door in rig.doors.items():
+        monkeypatch.setattr(door, "request", lambda op, name=name, **_: request(name))
+    for _ in range(100):
+        rig.request("infer", model="m", is_safe=True)
+    assert 35 <= asked.count("b") < 50  # the preferred one has some more before it
+    for future in pending[:100]:
+        future.set_result("done")
+    now_s = time.monotonic()
+    for age_s in (0.0, 1.0):
+        rig._balance.learn({"a": (500.0, 5.0), "b": (100.0, 5.0)}, now_s - age_s)
+        rig.request("infer", model="m", is_safe=True)
+    assert asked[100:] == ["b", "a"]
+
+
+def test_a_client_that_stays_connected_learns_of_a_new_table(
+    asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a node, without Ray; an older table, or an error, changes nothing."""
+    rig = Rig()
+    asked: list[str] = []
+    answer: Future[Any] = Future()
+
+    class Link:
+        def request(self, op: str, **_: Any) -> Future[Any]:
+            asked.append(op)
+            return answer
+
+    rig._connections["a", ()] = Link()  # type: ignore[assignment]
+    for table, expected in (
+        (rig.table(0, "b", "b"), "a"),
+        (rig.table(9, "b", "ab"), "b"),
+        (errors.ServerUnavailable("gone"), "b"),
+    ):
+        rig._learnt_at_s = -cluster.FRESH_S
+        asking(rig)
+        asking(rig)
+        if isinstance(table, Exception):
+            answer.set_exception(table)
+        else:
+            nodes = {name: {**facts, "keys": ["k"]} for name, facts in table["nodes"].items()}
+            answer.set_result(cluster._reply({**table, "nodes": nodes}))
+        answer = Future()
+        assert asking(rig) == expected
+    assert asked == ["nodes"] * 3
+    assert rig._table["nodes"]["a"]["keys"] == (b"k",)
+    assert not rig.asked
+
+
+def test_a_model_is_loaded_on_all_its_holders() -> None:
+    rig = Rig()
+    rig.call("load", model="m")
+    assert [door.asked for door in rig.doors.values()] == [1, 1]
+    rig.doors["a"].error = errors.ServerUnavailable("gone")
+    rig.call("unload", model="m")
+    assert rig.doors["b"].asked == 2
 
 
 def test_of_a_dead_node_the_other_holder_is_asked_without_placement(

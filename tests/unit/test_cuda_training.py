@@ -13,8 +13,7 @@ from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.inputs.randomness import RandomState
-from pipeswitch.programs.layout import TensorSpec, ValueSpec
-from workers.inference.task import Programs
+from pipeswitch.programs.layout import TensorSpec
 from workers.training.layout import Area, padded_bytes
 from workers.training.reports import Reports
 from workers.training.slice import TrainingSlice
@@ -110,16 +109,6 @@ def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.Monke
     states["cuda:0"] = torch.zeros(2, dtype=torch.uint8)
     kept.restore("cuda:0")
     assert states["cuda:0"].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_made_up_integers_are_zeros_where_a_wrong_index_would_cost_the_process(device: str) -> None:
-    view: Any = SimpleNamespace(device=device)
-    value = ValueSpec(name="ids", dtype="int64", shape=(4, 64))
-    manifest: Any = SimpleNamespace(dims=(), inputs=(value,), mode="graph")
-    message: Any = SimpleNamespace(model="m", digest="d", trial_batch=1)
-    (ids,) = Programs(view).made_up.of(message, manifest)
-    assert bool(ids.any()) == (device == "cpu")
 
 
 def test_what_lies_behind_a_small_bias_is_aligned_as_torchs_own_allocator_would() -> None:

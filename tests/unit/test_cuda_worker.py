@@ -66,7 +66,6 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )  # fmt: skip
     programs: Any = SimpleNamespace(
-        made_up=None,
         stepping=Stepping(),
         bound=lambda _: SimpleNamespace(manifest=manifest, run=run),
     )
@@ -92,10 +91,30 @@ def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activ
         **dict.fromkeys(("tell_computed", "show_landing"), lambda *_: None),
     )  # fmt: skip
     message: Any = SimpleNamespace(
-        epoch=5, first_word=0, residency_epoch=1, landings=(0,), trial_batch=0
+        epoch=5, first_word=0, residency_epoch=1, landings=(0,), is_timed=False
     )
     manifest: Any = SimpleNamespace(groups=(SimpleNamespace(offset_bytes=0, size_bytes=1),))
     sent: list[object] = []
     task: Any = SimpleNamespace(send=sent.append)
     _Groups(view, message, manifest, task, 0)(0)
     assert bool(sent) == can_step_aside
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_run_that_is_timed_waits_for_the_device_after_each_group(is_timed: bool) -> None:
+    waits: list[int] = []
+    view: Any = SimpleNamespace(
+        quiesce=lambda: waits.append(len(groups.begins_ms)),
+        **dict.fromkeys(("wait_group", "show"), lambda *_: 0.0),
+    )
+    message: Any = SimpleNamespace(
+        epoch=5, first_word=0, residency_epoch=1, landings=(), is_timed=is_timed
+    )
+    group = SimpleNamespace(offset_bytes=0, size_bytes=1)
+    groups = _Groups(view, message, SimpleNamespace(groups=(group, group)), print, 0)  # type: ignore[arg-type]
+    groups(0)
+    groups(1)
+    if is_timed:
+        groups.end()
+    assert waits == ([0, 1, 2] if is_timed else [])
+    assert len(groups.ends_ms) == (2 if is_timed else 1)

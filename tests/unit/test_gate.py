@@ -302,6 +302,34 @@ def test_one_that_computes_is_called_for_a_move_at_its_next_check_outside_the_op
     assert not gate.asked
 
 
+def test_an_evicted_thread_that_has_the_turn_goes_on_to_the_end_of_its_step(box: Recorder) -> None:
+    gate, body = running(box), [True]
+    gate.finishes_step = lambda: bool(body)
+    gate.request_evict()
+    gate.check("backward")
+    assert not gate.is_unwinding
+    gate.leave("copies")
+    gate.enter()
+    assert gate.state is S.RUNNING, "it computes, so it has the turn"
+    body.clear()
+    with pytest.raises(TaskPreempted):
+        gate.check()
+    assert gate.is_unwinding
+    gate.finishes_step = lambda: True
+    with pytest.raises(TaskPreempted):  # a swallowed one comes again
+        gate.check()
+
+
+def test_an_evicted_thread_without_the_turn_computes_no_more(box: Recorder) -> None:
+    gate = running(box)
+    gate.finishes_step = lambda: True
+    gate.request_stop(1, 2)
+    gate.request_evict()
+    with pytest.raises(TaskPreempted):
+        gate.check()
+    assert [turn for turn, *_ in box.parked] == [1]
+
+
 def test_an_eviction_drops_a_move_that_was_not_called(box: Recorder) -> None:
     gate, calls = running(box), list[int]()
     gate.request_move(lambda: calls.append(1))

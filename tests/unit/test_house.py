@@ -52,7 +52,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "devices": "config errors failpoints ipc programs units",
     "programs/build": "commits devices errors failpoints ipc programs sandbox units",
     "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
-    "workers/inference/": "devices errors failpoints ipc programs programs/build",
+    "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
     "programs units",
     "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
@@ -73,9 +73,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
     "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
-    "demo_digits": "demo",
     "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
-    "programs/build scheduler simulator testing wire workers/training/",
+    "programs/build scheduler simulator testing wire",
 }
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,

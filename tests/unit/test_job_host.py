@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.errors import PipeSwitchError
-from pipeswitch.ipc.messages import CommitStep, Epoch, JobName, Message, RunJob, StepCommitted, Turn
+from pipeswitch.ipc.messages import (
+    CommitStep,
+    Epoch,
+    JobName,
+    JobReport,
+    Message,
+    RunJob,
+    StepCommitted,
+    Turn,
+)
 from workers.training.host import JobHost
 
 EPOCH = Epoch(7)
@@ -32,10 +43,10 @@ class View:
         pass
 
 
-def host_of(task: Sent) -> JobHost:
+def host_of(task: Sent, **options: Any) -> JobHost:
     order = RunJob(
-        epoch=EPOCH, turn=Turn(0), job=JobName("j"), entry="a.py", args=(), log_path="",
-        slot_bytes=0, commit_every_ms=1.0,
+        epoch=EPOCH, turn=Turn(0), job=JobName("j"), entry="a.py", args=(),
+        slot_bytes=0, commit_every_ms=1.0, **{"log_path": "", **options},
     )  # fmt: skip
     parts: Any = (order, task, View(), [])
     return JobHost(*parts)
@@ -75,3 +86,21 @@ def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:
     host.commit_answered(first)
     with pytest.raises(PipeSwitchError, match="commit of step 5 failed: no"):
         host.wait_commit()
+
+
+def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_next(
+    tmp_path: Path,
+) -> None:
+    log_path = str(tmp_path / "job-j.log")
+    host_of(Sent(), log_path=log_path).reached(30)  # and killed; the controller knows of 12 steps
+    task = Sent()
+    host = host_of(task, log_path=log_path, restarts=1, steps_recomputed=7, last_step=12)
+    host.resumes_at(5)
+    assert [(m.kind, m.values) for m in task.messages if isinstance(m, JobReport)] == [
+        ("unseen", {"steps": 18})
+    ]
+    host.reached(6)
+    assert read_life(tmp_path / "job-j.progress") == Life(True, 1, 25, 6), "for the next server"
+    quiet = Sent()
+    host_of(quiet, log_path=log_path).resumes_at(0)  # a new job of this name
+    assert not quiet.messages

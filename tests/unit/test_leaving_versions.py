@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,46 +121,12 @@ def test_no_request_meets_a_version_that_left_without_a_word_for_it(
         assert type(error) is wanted
 
 
-def left(rig: Any) -> tuple[Any, Any]:
-    """A frontend's knowledge of version 1 of three, the first of which has left."""
+def test_a_version_that_has_left_is_refused_as_the_frontend_would() -> None:
+    rig = Frontend()
     register_net(rig)
-    first = rig.known[-1][0]
-    job = trained(rig)
-    publish(rig, job)
-    publish(rig, job)
-    return first, job
-
-
-@pytest.fixture
-def rig() -> Frontend:
-    return Frontend()
-
-
-def test_a_version_that_has_left_is_refused_as_the_frontend_would(rig: Frontend) -> None:
-    first, _ = left(rig)
+    first, job = rig.known[-1][0], trained(rig)
+    for _ in range(2):
+        publish(rig, job)
     error = rig.error(rig.ask_as(first, 1))
-    assert type(error) is errors.InvalidInput
-    assert error.data == {"version": 1}
+    assert (type(error), error.data) == (errors.InvalidInput, {"version": 1})
     assert "2, 3" in str(error)
-
-
-def test_a_later_version_that_has_left_is_named_by_its_number(rig: Frontend) -> None:
-    left(rig)
-    second = next(one for one in rig.known[-1] if one.version == 2)
-    unregister(rig, "net@2")
-    error = rig.error(rig.ask_as(second, 2))
-    assert type(error) is errors.InvalidInput
-    assert "@" not in str(error)
-
-
-def test_a_request_for_a_name_that_is_leaving_reads_the_users_name(rig: Frontend) -> None:
-    _, job = left(rig)
-    newest = next(one for one in rig.known[-1] if one.is_current)
-    waits = rig.ask_as(newest, 0)
-    unregister(rig)
-    for version in (0, newest.version):
-        error = rig.error(rig.ask_as(newest, version))
-        assert type(error) is errors.ModelNotFound
-        assert "@" not in str(error)
-    assert waits not in rig.answers
-    assert job.state.state

@@ -233,9 +233,32 @@ def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("shape", [(2, 15), (2, 17), (16,), (2, 2, 2, 2, 16)])
 def test_an_input_that_does_not_fit_its_packed_weight_is_refused(shape: tuple[int, ...]) -> None:
-    layout, data = KERNELS.pack_linear(torch.randn(8, 16), 2)
+    layout, data = KERNELS.pack_linear(torch.randn(8, 16))
     weight = KERNELS.wrap(data, layout)
     call = fitting(KERNELS.operators()[packing.LINEAR])
     with pytest.raises(BrokenContract):
         call(torch.randn(shape), weight, None, "none", [], "")
     assert call(torch.randn(2, 16), weight, None, "none", [], "").shape == (2, 8)
+
+
+@pytest.mark.parametrize("how", ["description", "shape", "dtype", "unread", "plain"])
+def test_a_layout_that_a_builder_made_up_is_refused(how: str, tmp_path: Path) -> None:
+    manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    graph = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph
+    name = next(name for name in graph.packed if "head" in name)
+    layout, packed = graph.packed[name], dict(graph.packed)
+    match how:
+        case "description":
+            first = layout.description[0] ^ 1
+            told = bytes([first]) + layout.description[1:]
+            packed[name] = replace(layout, description=told)
+        case "shape":
+            packed[name] = replace(layout, shape=(layout.shape[0] * 2, layout.shape[1]))
+        case "dtype":
+            packed[name] = replace(layout, dtype="bfloat16")
+        case "unread":
+            packed[graph.weights[-1]] = layout
+        case "plain":
+            del packed[name]
+    with pytest.raises(RegistrationRefused):
+        GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)

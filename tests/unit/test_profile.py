@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from pipeswitch.planning import files
 from pipeswitch.planning.costs import makespan
-from pipeswitch.planning.drift import Drift
 from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
 from pipeswitch.planning.grouping import check_plan
 from pipeswitch.planning.planned import costs_of, plan_of, predict
 from pipeswitch.planning.profile import (
     VERSION,
     BatchProfile,
-    Check,
     Identity,
     LayerProfile,
     LinkProfile,
@@ -279,47 +277,3 @@ def test_a_gpus_layers_cost_what_they_cost_when_resident() -> None:
 def test_a_batch_that_was_not_measured_has_no_costs() -> None:
     with pytest.raises(ValueError, match="batch 3"):
         costs_of(profile(), 3)
-
-
-def test_the_bias_is_measured_over_predicted() -> None:
-    check = Check(plan=(0,), batch=8, predicted_ms=10.0, measured_ms=12.0, spread_ms=0.1, trials=5)
-    assert check.bias == pytest.approx(1.2)
-    assert profile(checks=(check,)).check_of([0], 8) == check
-    assert profile(checks=(check,)).check_of([0], 1) is None
-
-
-# ---- drift -------------------------------------------------------------------------------------
-
-
-def test_one_slow_switch_says_nothing() -> None:
-    drift = Drift(window=20)
-    for number in range(100):
-        assert drift.add(10.0, 100.0 if number % 20 == 3 else 10.5) == ""
-    assert drift.count == 20
-    assert drift.ratio == pytest.approx(1.05)
-
-
-def test_a_median_beyond_the_limit_says_so_once_for_each_window() -> None:
-    drift = Drift(window=4, limit=0.15)
-    said = [drift.add(10.0, 12.0) for _ in range(8)]
-    assert [bool(text) for text in said] == [False, False, False, True] * 2
-    assert said[3] == "4 switches took 20% longer than predicted (median)"
-    assert drift.ratio is None
-
-
-def test_switches_that_became_faster_are_a_drift_too() -> None:
-    drift = Drift(window=2)
-    assert drift.add(10.0, 5.0) == ""
-    assert "50% shorter" in drift.add(10.0, 5.0)
-
-
-@given(st.lists(st.floats(0.86, 1.14), max_size=60))
-def test_within_the_limit_nothing_is_ever_said(ratios: list[float]) -> None:
-    drift = Drift()
-    assert all(drift.add(10.0, 10.0 * ratio) == "" for ratio in ratios)
-
-
-def test_a_switch_without_a_prediction_is_no_evidence() -> None:
-    drift = Drift(window=1)
-    assert drift.add(0.0, 10.0) == drift.add(10.0, 0.0) == ""
-    assert drift.count == 0

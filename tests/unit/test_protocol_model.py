@@ -18,18 +18,12 @@ from tests.model.search import Exploration
 from tests.model.story import tell
 from tests.model.world import World
 
-LONG = {
-    "deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill",
-    "a joined request is lost with its worker",
-    "a request that is taken back is never answered",
-    "a job that copies its slice is evicted",
-    "what a dead process was copying to is not given back",
-}  # fmt: skip
+LONG = {"deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill"}
 """With the most states; ``make model`` looks at these too, and at larger ones."""
 
 
 def _some(rows: Any) -> list[Any]:
-    """Scopes or seeded bugs; those that take long are left to the long tests."""
+    """Scopes; those that take long are left to the long tests."""
     return [
         pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.name in LONG else [])
         for row in rows
@@ -44,7 +38,7 @@ def test_every_state_of_a_small_scope_keeps_the_invariants_and_leads_to_rest(sco
     assert report.is_exhausted
 
 
-@pytest.mark.parametrize("mutant", _some(MUTANTS))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
     with mutant.planted():
         report = Exploration(mutant.scope, most_states=50_000).run()

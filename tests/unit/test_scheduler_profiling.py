@@ -1,4 +1,4 @@
-"""Trials step back for everybody, plans change at rest, and drift is measured again when idle."""
+"""A model is measured alone, by requests; plans change at rest; prefixes are kept."""
 
 # mypy: disable-error-code="arg-type, no-any-return"
 # Names are plain strings and numbers here: their NewTypes would hide what a test says.
@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, TransmitModel
+from pipeswitch.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
+from pipeswitch.ipc.messages import RunInference, SlabTensor, TransmitModel
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
@@ -61,8 +62,11 @@ class Rig:
         messages = [command.message for command in self.said if isinstance(command, both)]
         return [message for message in messages if isinstance(message, kind)]
 
-    def trial_runs(self) -> bool:
-        return any(a is not None and a.is_trial for a in (self.state.current, self.state.upcoming))
+    def refused(self, token: int) -> Any:
+        """The error that this question ended in."""
+        self.until(lambda: token not in self.world.open)
+        (error,) = [a.error for a in self.commands(ev.Answer) if a.token == token and not a.more]
+        return error
 
     def profile(self, name: str = "a") -> None:
         """Measured to the end; the commands of it are forgotten."""
@@ -93,70 +97,128 @@ def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: R
     rig.world.infer("a")
     rig.rest()
     (run,) = rig.sent(RunInference)
-    assert (run.plan, run.trial_batch) == (model.plan, 0)
+    assert (run.plan, run.is_timed) == (model.plan, False)
 
 
-def test_a_request_makes_the_trial_leave_and_runs_before_the_next_one(rig: Rig) -> None:
-    rig.register("a", "b")
-    rig.world.profile("a")
-    rig.until(rig.trial_runs)
-    trial = rig.state.current
-    rig.said.clear()
-    token = rig.world.infer("b")
-    (stop,) = rig.commands(ev.Interrupt)
-    assert (stop.slot, stop.epoch) == (trial.slot, trial.epoch)
-    assert rig.sent(TransmitModel)[0].model == "b"  # its copy does not wait for the trial's end
-    rig.until(lambda: token not in rig.world.open)
-    assert rig.sent(RunInference)[0].model == "b"
+def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -> None:
+    rig.register("a")
+    rig.world.infer("a")
     rig.rest()
-    assert rig.state.replicas["a"].plan_source == "planned"  # it was measured in the end
-
-
-def test_no_trial_begins_while_a_request_waits(rig: Rig) -> None:
-    rig.register("a", "b")
-    for _ in range(5):
-        rig.world.infer("b")
-    rig.said.clear()
     rig.world.profile("a")
-    waiting = set(rig.world.open)
-    rig.until(rig.trial_runs)
-    asked = {token for token in waiting if token in rig.world.open}
-    assert len(asked) == 1  # the profile alone
+    rig.rest()
+    first, *runs = rig.sent(RunInference)
+    asked = [a for a in rig.commands(ev.Answer) if a.more and "batch" in a.body]
+    assert not first.is_timed
+    assert all(run.is_timed for run in runs)
+    assert [f"r{token}" for token in rig.world.runs] == [run.request_id for run in runs]
+    assert len(asked) == len(runs)
+    assert {answer.body["version"] for answer in asked} == {1}
+    assert [answer.body["fraction"] for answer in asked] == sorted(
+        answer.body["fraction"] for answer in asked
+    )
 
 
-def test_trials_suspend_a_job_in_place_and_take_none_of_its_memory() -> None:
-    rig = Rig(arena_mib=48)
-    rig.register("a", mib=30)
-    rig.world.train("j")  # its slice and the model do not fit beside each other
-    rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.RUNNING)
-    rig.said.clear()
-    token = rig.world.profile("a")
-    rig.until(lambda: token not in rig.world.open)
-    assert not rig.sent(EvictTask)
-    assert "cannot be measured now" in rig.commands(ev.Answer)[-1].error.message
+def test_a_model_is_not_measured_while_a_request_or_a_job_uses_the_device(rig: Rig) -> None:
+    rig.register("a", "b")
+    rig.world.infer("b")
+    assert isinstance(rig.refused(rig.world.profile("a")), DeviceBusy)
+    rig.rest()
+    rig.world.train("j")
+    error = rig.refused(rig.world.profile("a"))
+    assert isinstance(error, DeviceBusy)
+    assert "pipeswitch jobs pause j" in error.hint
     rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.DONE)
     rig.profile()
     assert rig.state.replicas["a"].plan_source == "planned"
 
 
-def test_a_trial_that_does_not_stop_is_killed_and_blamed_on_nobody(rig: Rig) -> None:
-    rig.register("a", "b")
-    rig.world.profile("a")
-    rig.until(lambda: rig.trial_runs() and rig.state.current is not None)
-    slot = rig.state.current.slot
-    worker = rig.world.workers[slot]
-    rig.until(lambda: worker.inference is not None and worker.inference.has_begun)
-    worker.inference.hangs = True
-    rig.said.clear()
-    token = rig.world.infer("b")
+def test_a_paused_job_is_in_nobodys_way(rig: Rig) -> None:
+    rig.register("a")
+    rig.world.train("j")
+    rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.RUNNING)
+    rig.world.clients.ask("j", "pause")
+    rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.PAUSED)
     rig.rest()
-    assert token in rig.world.open
-    rig.world.pass_time(rig.core.settings.deadline_grace_ms)
-    (kill,) = rig.commands(ev.KillWorker)
-    assert kill.slot == slot
-    rig.until(lambda: token not in rig.world.open)
-    assert rig.state.replicas["a"].model.deaths == 0
-    rig.until(lambda: rig.state.replicas["a"].plan_source == "planned")
+    rig.profile()
+    assert rig.state.replicas["a"].plan_source == "planned"
+
+
+@pytest.mark.parametrize("other", ["a", "b", "job"])
+def test_what_comes_to_use_the_device_ends_a_measurement_and_is_served(
+    rig: Rig, other: str
+) -> None:
+    rig.register("a", "b")
+    measurement = rig.world.profile("a")
+    rig.until(lambda: len(rig.world.runs) == 3)
+    if other == "job":
+        rig.world.train("j")
+    else:
+        token = rig.world.infer(other)
+    assert isinstance(rig.refused(measurement), DeviceBusy)
+    rig.rest()
+    if other == "job":
+        assert rig.state.jobs["j"].state.state is TaskState.DONE
+    else:
+        assert token not in rig.world.open
+    model = rig.state.replicas["a"]
+    assert (model.plan_source, model.plan) == ("buckets", ())
+    assert rig.state.measuring is None
+
+
+def test_one_model_is_measured_at_a_time(rig: Rig) -> None:
+    rig.register("a", "b")
+    first = rig.world.profile("a")
+    assert isinstance(rig.refused(rig.world.profile("b")), DeviceBusy)
+    rig.rest()
+    assert first not in rig.world.open
+    assert rig.state.replicas["a"].plan_source == "planned"
+
+
+def test_a_measurement_whose_client_goes_leaves_the_groups_of_before(rig: Rig) -> None:
+    rig.register("a")
+    measurement = rig.world.profile("a")
+    rig.until(lambda: len(rig.world.runs) == 3)
+    assert len(rig.state.replicas["a"].plan) > 1
+    rig.world.handle(ev.CancelAsked(token=measurement))
+    assert isinstance(rig.refused(measurement), Cancelled)
+    rig.rest()
+    assert rig.state.replicas["a"].plan == ()
+    assert not rig.commands(ev.SaveProfile)
+    rig.profile()
+    assert rig.state.replicas["a"].plan_source == "planned"
+
+
+def test_a_model_that_is_unregistered_or_a_drain_ends_its_measurement(rig: Rig) -> None:
+    rig.register("a", "b")
+    for end, error in (
+        (ev.UnregisterAsked(token=rig.world.token(), model="a"), ModelNotFound),
+        (ev.DrainAsked(token=None, grace_ms=1e6), ServerUnavailable),
+    ):
+        measurement = rig.world.profile("a" if error is ModelNotFound else "b")
+        rig.until(lambda: rig.state.current is not None)
+        rig.world.handle(end)
+        assert isinstance(rig.refused(measurement), error)
+        rig.rest()
+
+
+def test_a_worker_that_dies_while_it_is_measured_costs_one_run(rig: Rig) -> None:
+    rig.register("a")
+    rig.world.profile("a")
+    rig.until(lambda: rig.state.current is not None)
+    rig.world.workers[rig.state.current.slot].end(-9)
+    rig.rest()
+    assert rig.state.replicas["a"].plan_source == "planned"
+
+
+def test_of_several_devices_one_measures_and_all_alike_use_the_profile() -> None:
+    rig = Rig(devices=2)
+    rig.register("a")
+    rig.world.profile("a")
+    rig.rest()
+    runs = [c for c in rig.commands(ev.ToWorker) if isinstance(c.message, RunInference)]
+    assert {command.device for command in runs} == {0}
+    devices = rig.world.scheduler.machine.devices
+    assert {one.state.replicas["a"].plan_source for one in devices} == {"planned"}
 
 
 def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(
@@ -181,7 +243,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     model = rig.state.replicas["a"]
     rig.world.infer("a")
     rig.until(lambda: model.users)
-    rig.world.scheduler.machine.devices[0].plans._fall_back(model, "test")
+    rig.world.scheduler.machine.devices[0].plans.want(model, (), "buckets", "test")
     rig.world.pass_time(0.0)
     assert model.plan == profile.checks[-1].plan
     rig.rest()
@@ -216,9 +278,6 @@ def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     assert model.plan_source == "planned"
 
 
-# -- drift ---------------------------------------------------------------------------------------
-
-
 def measured(rig: Rig) -> Profile:
     rig.register("a", "b")
     token = rig.world.profile("a", (1,))
@@ -227,56 +286,6 @@ def measured(rig: Rig) -> Profile:
     profile: Profile = rig.commands(ev.SaveProfile)[-1].profile
     rig.said.clear()
     return profile
-
-
-def switch_cold(rig: Rig, count: int) -> None:
-    """Cold switches of "a" that take as long as the model's devices do."""
-    model = rig.state.replicas["a"]
-    for _ in range(count):
-        if model.residency.state is not Residency.HOST:
-            rig.world.scheduler.machine.devices[0].residents.evict(model, "test")
-        rig.world.infer("a")
-        rig.rest()
-
-
-def make_slower(rig: Rig, factor: float) -> None:
-    model = rig.state.replicas["a"]
-    model.predicted_ms = {batch: ms / factor for batch, ms in model.predicted_ms.items()}
-
-
-def test_switches_as_predicted_never_make_a_profile_stale(rig: Rig) -> None:
-    measured(rig)
-    switch_cold(rig, 60)
-    assert rig.state.replicas["a"].plan_source == "planned"
-    assert rig.state.replicas["a"].drift.count == 20
-    assert not rig.commands(ev.Warn)
-
-
-def test_a_drift_is_one_warning_and_buckets_until_somebody_measures_again(rig: Rig) -> None:
-    measured(rig)
-    model = rig.state.replicas["a"]
-    make_slower(rig, 1.5)
-    switch_cold(rig, 20)
-    assert (model.plan_source, model.plan) == ("buckets", ())
-    (warning,) = rig.commands(ev.Warn)
-    assert "20 switches took" in warning.text
-    assert rig.commands(ev.SaveProfile)[-1].profile.stale
-    rig.said.clear()
-    rig.world.pass_time(1e6)
-    assert not rig.sent(RunInference), "nothing is measured unasked"
-    rig.world.profile("a")
-    rig.rest()
-    assert model.plan_source == "planned"
-    assert not rig.commands(ev.SaveProfile)[-1].profile.stale
-
-
-def test_a_switch_that_waited_for_its_turn_or_of_another_batch_says_nothing(rig: Rig) -> None:
-    measured(rig)
-    model = rig.state.replicas["a"]
-    model.predicted_ms = {}  # nothing was measured at this batch
-    switch_cold(rig, 25)
-    assert model.drift.count == 0
-    assert model.plan_source == "planned"
 
 
 def test_a_requests_batch_is_what_its_dynamic_extent_says() -> None:
@@ -321,7 +330,6 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent() -> Non
     assert model.home_bytes == home_bytes
     bills = [answer.timing for answer in rig.commands(ev.Answer)]
     assert [bill.kept_bytes for bill in bills] == [0, 12 * MIB]
-    assert model.drift.count == 1  # the first one: a switch with a prefix was not predicted
 
 
 def test_without_a_budget_nothing_is_kept() -> None:
@@ -353,7 +361,7 @@ def test_a_model_whose_groups_change_gives_up_its_prefix() -> None:
     rig.world.infer("b")
     rig.rest()
     model = rig.state.replicas["a"]
-    rig.world.scheduler.machine.devices[0].plans._fall_back(model, "test")
+    rig.world.scheduler.machine.devices[0].plans.want(model, (), "buckets", "test")
     rig.world.pass_time(0.0)
     assert model.residency.state is Residency.HOST
     rig.world.infer("a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from typing import Any
@@ -999,7 +1000,8 @@ def starved() -> tuple[Rig, Any, Any]:
     return rig, keeper, other
 
 
-def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> None:
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_late: bool) -> None:
     rig, keeper, other = starved()
 
     def steps(count: int) -> None:
@@ -1009,12 +1011,17 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> No
     def why(job: Any) -> str:
         return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
 
-    rig.tick(60000.0)
+    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
+    if comes_late:
+        rig.tick(2 * due_ms)
+    steps(STARVED_STEPS - 1)
     assert not rig.sent(msg.EvictTask), "a long step holds its activations until its end"
     assert why(other) == ""
-    steps(STARVED_STEPS - 1)
-    assert not rig.sent(msg.EvictTask)
     steps(1)
+    assert "job keeper keeps" in other.why
+    while not comes_late and rig.now_ms < due_ms:
+        assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
+        rig.tick(rig.scheduler.next_wakeup_ms())
     assert [order.epoch for order in rig.sent(msg.EvictTask)] == [keeper.epoch]
     assert "job keeper keeps" in why(other)
     assert "job other waits" in why(keeper)
@@ -1022,19 +1029,6 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them() -> No
     assert rig.state.training == "other"
     rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
     assert why(other) == ""
-
-
-def test_a_job_that_waits_for_activations_tells_for_whom_before_that_one_leaves() -> None:
-    rig, keeper, other = starved()
-    values = {"step": STARVED_STEPS, "left": 100}
-    rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
-    assert "job keeper keeps" in other.why
-    assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
-    due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
-    while rig.now_ms < due_ms and not rig.sent(msg.EvictTask):
-        rig.tick(rig.scheduler.next_wakeup_ms())
-    assert rig.sent(msg.EvictTask)
-    assert rig.now_ms == due_ms
 
 
 @pytest.mark.parametrize("comes", ["request", "late"])
@@ -1293,6 +1287,29 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
     assert isinstance(rig.error(token), errors.TaskFailed)
 
 
+@pytest.mark.parametrize("end", ["evicted", "killed"])
+def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig, end: str) -> None:
+    job = rig.start_training()
+    rig.committed(job, 1, step=4)
+    for lost in (5, 10):
+        slot = int(job.slot)
+        if end == "evicted":
+            rig.job_asked("cifar", "pause")
+            rig.job_ends(job, "preempted", step=9)
+            rig.job_asked("cifar", "resume")
+            rig.worker_exits(slot, 0)
+        else:
+            report = msg.JobReport(epoch=job.epoch, kind="progress", values={"step": 9})
+            rig.worker(slot, report)
+            rig.worker_exits(slot)
+        assert [order.last_step for order in rig.sent(msg.RunJob)] == [9]
+        rig.scrubbed()
+        rig.lease(job)
+        assert (job.steps_recomputed, job.step) == (lost, 4)
+    rig.worker(int(job.slot), msg.JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
+    assert job.steps_recomputed == 13, "it knows better than its last report"
+
+
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
     job = rig.start_training()
     rig.commit(job, 1, step=7)
@@ -1429,6 +1446,89 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
     again.job_asked("cifar", "resume")
     assert again.sent(msg.RunJob)
     assert ev.Journal(entry={"kind": "hold-over", "name": "cifar"}) in again.out
+
+
+def failed(rig: Rig, step: int = 7) -> tuple[Any, Any]:
+    """A job that failed behind its commit of step 4, which is on disk; its record."""
+    job = rig.start_training()
+    job.defaults = (("offload", "all"),)
+    rig.committed(job, 1, step=4)
+    slot = rig.job_ends(job, "failed", step=step)
+    (journal,) = rig.commands(ev.Journal)
+    rig.worker_exits(slot, 0)
+    rig.scrubbed()
+    rig.written(job, 4)
+    assert rig.commands(ev.DropCommits)
+    return job, journal.entry["record"]
+
+
+def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
+    job, _ = failed(rig)
+    token = rig.job_asked("cifar", "resume")
+    (load,) = rig.commands(ev.LoadCommits)
+    assert token not in rig.answers
+    rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    (made,) = rig.commands(ev.CreateCommits)
+    assert (made.loaded, made.is_on_disk) == (9, True)
+    (order,) = rig.sent(msg.RunJob)
+    assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
+    row = rig.answers[token].body["job"]
+    assert (row["error"], row["why"], row["committed_step"]) == ("", "", 4)
+    assert (job.steps_recomputed, job.step) == (3, 4)
+    kinds = [one.entry["kind"] for one in rig.commands(ev.Journal)]
+    assert kinds == ["job", "hold-over"], "the next server goes on with it, too"
+
+
+def test_a_failed_job_whose_commit_is_in_memory_or_that_has_none_starts_again_at_once(
+    rig: Rig,
+) -> None:
+    job = rig.start_training()
+    slot = rig.job_ends(job, "failed", step=2)
+    rig.worker_exits(slot, 0)
+    rig.scrubbed()
+    rig.job_asked("cifar", "resume")
+    assert rig.sent(msg.RunJob)
+    rig.lease(job)
+    rig.committed(job, 1, step=5)
+    slot = rig.job_ends(job, "failed", step=5)
+    rig.job_asked("cifar", "resume")  # it is being written
+    assert not rig.commands(ev.LoadCommits)
+    rig.worker_exits(slot, 0)
+    assert rig.sent(msg.RunJob)
+    assert (job.committed_step, job.steps_recomputed) == (5, 2)
+
+
+@pytest.mark.parametrize("outcome", ["done", "cancelled"])
+def test_a_job_that_is_done_or_cancelled_does_not_start_again(rig: Rig, outcome: str) -> None:
+    job = rig.start_training()
+    if outcome == "cancelled":
+        rig.job_asked("cifar", "cancel")
+    rig.job_ends(job, "done" if outcome == "done" else "preempted")
+    assert isinstance(rig.error(rig.job_asked("cifar", "resume")), errors.InvalidInput)
+
+
+def test_a_failed_job_whose_commit_finds_no_room_stays_as_it_is(rig: Rig) -> None:
+    job, _ = failed(rig)
+    token = rig.job_asked("cifar", "resume")
+    (load,) = rig.commands(ev.LoadCommits)
+    rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(1 << 40, 4, 9)))
+    assert isinstance(rig.error(token), errors.HostStoreFull)
+    assert job.state.state is TaskState.FAILED
+    assert job.persisted_step == 4
+    assert not rig.commands(ev.Journal)
+
+
+def test_a_job_that_failed_under_another_server_starts_again_with_what_it_was_given(
+    rig: Rig,
+) -> None:
+    job, record = failed(rig)
+    again = Rig()
+    again.scheduler.machine.jobs.restore_ended(job.name, json.loads(json.dumps(record)), 4)
+    again.job_asked("cifar", "resume")
+    (load,) = again.commands(ev.LoadCommits)
+    again.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    (order,) = again.sent(msg.RunJob)
+    assert (order.entry, order.defaults) == (job.entry, job.defaults)
 
 
 def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:

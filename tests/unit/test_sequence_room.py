@@ -148,7 +148,6 @@ class Rig:
             deadline_ms=None,
         )
         self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
-        self.inference.copier.start()
         self.longest = self.sequences.longest(MANIFEST)
         self.talks: list[Talk] = []
         self.count = self.lost = self.waits = 0

@@ -60,6 +60,22 @@ def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
     assert found.outcome.share_in_slo < quiet.outcome.share_in_slo
 
 
+@pytest.mark.parametrize(
+    ("share_of_one", "least", "median_ms"), [(0.5, 0.0, 10), (1.5, 0.3, 50), (1.9, 0.44, 300)]
+)
+def test_two_holders_share_the_load_that_one_cannot_bear(
+    share_of_one: float, least: float, median_ms: float
+) -> None:
+    """At 5 ms a request; what one can bear leaves the other one's device to other models."""
+    trace = arrivals.poisson(200.0 * share_of_one, count=3000, model_count=1, seed=0)
+    run = _Run(Cluster(nodes=2), SETTING, Models(MODELS[:1], 1))
+    found = run.run(arrivals.tiled(trace, 1, 10**6).arrivals, None).outcome
+    counts = [len(server.latency_ms) for server in run._servers.values()]
+    assert sum(counts) == 3000
+    assert 3000 - max(counts) >= least * 3000
+    assert sorted(found.latency_ms)[1500] < median_ms
+
+
 def test_the_fewest_nodes_that_suffice() -> None:
     trace, cluster = asked(40, 40.0), Cluster(nodes=6, tiles=4)
     need = placed(trace, replace(cluster, nodes=4)).outcome.share_in_slo

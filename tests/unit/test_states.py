@@ -42,8 +42,9 @@ def test_every_live_task_can_still_be_done() -> None:
         assert states.TaskState.DONE in reachable(states.TASK_TRANSITIONS, state), state
 
 
-def test_nothing_follows_a_final_state() -> None:
-    assert not [row for row in states.TASK_TRANSITIONS if row[0] in states.TASK_FINAL]
+def test_nothing_follows_a_final_state_but_the_resume_of_a_failed_job() -> None:
+    follows = [row for row in states.TASK_TRANSITIONS if row[0] in states.TASK_FINAL]
+    assert follows == [(states.TaskState.FAILED, states.TaskEvent.RESUME)]
 
 
 def test_a_task_on_a_worker_survives_its_death_and_reports_its_error() -> None:

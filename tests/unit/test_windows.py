@@ -1,4 +1,4 @@
-"""The thesis' windows: its example, the closed forms, and its search against all orders."""
+"""The thesis' windows: its example, the closed forms, and the limits of link and memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import thesis
-from benchmarks.thesis import RULES, Search, exhaustive
+from benchmarks.thesis import EXAMPLE, exhaustive
 from pipeswitch.planning import windows
 from pipeswitch.planning.windows import Job, Memory, makespan_ms, run
 
-EXAMPLE = [
-    Job(model="A", load_ms=120.0, compute_ms=500.0),
-    Job(model="B", load_ms=125.0, compute_ms=400.0),
-    Job(model="C", load_ms=125.0, compute_ms=560.0),
-    Job(model="D", load_ms=62.5, compute_ms=482.5),
-]
 SERIAL = Memory(is_prefetching=False)
 TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
 
@@ -140,28 +134,9 @@ def test_link_and_device_are_serial_and_memory_is_never_over(
         assert pinned <= memory.capacity_bytes
 
 
-@given(shared(), st.sampled_from(sorted(RULES)))
-def test_every_order_has_each_job_once(
-    case: tuple[list[Job], Memory, tuple[int, ...]], rule: str
-) -> None:
-    jobs, memory, _ = case
-    if rule == "ga":
-        order = thesis.ga(jobs, memory, Search(population=6, survivors=3, generations=3))
-    else:
-        order = RULES[rule](jobs, memory)
-    assert sorted(order) == list(range(len(jobs)))
-
-
 @given(shared())
-def test_the_search_never_gets_worse_and_a_seed_repeats(
+def test_the_alternating_order_has_each_job_once(
     case: tuple[list[Job], Memory, tuple[int, ...]],
 ) -> None:
-    jobs, memory, _ = case
-    found = [
-        makespan_ms(jobs, thesis.ga(jobs, memory, Search(population=6, survivors=2,
-                                                          generations=g, seed=3)), memory)
-        for g in (0, 1, 4)
-    ]  # fmt: skip
-    assert found == sorted(found, reverse=True)
-    few = Search(population=6, survivors=2, generations=4, seed=3)
-    assert thesis.ga(jobs, memory, few) == thesis.ga(jobs, memory, few)
+    jobs, _, _ = case
+    assert sorted(windows.alternating(jobs)) == list(range(len(jobs)))

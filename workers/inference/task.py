@@ -49,7 +49,6 @@ from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
 from .steps import Caches, Requests, Stepping, Steps
-from .trials import MadeUpInputs, run_trial
 
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
@@ -68,9 +67,7 @@ class Programs:
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
-        # An index out of range is an exception on cpu; on cuda it costs the whole process.
         self.stepping = Stepping()
-        self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
@@ -200,14 +197,14 @@ class _Groups:
         self._first_word = message.first_word
         self._epoch = message.residency_epoch
         self._landings = message.landings  # of one that streams: others land where it has computed
-        self._is_trial = message.trial_batch > 0
+        self._is_timed = message.is_timed
         self.begins_ms: list[float] = []
         self.ends_ms: list[float] = []
         self.stall_ms = 0.0
 
     def __call__(self, index: int) -> None:
-        if self._is_trial:
-            self._view.quiesce()  # a trial measures what a group computes, not its enqueueing
+        if self._is_timed:
+            self._view.quiesce()  # the time of its computation is wanted, not of its enqueueing
         if self._landings:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
@@ -223,6 +220,11 @@ class _Groups:
             self._view.show(group.offset_bytes + group.size_bytes)
         reach("worker.infer.group")
         self.begins_ms.append(now_ms())
+
+    def end(self) -> None:
+        """Note the end of the last group of a run that is timed, before its outputs are written."""
+        self._view.quiesce()
+        self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
         """Nothing of this task computes: another has the device, until the turn word is ours."""
@@ -275,20 +277,20 @@ def infer(
             groups = _Groups(view, message, manifest, task, slot)
             try:
                 with view.computing(bound):
-                    if message.trial_batch:
-                        run_trial(bound, message, programs.made_up, groups, view, slot)
-                    else:
-                        run = bound.run if steps is None else steps.run
-                        outputs = run(inputs, groups)
-                        reach("worker.infer.outputs")
-                        slabs = _write(bound, outputs, message, rows, pool, steps)
+                    run = bound.run if steps is None else steps.run
+                    outputs = run(inputs, groups)
+                    if message.is_timed:
+                        groups.end()
+                    reach("worker.infer.outputs")
+                    slabs = _write(bound, outputs, message, rows, pool, steps)
                     view.quiesce()
                 break
             except torch.OutOfMemoryError:
                 if not view.leave_slice(bound) or message.landings:
                     raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
-        groups.ends_ms.append(ended_at_ms)
+        if not message.is_timed:
+            groups.ends_ms.append(ended_at_ms)
         if steps is not None:
             programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit

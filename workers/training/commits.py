@@ -63,6 +63,7 @@ class Committer:
         self._has_state = False
         self._in_flight: Point | None = None
         self._tensors_json = b""
+        self._other_bytes = 0  # of the state area, beside a point's options
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():
@@ -74,9 +75,17 @@ class Committer:
     # --------------------------------------------------------------------------- points
 
     def capture(
-        self, position: Position, data: DataState, entry: Mapping[str, Any], last: Point | None
+        self,
+        position: Position,
+        data: DataState,
+        entry: Mapping[str, Any],
+        last: Point | None,
     ) -> Point:
-        """The state now, as a point. ``last`` is the point before it."""
+        """Return the state now, as a point.
+
+        Args:
+            last: the point before it.
+        """
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
             # A script that zeroes or accumulates in place destroys left-over gradients before
@@ -128,6 +137,11 @@ class Committer:
 
     # --------------------------------------------------------------------------- committing
 
+    def outgrown_bytes(self, point: Point) -> int:
+        """Return what the state area needs for this point, 0 while that fits."""
+        needed_bytes = point.options.size_bytes + self._other_bytes
+        return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
+
     def begin(self, point: Point) -> None:
         """Write the image's head and start the copy. The point must be intact.
 
@@ -174,7 +188,7 @@ class Committer:
         for kind, contents in parts.items():
             for index, raw in enumerate(contents):
                 end = aligned(offset + len(raw), 16)
-                self._refuse_growth(end)
+                self._refuse_growth(point, end)
                 self._layout.write(offset, raw)
                 blobs[f"{kind}/{index}"] = {"offset": offset, "size": len(raw)}
                 offset = end
@@ -187,7 +201,7 @@ class Committer:
         }
         tail = dump_json({"blobs": {**blobs, **self._past}, "meta": meta})
         document = b'{"tensors":' + self._tensors(point) + b"," + tail[1:]
-        self._refuse_growth(offset + len(document))
+        self._refuse_growth(point, offset + len(document))
         self._layout.write(offset, document)
         self._layout.write(0, pack_header(document, offset, image_bytes))
 
@@ -204,12 +218,12 @@ class Committer:
             self._tensors_json = dump_json(base)
         return self._tensors_json
 
-    def _refuse_growth(self, needed_bytes: int) -> None:
+    def _refuse_growth(self, point: Point, needed_bytes: int) -> None:
+        self._other_bytes = max(0, needed_bytes - point.options.size_bytes)
         if needed_bytes > self._layout.state.capacity_bytes:
             raise OutOfDeviceMemory(
                 "what optimizers, schedulers and extra_state keep beside tensors grew to "
-                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} were set aside when "
-                "the loop began",
+                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} are set aside",
                 hint="keep logs and histories out of extra_state; for LBFGS lower history_size",
                 requested_bytes=needed_bytes,
             )
@@ -219,6 +233,7 @@ class Committer:
             "position": tuple(vars(point.position).values()),
             "random": point.random.values(),
             "data": (point.data.generators, point.data.own),
+            "proof": None if point.data.proof is None else point.data.proof.values(),
             **point.entry,
             "requires_grad": bytes(mark[1] for mark in point.marks),
             "training": point.training,

@@ -7,14 +7,28 @@ of the session: what its framework does between two epochs belongs to the last s
 from __future__ import annotations
 
 import contextlib
+import datetime
+import enum
+import io
+import logging
+import os
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.utils.data import Dataset
+
+from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
 from pipeswitch.inputs.randomness import RandomState
+from pipeswitch.job import InexactResumeWarning
 
-from .snapshot import DataPosition, DataState
+from .snapshot import DataPosition, DataState, filled, has_state, load_state, state_of
+
+LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
+CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
 
 Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global ones, the loader's
 
@@ -108,9 +122,12 @@ class Source:
         if self._ahead:  # as DataLoaderShard.__iter__ begins
             self._loader.begin()
             self._loader.set_epoch(self._loader.iteration)
-        self._iterator = (
-            self._data.open_new() if data is None else self._data.open_at(self.given, data)
-        )
+        if data is None:
+            self._iterator = self._data.open_new()
+        elif self._data.is_checked and self._entry is not None:  # its state may leave a buffer out
+            self._iterator = self._data.open_again(self.given, DataState(*self._entry[1]))
+        else:
+            self._iterator = self._data.open_at(self.given, data)
 
     def _fetch(self) -> None:
         self._before = self._now()
@@ -200,6 +217,83 @@ class Feed:
             next(self._steps, None)
 
 
+class Keepers:
+    """Callbacks that keep state of their own, and have no ``state_dict()`` for it.
+
+    Their attributes are captured: plain values, tensors, generators, and the state of modules (an
+    average of the weights). What is of another type is warned of once.
+
+    Args:
+        callbacks: of a trainer, in order.
+        hook: what a callback overrides that puts its state into checkpoints by itself; then it
+            counts although it has a ``state_dict()``, or is the library's own.
+        model: what is trained is captured anyway.
+    """
+
+    def __init__(self, callbacks: list[Any], hook: str, model: Any) -> None:
+        self._trained = {id(module) for module in model.modules()}
+        self._callbacks = {
+            f"{index}.{type(one).__name__}": one
+            for index, one in enumerate(callbacks)
+            if _overrides(one, hook)
+            or not (_overrides(one, "state_dict") or type(one).__module__.startswith(LIBRARIES))
+        }
+        self._warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: self._state_of(key, one) for key, one in self._callbacks.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, one in self._callbacks.items():
+            values, states = state.get(key, ({}, {}))
+            for name, value in values.items():
+                setattr(one, name, filled(vars(one).get(name), value))
+            for name, value in states.items():
+                now = vars(one).get(name)
+                if has_state(now):
+                    load_state(now, value)
+                else:
+                    self._warn(key, name, now, "is made later than at the start of training")
+
+    def _state_of(self, key: str, one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Plain values, and the states of what has one."""
+        values: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        for name, value in vars(one).items():
+            if id(value) in self._trained or isinstance(value, torch.optim.Optimizer):
+                continue
+            if has_state(value):
+                states[name] = state_of(value)
+                continue
+            try:
+                tagged.encode(value)
+                values[name] = value
+            except InvalidInput:
+                is_constant = callable(value) or isinstance(value, CONSTANTS)
+                kinds = type(one).__module__, type(value).__module__
+                if not is_constant and not any(kind.startswith(LIBRARIES) for kind in kinds):
+                    self._warn(key, name, value, "cannot be captured")
+        return values, states
+
+    def _warn(self, key: str, name: str, value: Any, why: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"job.trainer: {key.partition('.')[2]}.{name}, of type {type(value).__name__}, {why}: "
+            "a resumed script starts it over. Make it before training starts, or give the callback "
+            "state_dict() and load_state_dict()",
+            InexactResumeWarning,
+            stacklevel=2,
+        )
+
+
+def _overrides(callback: Any, method: str) -> bool:
+    """It has that method, and not from the library's base class."""
+    kinds = (kind for kind in type(callback).__mro__ if method in vars(kind))
+    return any(not kind.__module__.endswith(".callback") for kind in kinds)
+
+
 class TrainerLoop:
     """One trainer's; its state, as an ``extra_state``, is what the trainer itself keeps."""
 
@@ -212,8 +306,9 @@ class TrainerLoop:
         """What ``job.steps`` takes."""
         raise NotImplementedError
 
-    def extras(self, scaler: Any) -> dict[str, Any]:
-        return {"trainer": self} if scaler is None else {"trainer": self, "scaler": scaler}
+    def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:
+        extras = {"trainer": self, "callbacks": keepers}
+        return extras if scaler is None else {**extras, "scaler": scaler}
 
     def began(self, *_: Any, **__: Any) -> None:
         """A callback: a loop that had ended is restored as it was then."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
-from pipeswitch.commits.progress import SUFFIX, Life, Progress
+from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
 from pipeswitch.devices.copies import HostCopies
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
@@ -51,6 +51,7 @@ class JobHost:
         self._history: BinaryIO | None = None
         self._history_bytes = 0
         self._progress: Progress | None = None
+        self._unseen_steps = 0
         self._has_leased = False
         *areas, last = (-1, *descriptors)
         self._ring_descriptor = last if message.share else -1
@@ -236,9 +237,18 @@ class JobHost:
         if self._progress is not None:
             self._progress.at(step)
         elif self._message.log_path:
-            life = Life(True, self._message.restarts, self._message.steps_recomputed, step)
+            recomputed = self._message.steps_recomputed + self._unseen_steps
+            life = Life(True, self._message.restarts, recomputed, step)
             with contextlib.suppress(OSError):
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
+
+    def resumes_at(self, step: int) -> None:
+        """Report the lost steps that a process which died had not reported yet."""
+        if self._message.restarts and self._message.log_path:
+            life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
+            self._unseen_steps = max(0, life.step - max(step, self._message.last_step))
+            if self._unseen_steps:
+                self.report("unseen", steps=self._unseen_steps)
 
     def ended(self) -> None:
         """The script has left by itself or was asked to: what comes next is no restart."""

@@ -112,8 +112,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes the optimizer's state tensors will take, by one dry step on the meta device.
 
     Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
-    RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters; outgrowing it is an
-    ``OutOfDeviceMemory`` that says so. Tensors in lists: ``history_bytes``.
+    RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters, or what it has by now.
+    Tensors in lists: ``history_bytes``.
     """
     dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
     dry.state = defaultdict(dict)
@@ -133,8 +133,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     try:
         type(optimizer).step(dry)
     except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
-        return estimate + 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
-    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for _, tensor in state_tensors(dry))
+        estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
+        return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
+    return padded_bytes(tensor for _, tensor in state_tensors(dry))
 
 
 def history_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeswitch.errors import InvalidInput
 
-from .feed import Feed, TrainerLoop
+from .feed import Feed, Keepers, TrainerLoop
 
 
 class LightningLoop(TrainerLoop):
@@ -69,11 +69,13 @@ class LightningLoop(TrainerLoop):
 
     def objects(self) -> dict[str, Any]:
         trainer = self.trainer
+        keepers = Keepers(trainer.callbacks, "on_save_checkpoint", trainer.lightning_module)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
             "model": trainer.lightning_module,
             "optimizer": trainer.optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
-            "extra_state": self.extras(getattr(trainer.precision_plugin, "scaler", None)),
+            "extra_state": self.extras(scaler, keepers),
         }
 
     def batch_ended(self, trainer: Any, *_: Any) -> None:

@@ -148,11 +148,22 @@ class TrainedObjects:
                 stacklevel=5,
             )
 
-    def is_same(self, other: TrainedObjects) -> bool:
-        """The very same objects."""
+    def refuse_other_objects(self, other: TrainedObjects) -> None:
+        """Raises InvalidInput: a later loop of the phase was given others."""
         pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
-                 (self.schedulers, other.schedulers), (self.extras, other.extras))  # fmt: skip
-        return all(a.keys() == b.keys() and all(a[key] is b[key] for key in a) for a, b in pairs)
+                 (self.schedulers, other.schedulers))  # fmt: skip
+        if any(a.keys() != b.keys() or any(a[key] is not b[key] for key in a) for a, b in pairs):
+            raise InvalidInput(
+                "the loops inside one job.epochs train different objects",
+                hint="pass all models, optimizers and schedulers to each of them, and make new "
+                "ones between two job.epochs",
+            )
+        if self.extras.keys() != other.extras.keys():
+            raise InvalidInput(
+                f"the loops inside one job.epochs have other names in extra_state: "
+                f"{', '.join(sorted(self.extras.keys() ^ other.extras.keys()))}",
+                hint="pass the same extra_state to each of them",
+            )
 
 
 def bare(optimizer: Any) -> Any:

@@ -18,7 +18,8 @@ from pipeswitch.inputs.randomness import RandomState
 from .snapshot import DataState
 
 PAST: Final = "past/"
-MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
+LEAST_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
+MOST_PAST_BYTES: Final = 32 << 20  # of all: small models may have many phases, as folds
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,20 @@ class ScriptPlace:
             raise InvalidInput("the script passed the place of its commit: it changed since")
         self.step, self.position = place.step, place
 
+    @property
+    def past_bytes(self) -> int:
+        """What the ends of finished phases take in a slice."""
+        return sum(len(image) + 64 for image in self.past.values())
+
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the end of ``phase`` for the images of later ones; False: the oldest had to go."""
+        """Keep the end of ``phase`` for the images of later ones; False: older ones had to go."""
         self.past[phase] = compact_image(image, without=PAST)
-        if len(self.past) <= MAX_PAST_PHASES:
-            return True
-        self.past.pop(min(self.past))
-        return False
+        return not self.drop_past(MOST_PAST_BYTES)
+
+    def drop_past(self, most_bytes: int) -> bool:
+        """Keep the newest ends of phases that take so much, and a few anyway; False: all stayed."""
+        dropped = False
+        while len(self.past) > LEAST_PAST_PHASES and sum(map(len, self.past.values())) > most_bytes:
+            del self.past[min(self.past)]
+            dropped = True
+        return dropped

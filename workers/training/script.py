@@ -51,14 +51,14 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         keep_freed_memory()
         reach("job.start")
         session.begin()
+        host.resumes_at(session.kept_step)
         with _clean_exit():
             run_entry(message.entry, message.args)
         if not gate.is_evicting:
             _join_threads()
         if gate.is_evicting:
-            outcome = "preempted"  # it was asked to go, and goes: resumes near its end
-        else:
-            session.finish()
+            gate.check()  # raises: it was asked to go, and resumes near its end
+        session.finish()
     except TaskPreempted:
         reach("job.evicted")
         outcome = "preempted"
@@ -69,6 +69,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
             outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
         else:
             _print_error(error)
+            session.fail()
             outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
     finally:
         session.close()

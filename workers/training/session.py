@@ -3,28 +3,36 @@
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the
    commit if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies stands a *boundary*. If every optimizer has stepped since the last point, it
-   is a commit point: captured, and committed when the interval is over. Then the gate is looked at.
-   A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
+2. Between two bodies stands a *boundary*. Behind an update it is a commit point, whichever of the
+   optimizers has stepped, and before the first update: captured, and committed when the interval is
+   over. Then the gate is looked at. A body that was seen to write parameters behind torch's back
+   (``.data``) overlaps no commit.
 3. The next batch is fetched with the device given up; the body runs with the hooks of
    ``hooks.py`` looking at the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted; a closure
    that it is given may be, the first time, as a body.
-5. An eviction commits the last point, if nothing has moved since, and unwinds the script; else
-   the job resumes from its last commit. At most the current step is recomputed.
+5. An eviction commits the last point and unwinds the script. If finished steps would be lost, the
+   script goes on to the next point first, but no longer than ``_goes_to_point`` allows. At most the
+   current step is recomputed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 import torch
 
-from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
+from pipeswitch.errors import (
+    HostStoreFull,
+    InvalidInput,
+    OutOfDeviceMemory,
+    PipeSwitchError,
+)
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
@@ -32,18 +40,24 @@ from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .activations import Activations
 from .commits import Committer, Point, state_area_bytes
-from .feed import AcceleratedEpoch
+from .feed import AcceleratedEpoch, Source
 from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects, bare
-from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
+from .place import Position, SavedImage, ScriptPlace
 from .reports import Reports
+from .script_watch import ScriptWatch
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
+from .torch_private import is_left_by_error
 
 _Batch = TypeVar("_Batch")
+MOST_BODIES_TO_A_POINT: Final = 64
+GROWTH: Final = 2  # times what is needed: the state area grows rarely
+GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
+LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
 
 
 class TrainingSession:
@@ -78,14 +92,22 @@ class TrainingSession:
         self._point: Point | None = None
         self._data: DataPosition | None = None
         self._epochs = 1  # of the loop over them; without one, the data once
-        self._stepped: set[str] = set()
+        self._has_stepped = False  # an optimizer, since the last point
+        self._loader: Any = None
+        self._script: ScriptWatch | None = None  # of the first phase of this life
+        self._frame_of_epochs = 0
+        self._has_updated = saved is not None and bool(saved.values["has_updated"])
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
+        self._has_failed = False  # an error has left the last loop, and may have been caught
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._over = False
+        self._grows_at_ms = 0.0
+        self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
         gate.before_unwind = self._commit_before_unwinding
+        gate.finishes_step = self._goes_to_point
 
     # ------------------------------------------------------------------------- the worker's
 
@@ -113,12 +135,20 @@ class TrainingSession:
                 hint="under a server job.epochs and job.steps resume: a script must not skip "
                 "loops itself, by a checkpoint of its own or a limit of time",
             )
+        if self._has_failed:
+            self._end_loop()
         self._report(final=True)
         self._end_phase(force=True)
         committed = self._committer.committed if self._committer is not None else None
         step = self.step if committed is None else committed.position.step
         self._host.report("finished", step=self.step, committed_step=step)
         self.close()
+
+    def fail(self) -> None:
+        """Call when the script has failed: keep its last finished step, if that is still whole."""
+        if self._committer is not None and self._place.saved is None:
+            with contextlib.suppress(PipeSwitchError):
+                self._commit_point()
 
     def close(self) -> None:
         """Call in any case (also after an error or a preemption): hooks off, device given up."""
@@ -144,6 +174,11 @@ class TrainingSession:
         return self._place.step
 
     @property
+    def kept_step(self) -> int:
+        """The step of the commit that this life of the script will resume from."""
+        return 0 if self._place.saved is None else self._place.saved.position.step
+
+    @property
     def step_in_epoch(self) -> int:
         """See ``pipeswitch.job.step_in_epoch``."""
         return self._place.position.batches
@@ -151,6 +186,7 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place, self._epochs = self._place, count
+        self._frame_of_epochs = id(sys._getframe(1))  # which lives as long as this
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         try:
@@ -164,6 +200,7 @@ class TrainingSession:
                 self._unwind_if_evicted()
         finally:
             place.end_epochs()
+            self._frame_of_epochs = 0
             if not self._is_unwinding:
                 self._end_phase()
 
@@ -180,14 +217,16 @@ class TrainingSession:
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
+        probe: dict[str, Any] = {}  # as an extra_state that is written in the call: held here alone
+        is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
             {name: bare(one) for name, one in named(optimizer, "optimizer").items()},
             named(scheduler, "scheduler"),
-            named_extras(extra_state),
+            named_extras(extra_state, is_literal=is_literal),
         )
-        if self._open_loop is not None:  # left by ``break``, and something still refers to it
-            self._end_loop()
+        if self._open_loop is not None or self._has_failed:
+            self._end_loop()  # left by ``break``, and something still refers to it; or an error
         self._open_loop = this_loop = object()
         if not self._place.in_epochs:
             self._place.begin_phase()
@@ -205,18 +244,27 @@ class TrainingSession:
             self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
         if hasattr(loader, "base_dataloader"):
             loader = AcceleratedEpoch(loader, self.device)
+        self._loader = loader
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self.step)
-        iterator = self._open(start)
+        if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
+            self._watch_script()
+        elif not isinstance(loader, Source):  # a function that is called anew has new variables
+            self._script = ScriptWatch(sys._getframe(1), objects, loader)
+        iterator, is_left = self._open(start), True
         try:
             if iterator is not None:
                 yield from self._run(iterator, this_loop)
+            is_left = False
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                if not self._is_unwinding:
+                # One that fails shall not resume behind the loop; one that catches the error ends
+                # the loop with whatever it calls next.
+                self._has_failed = is_left and is_left_by_error(sys._getframe(1))
+                if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()
 
@@ -273,37 +321,84 @@ class TrainingSession:
         """Lease and rebind for a new phase; within a phase the objects must stay the same."""
         if self._bound_phase == self._place.phase:
             assert self._objects is not None
-            if not self._objects.is_same(objects):
-                raise InvalidInput(
-                    "the loops inside one job.epochs train different objects",
-                    hint="pass all models, optimizers and schedulers to each of them, and make new "
-                    "ones between two job.epochs",
-                )
+            self._objects.refuse_other_objects(objects)
+            self._objects.extras = objects.extras  # may be others, of the same names
             return
         self._release()
-        past = sum(len(image) + 64 for image in self._place.past.values())
+        if self._script is not None:
+            self._warned.add("script")  # what stands between phases is done again
         objects.refuse_shared_memory()
         if "lost" not in self._warned:
             self._warned.add("lost")
             objects.warn_of_what_is_lost()
         saved = self._place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
-        self._layout = TrainingSlice(objects, state_area_bytes(objects, before), past)
-        memory = self._lease(self._layout, objects)
+        state_bytes = state_area_bytes(objects, before)
+        self._layout = TrainingSlice(objects, state_bytes, self._place.past_bytes)
+        try:
+            memory = self._lease(self._layout, objects)
+        except (OutOfDeviceMemory, HostStoreFull):
+            if not self._place.drop_past(0):
+                raise
+            self._warn_of_many_phases()
+            self._layout = TrainingSlice(objects, state_bytes, self._place.past_bytes)
+            memory = self._lease(self._layout, objects)
         self._layout.bind(memory)
         if self._bound_phase < 0:
             self._compare_beginnings()
         self._committer = Committer(self._host, self._layout, self._place.past, self.device)
         self._objects, self._bound_phase, self._point = objects, self._place.phase, None
-        self._stepped.clear()
+        self._has_stepped = False
         self._hooks = hook_modules(objects.models.values())
-        for key, optimizer in objects.optimizers.items():
+        for optimizer in objects.optimizers.values():
             self._hooks += hook_optimizer(
-                optimizer,
-                self._before_optimizer,
-                self._before_closure,
-                partial(self._after_optimizer, key),
+                optimizer, self._before_optimizer, self._before_closure, self._after_optimizer
             )
+
+    def _moves(self, point: Point) -> bool:
+        """Make room for the next commits, between two bodies; True: all has moved meanwhile."""
+        assert self._committer is not None
+        if self._host.now_ms() < self._grows_at_ms or self._gate.is_evicting:
+            return False
+        try:
+            self._grow(self._committer.outgrown_bytes(point))
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            self._grows_at_ms = self._host.now_ms() + GROWS_AGAIN_MS
+            self._commit_failed(error)
+        return True
+
+    def _grow(self, state_bytes: int) -> None:
+        """Move into a larger slice: extra_state has outgrown the one of now, or an optimizer has.
+
+        Between two bodies only. The caller captures anew.
+
+        Raises:
+            OutOfDeviceMemory, HostStoreFull: there is no room; all lies in a slice as before.
+        """
+        old, objects, problem = self._layout, self._objects, None
+        assert old is not None
+        assert objects is not None
+        assert self._committer is not None
+        self._finish_commit()
+        committed = self._committer.committed
+        self._gate.leave()
+        old.unbind()
+        now_bytes, past_bytes = old.state.capacity_bytes, old.past.capacity_bytes
+        layout = TrainingSlice(objects, max(GROWTH * state_bytes, now_bytes), past_bytes)
+        try:
+            memory = self._lease(layout, objects)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            problem = error
+            layout = TrainingSlice(objects, now_bytes, past_bytes, old.optimizer.capacity_bytes)
+            memory = self._lease(layout, objects)
+        self._layout = layout
+        layout.bind(memory)
+        self._committer = Committer(self._host, layout, self._place.past, self.device)
+        self._committer.committed = committed
+        if self._activations is not None:
+            self._activations.keep((*objects.parameters.values(), *objects.buffers.values()))
+        if problem is not None:
+            raise problem
 
     def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
         """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
@@ -350,9 +445,11 @@ class TrainingSession:
         if "phases" not in self._warned:
             self._warned.add("phases")
             warnings.warn(
-                f"more than {MAX_PAST_PHASES} job.steps loops outside job.epochs: a resumed script "
-                "finds the oldest kept state in the earlier ones. Use `for _ in job.epochs(n)`",
-                UserWarning,
+                "the ends of the first loops (of job.epochs, or of job.steps outside of it) are no "
+                "longer kept: a resumed script finds a later loop's weights there, and what it "
+                "computes behind them again, as metrics, is of those. Write such results to a file "
+                "in the loop that makes them, or give each model a job of its own",
+                InexactResumeWarning,
                 stacklevel=6,
             )
 
@@ -373,19 +470,28 @@ class TrainingSession:
         if saved.position.phase != start.phase:
             # its own end was dropped: show a later one, if it is of these models
             with contextlib.suppress(InvalidInput):
-                self._committer.restore(saved)
+                self._restore(saved)
             return None
-        self._committer.restore(saved)
+        self._restore(saved)
         if start.order < saved.position.order:
             return None  # finished before the commit
         if start.name != saved.position.name:
             raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(saved)
 
+    def _restore(self, saved: SavedImage) -> None:
+        assert self._committer is not None
+        try:
+            self._committer.restore(saved)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            self._committer.restore(saved)
+
     def _open_fresh(self, start: Position) -> Iterator[Any]:
         assert self._data is not None
-        data = self._data.capture()
+        # First: a loader that is asked for its state may begin, and draw.
         self._place.entry["loop_random"] = RandomState(self.device).values()
+        data = self._data.capture()
         self._place.entry["loop_data"] = (data.generators, data.own)
         self._place.position = start
         iterator = self._data.open_new()
@@ -402,9 +508,14 @@ class TrainingSession:
         if saved.position.finished:
             self._data.pass_by(saved.data("data"))
         else:
-            saved.random("loop_random").restore(self.device)
-            self._data.restore_generators(saved.data("loop_data"))
-            iterator = self._data.open_at(saved.position.batches, saved.data("data"))
+            begin = saved.random("loop_random"), saved.data("loop_data")
+            batches, proof = saved.position.batches, saved.values["proof"]
+            if proof is not None:
+                iterator = self._data.open_proved(batches, proof, [begin], self.device)
+            if iterator is None:
+                begin[0].restore(self.device)
+                self._data.restore_generators(begin[1])
+                iterator = self._data.open_at(batches, saved.data("data"), begin[1])
         saved.random("random").restore(self.device)
         self._data.restore_generators(saved.data("data"))
         if saved is self._place.saved:
@@ -422,10 +533,15 @@ class TrainingSession:
             self._unwind_if_evicted()
             self._gate.leave("loader")
             began_ms = self._host.now_ms()
+            is_at_point = self._point is not None and self._point.position == self._place.position
+            before = self._point if is_at_point else None
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            if before is not None:
+                assert self._data is not None
+                self._data.fetched(batch, before.random, before.data)
             self._reports.was_away(away_ms + self._host.now_ms() - began_ms)
             self._gate.enter()
             self._watch.begin_body()
@@ -452,18 +568,31 @@ class TrainingSession:
             self._gate.check("boundary")
 
     def _boundary(self) -> None:
-        """Between two bodies; a commit point if every optimizer has stepped since the last."""
-        assert self._objects is not None
+        """Capture the commit point between two bodies; an optimizer may step in few of them."""
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False  # a step may have raised
         self._report()
-        if self._stepped.issuperset(self._objects.optimizers):
+        if not self._has_stepped:
+            self._watch_writes()
+        if self._is_at_point:
             self._commit_if_due()
         self._gate.check("boundary")
+
+    @property
+    def _is_at_point(self) -> bool:
+        """This boundary is a commit point. What bodies count otherwise than by ``job.step`` begins
+        anew at an update, as accelerate and trainers do; before the first one each boundary is."""
+        assert self._point is not None
+        if self._has_stepped:
+            return True
+        bodies = self.step - self._point.position.step
+        is_counted = isinstance(self._loader, Source) or self._has_updated
+        return not is_counted or bodies >= MOST_BODIES_TO_A_POINT
 
     def _commit_if_due(self) -> None:
         self._capture()
         is_due = self._timing.is_due and not self._host.is_publishing
         if (is_due or self._publish_due) and self._place.saved is None:
+            self._watch_script()
             self._publish_due = False
             self._begin_commit()
             if not self._watch.may_overlap:
@@ -471,6 +600,8 @@ class TrainingSession:
 
     def _end_loop(self) -> None:
         """After the last batch, or a ``break``: what follows must find the state as it is now."""
+        self._has_failed = False
+        self._watch_script()
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False
         self._in_body = False
         if self._place.saved is None and not (self._point and self._is_whole(self._point)):
@@ -478,6 +609,27 @@ class TrainingSession:
             self._capture()
         if not self._place.in_epochs:
             self._end_phase()
+
+    def _watch_script(self) -> None:
+        """Warn once of what the loop changes and a resumed script starts over."""
+        if self._script is None or "script" in self._warned:
+            return
+        assert self._objects is not None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        names = self._script.changed(frame, self._objects, self._loader)
+        if names:
+            self._warned.add("script")
+            self._host.report("warning", what="inexact_resume", step=self.step)
+            warnings.warn(
+                f"job.steps: {', '.join(names[:6])}: the loop changes this, and job.steps does not "
+                "have it, so a resumed script starts it over. Keep numbers in a dict "
+                "(note = {'best': 9.0}; extra_state=note); pass lists, generators and objects with "
+                "state_dict() in extra_state, networks as model",
+                InexactResumeWarning,
+                stacklevel=4,
+            )
 
     def _end_phase(self, *, force: bool = False) -> None:
         """Commit the last point, for whatever the script does next.
@@ -495,10 +647,10 @@ class TrainingSession:
         self._commit_point()
 
     def _is_whole(self, point: Point) -> bool:
-        """Nothing has moved since; neither is a cycle of several optimizers half done."""
+        """Nothing has moved since the point was captured."""
         assert self._committer is not None
         return (
-            point.position == self._place.position and not self._stepped
+            point.position == self._place.position and not self._has_stepped
             and self._committer.is_intact(point)
         )  # fmt: skip
 
@@ -508,16 +660,22 @@ class TrainingSession:
         assert self._committer is not None
         assert self._data is not None
         self._finish_commit()
-        self._point = self._committer.capture(
-            self._place.position,
-            self._data.capture(),
-            {
-                **self._place.entry,
-                "bodies": (self._watch.was_watched, self._watch.writes_unseen),
-            },
-            self._point,
-        )
-        self._stepped.clear()
+        entry = {
+            **self._place.entry,
+            "bodies": (self._watch.was_watched, self._watch.writes_unseen),
+            "has_updated": self._has_updated,
+        }
+        now = self._place.position, self._data.capture(), entry, self._point
+        try:
+            self._point = self._committer.capture(*now)
+            outgrown_bytes = self._committer.outgrown_bytes(self._point)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            outgrown_bytes = 0
+            self._point = self._committer.capture(*now)
+        if outgrown_bytes and self._moves(self._point):
+            self._point = self._committer.capture(*now)
+        self._has_stepped = False
         self._watch.at_point(self._committer.sum_of_parameters, is_due=self._timing.is_due)
 
     def _commit_point(self) -> None:
@@ -528,24 +686,43 @@ class TrainingSession:
             return
         point = self._point
         if point is not None and self._committer.committed is not point:
-            if not self._stepped and self._committer.is_intact(point):
+            if not self._has_stepped and self._committer.is_intact(point):
                 self._begin_commit()
             self._finish_commit()
 
-    def _begin_commit(self) -> None:
+    def _begin_commit(self, *, may_grow: bool = True) -> None:
         assert self._committer is not None
         assert self._point is not None
         if self._committer.is_intact(self._point):
-            self._committer.begin(self._point)
+            try:
+                self._committer.begin(self._point)
+            except OutOfDeviceMemory as error:
+                if may_grow and not self._in_body and self._moves(self._point):
+                    self._capture()
+                    self._begin_commit(may_grow=False)
+                else:
+                    self._commit_failed(error)
+
+    def _commit_failed(self, error: Exception) -> None:
+        """Report it: the commit before stands, and training goes on."""
+        self._timing.failed()
+        self._host.report("commit_failed", step=self.step, text=str(error))
+        if "commit" not in self._warned:
+            self._warned.add("commit")
+            warnings.warn(
+                f"the state behind step {self.step} was not kept: {error}. Training goes on; a "
+                "resumed script starts from the last step that was kept",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _finish_commit(self) -> None:
         assert self._committer is not None
         if self._committer.is_in_flight:
             try:
                 self._committer.finish()
-            except Exception as error:  # the commit before stands; training goes on
-                self._timing.failed()
-                self._host.report("commit_failed", step=self.step, text=str(error))
+            except Exception as error:
+                self._commit_failed(error)
                 return
             took_ms = self._committer.last_duration_ms
             self._timing.committed(took_ms)
@@ -568,9 +745,32 @@ class TrainingSession:
             committed_step=None if committed is None else committed.position.step,
         )
 
+    def _goes_to_point(self) -> bool:
+        """Whether an eviction now would lose finished steps that the next commit point saves.
+
+        Not for longer than the steps since the last commit took, which is what it would save.
+        """
+        if self._open_loop is None or self._committer is None or self._place.saved is not None:
+            return False
+        point, committed = self._point, self._committer.committed
+        if point is None or self._over:
+            return False
+        kept_step = 0 if committed is None else committed.position.step
+        is_trusted = self._watch.is_trusted or not self._in_body
+        if is_trusted and not self._has_stepped and self._committer.is_intact(point):
+            kept_step = point.position.step
+        if self.step <= kept_step:
+            return False
+        now_ms = self._host.now_ms()
+        if self._evicted_at_ms is None:
+            self._evicted_at_ms = now_ms
+        since_commit_ms = self._evicted_at_ms - self._timing.committed_at_ms
+        return now_ms - self._evicted_at_ms < max(LEAST_WAIT_FOR_STEP_MS, since_commit_ms)
+
     @property
     def _is_unwinding(self) -> bool:
-        return self._over or self._gate.is_evicting
+        is_leaving = self._gate.is_evicting and not self._in_body  # ``break`` ends a body, too
+        return self._over or self._gate.is_unwinding or is_leaving
 
     # ------------------------------------------------------------------------- optimizer hooks
 
@@ -578,13 +778,18 @@ class TrainingSession:
         """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
         if self._optimizer_depth == 0:
             self._gate.check("backward")
-            if self._point is not None and self._committer is not None and not self._stepped:
-                is_intact = self._committer.parameters_are_intact(self._point)
-                if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):
-                    self._timing.hurry()
+            if not self._has_stepped:
+                self._watch_writes()
             self._finish_commit()
             self._gate.in_optimizer_step = True
         self._optimizer_depth += 1
+
+    def _watch_writes(self) -> None:
+        """See whether the body wrote parameters by itself: no optimizer has stepped in it yet."""
+        if self._point is not None and self._committer is not None:
+            is_intact = self._committer.parameters_are_intact(self._point)
+            if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):
+                self._timing.hurry()
 
     def _before_closure(self, closure: Closure) -> Closure:
         """As long as nothing is updated the first run of ``closure`` is a body as any other: in
@@ -611,8 +816,8 @@ class TrainingSession:
 
         return compute
 
-    def _after_optimizer(self, key: str) -> None:
-        self._stepped.add(key)
+    def _after_optimizer(self) -> None:
+        self._has_stepped = self._has_updated = True
         self._optimizer_depth = max(0, self._optimizer_depth - 1)
         if self._optimizer_depth == 0:
             self._gate.in_optimizer_step = False

@@ -27,15 +27,22 @@ from .torch_private import bytes_of_their_own
 class TrainingSlice:
     """Layout first (sizes only), then ``bind`` to the leased memory."""
 
-    def __init__(self, objects: TrainedObjects, state_bytes: int, past_bytes: int) -> None:
+    def __init__(
+        self,
+        objects: TrainedObjects,
+        state_bytes: int,
+        past_bytes: int,
+        optimizer_bytes: int | None = None,
+    ) -> None:
         self.objects = objects
         parameters = padded_bytes(objects.parameters.values())
         buffers = padded_bytes(objects.buffers.values())
-        optimizer = sum(map(optimizer_state_bytes, objects.optimizers.values()))
+        if optimizer_bytes is None:
+            optimizer_bytes = sum(map(optimizer_state_bytes, objects.optimizers.values()))
         self.state = Area("state (scheduler, extra_state, ...)", 0, state_bytes)
         self.past = Area("past phases", self.state.end_bytes, past_bytes)
         self.parameters = Area("parameters", self.past.end_bytes, parameters)
-        self.optimizer = Area("optimizer state", self.parameters.end_bytes, optimizer)
+        self.optimizer = Area("optimizer state", self.parameters.end_bytes, optimizer_bytes)
         self.snapshot = Area("buffers", self.optimizer.end_bytes, buffers)
         self.gradients = Area("gradients", self.snapshot.end_bytes, parameters)
         self.buffers = Area("buffers", self.gradients.end_bytes, buffers)

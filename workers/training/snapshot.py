@@ -6,12 +6,18 @@ Parameters and optimizer tensors are not here; they do not move before ``optimiz
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import logging
 import marshal
 import random
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -20,11 +26,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
-from pipeswitch.inputs.randomness import GENERATORS, generators_of
+from pipeswitch.inputs.loader import SharedLoader
+from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
 from pipeswitch.job import InexactResumeWarning
 
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
+_logger = logging.getLogger(__name__)
+KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no state of own
+BLOB_BYTES: Final = 96  # that a commit spends on an attachment: padding, and its name, twice
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
 
@@ -33,7 +43,12 @@ class Captured:
 
     def __init__(self, value: Any, fingerprint: bytes | None = None) -> None:
         self.data, attachments = tagged.encode(value)
-        self.fingerprint = None if attachments or _has_raw_bytes(self.data) else fingerprint
+        text = json.dumps(self.data)
+        # ``marshal`` writes bytes and numpy's scalars alike.
+        has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
+        self.fingerprint = None if has_raw else fingerprint
+        # What it takes in a commit, with the names of its attachments.
+        self.size_bytes = len(text) + sum(part.size_bytes + BLOB_BYTES for part in attachments)
         self._parts: list[bytes | tuple[torch.Tensor, int]] = []
         for part in attachments:
             watch = part.size_bytes > SMALL_BYTES and isinstance(part.source, torch.Tensor)
@@ -69,12 +84,6 @@ def captured(value: Any, last: Captured | None) -> Captured:
     return Captured(value, fingerprint)
 
 
-def _has_raw_bytes(data: Any) -> bool:
-    """Bytes or numpy's scalars, which ``marshal`` writes alike."""
-    text = json.dumps(data)
-    return '{"bytes":' in text or '{"scalar":' in text
-
-
 def named(value: Any, what: str) -> dict[str, Any]:
     """One object, several or a dict of them, as a dict with stable names."""
     if value is None:
@@ -94,7 +103,9 @@ def named(value: Any, what: str) -> dict[str, Any]:
     )
 
 
-_NOTES: Final = (dict, list)  # of plain values: the best loss so far, a hidden state
+_DICTS: Final = (dict, OrderedDict, Counter)
+NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
+"""What a script may keep plain values in: the best loss so far, a hidden state, a memory."""
 
 
 def has_state(value: Any) -> bool:
@@ -102,18 +113,62 @@ def has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
 
 
-def named_extras(value: Any) -> dict[str, Any]:
-    """``extra_state`` by name. A dict without stateful objects is itself one: a script's notes."""
-    if type(value) is dict and not any(map(has_state, value.values())):
+def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
+    """Return ``extra_state`` by name. A dict or list of plain values is itself one.
+
+    Args:
+        is_literal: nothing but the call refers to it, so what is assigned to the script's own
+            variables does not show in it.
+
+    Raises:
+        InvalidInput: something in it cannot be captured.
+    """
+    kind = type(value)
+    items = value.values() if kind in _DICTS else value if kind in (list, tuple) else ()
+    is_plain = not any(map(has_state, items))
+    if kind in NOTES and is_plain and not (is_literal and kind in (*_DICTS, list)):
         return {"extra_state": value}
+    if not (value is None or has_state(value) or isinstance(value, (Mapping, list, tuple))):
+        raise InvalidInput(
+            f"extra_state: a {kind.__name__} has no state_dict()",
+            hint="pass a dict of your own that keeps it: note = {'best': 0.0}; extra_state=note",
+        )
+    is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
+    if is_literal and (lost := _values_of_now(value, "extra_state")):
+        warnings.warn(
+            f"job.steps: {', '.join(lost[:4])}: a number or text is passed as it is now; what the "
+            "script assigns to its variable later is not seen, and a resumed script starts it "
+            "over. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
     extras = named(value, "extra_state")
-    for name, item in extras.items():
-        if not (has_state(item) or type(item) in _NOTES):
-            raise InvalidInput(
-                f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
-                hint="put numbers and tensors of your own into a dict: extra_state={'mine': {...}}",
-            )
-    return extras
+    found = {name: item for name, item in extras.items() if has_state(item) or type(item) in NOTES}
+    if len(found) < len(extras) and not is_plain:
+        name, item = next((n, item) for n, item in extras.items() if n not in found)
+        raise InvalidInput(
+            f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
+            hint="keep it in a dict of your own: note = {'best': 0.0}; extra_state={'note': note}",
+        )
+    for name, item in found.items():
+        if hasattr(item, "state_dict") and not hasattr(item, "load_state_dict"):
+            raise InvalidInput(f"extra_state {name!r}: a {type(item).__name__} has a state_dict() "
+                               "and no load_state_dict()")  # fmt: skip
+    return found
+
+
+def _values_of_now(value: Any, path: str) -> list[str]:
+    """Paths of plain values in containers that nothing else refers to."""
+    (alone,) = [sys.getrefcount(one) for one in [dict[str, Any]()]]
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    lost: list[str] = []
+    for key, item in [*pairs]:
+        if type(item) in (*_DICTS, list, tuple):
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # the list of pairs, too
+                lost += _values_of_now(item, f"{path}[{key!r}]")
+        elif not (has_state(item) or type(item) in NOTES):
+            lost.append(f"{path}[{key!r}]")
+    return lost
 
 
 def state_of(item: Any) -> Any:
@@ -126,9 +181,7 @@ def state_of(item: Any) -> Any:
         return item.get_state(legacy=False)
     if isinstance(item, random.Random):
         return item.getstate()
-    if type(item) in _NOTES:
-        return item
-    return item.state_dict()
+    return item if type(item) in NOTES else item.state_dict()
 
 
 def load_state(item: Any, state: Any) -> None:
@@ -141,13 +194,94 @@ def load_state(item: Any, state: Any) -> None:
         item.set_state(state)
     elif isinstance(item, random.Random):
         item.setstate(state)
-    elif type(item) is dict:
-        item.clear()
-        item.update(state)
-    elif type(item) is list:
-        item[:] = state
+    elif type(item) in NOTES:
+        filled(item, state)
     else:
         item.load_state_dict(state)
+
+
+def filled(item: Any, state: Any) -> Any:
+    """Put ``state`` into ``item``, which the script refers to; return it, or ``state`` where the
+    two are of other types."""
+    kind = type(item)
+    if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
+        return state
+    if kind in _DICTS:
+        values = {key: filled(item.get(key), value) for key, value in state.items()}
+        item.clear()
+        item.update(values)
+    elif kind in (list, deque, tuple):
+        items = [filled(*pair) for pair in zip_longest(item, state)][: len(state)]
+        if kind is tuple:
+            return tuple(items)
+        item.clear()
+        item.extend(items)
+    elif kind is set:
+        item.clear()
+        item.update(state)
+    elif kind is np.ndarray and item.dtype == state.dtype and item.shape == state.shape:
+        item[...] = state
+    elif kind is torch.Tensor and item.dtype == state.dtype:
+        with torch.no_grad():
+            if item.shape == state.shape:
+                item.copy_(state)
+            else:
+                item.set_(state.to(item.device))
+    else:
+        return state
+    return item
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The newest batch, and what it was fetched with: does a ``state_dict()`` bring it back?"""
+
+    random: RandomState
+    generators: dict[str, Any]
+    own: Any
+    batch: Any  # as it was fetched; a script that writes to it costs the proof
+    versions: tuple[int, ...]
+
+    def values(self) -> tuple[Any, ...] | None:
+        """For ``tagged``; None where the batch cannot be told any more."""
+        is_as_fetched = tuple(map(version, tensors_of(self.batch))) == self.versions
+        mark = digest_of(self.batch) if is_as_fetched else None
+        return None if mark is None else (self.random.values(), self.generators, self.own, mark)
+
+
+def _parts_of(batch: Any) -> list[Any]:
+    """Return the leaves of nested dicts, lists and tuples."""
+    leaves, todo = [], [batch]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Mapping):
+            todo += [one for pair in part.items() for one in pair]
+        elif isinstance(part, (list, tuple)):
+            todo += part
+        else:
+            leaves.append(part)
+    return leaves
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    return [part for part in _parts_of(batch) if isinstance(part, torch.Tensor)]
+
+
+def digest_of(batch: Any) -> str | None:
+    """Return a digest of a batch; None if it holds objects of unknown types."""
+    total = hashlib.sha256()
+    for part in _parts_of(batch):
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            total.update(repr((part.dtype, part.shape)).encode())
+            total.update(tagged.Attachment(part, 0).read())
+        elif isinstance(part, (str, bytes, int, float, complex, np.generic)) or part is None:
+            total.update(repr(part).encode())
+        elif isinstance(part, np.ndarray) and part.dtype.kind in tagged.NUMPY_KINDS:
+            total.update(repr((part.dtype, part.shape)).encode() + part.tobytes())
+        else:
+            return None
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -156,6 +290,7 @@ class DataState:
 
     generators: dict[str, Any]  # by where they were found: their states
     own: Any  # of the loader or its dataset; None without
+    proof: Proof | None = None
 
 
 class DataPosition:
@@ -174,6 +309,12 @@ class DataPosition:
             if isinstance(item, GENERATORS) and id(item) not in known:
                 self._generators[f"extra_state.{name}"] = item
         self._keeper = _state_keeper(loader)
+        dataset = getattr(loader, "dataset", None)
+        self._is_behind = not any(self._keeper is one for one in (None, loader, dataset))
+        is_ours = isinstance(loader, SharedLoader) or hasattr(loader, "pass_by")
+        is_iterated = self._keeper is loader or isinstance(dataset, IterableDataset)
+        self.is_checked = self._keeper is not None and is_iterated and not is_ours
+        self._proof: Proof | None = None
 
     @property
     def length(self) -> int | None:
@@ -186,7 +327,14 @@ class DataPosition:
     def capture(self) -> DataState:
         """Cheap; called at every commit point, with no fetch under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
-        return DataState({path: state_of(g) for path, g in self._generators.items()}, own)
+        generators = {path: state_of(g) for path, g in self._generators.items()}
+        return DataState(generators, own, self._proof)
+
+    def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
+        """Note the batch, and what it was fetched with."""
+        if self.is_checked:
+            versions = tuple(map(version, tensors_of(batch)))
+            self._proof = Proof(random, before.generators, before.own, batch, versions)
 
     def restore_generators(self, state: DataState) -> None:
         """Put the loader's generators back.
@@ -212,8 +360,13 @@ class DataPosition:
         """An iterator from the start."""
         return iter(self._loader)
 
-    def open_at(self, batches: int, state: DataState) -> Iterator[Any]:
+    def open_at(
+        self, batches: int, state: DataState, begin: DataState | None = None
+    ) -> Iterator[Any]:
         """An iterator that continues behind ``batches``; the generators are as at loop entry.
+
+        Args:
+            begin: where the loop began; what is behind a wrapper is taken back to there.
 
         Raises:
             InvalidInput: the loader has fewer batches than were already used.
@@ -221,6 +374,8 @@ class DataPosition:
         if self._keeper is self._loader:
             self._keeper.load_state_dict(state.own)
             return iter(self._loader)
+        if self._is_behind and begin is not None:
+            return self.open_again(batches, begin)
         if self._keeper is not None:
             self._keeper.load_state_dict(state.own)
         iterator: Iterator[Any] = iter(self._loader)
@@ -228,10 +383,8 @@ class DataPosition:
         if self._keeper is not None and is_iterable:
             return iterator
         try:
-            plain = is_plain_map_loader(self._loader)
-            if not (plain and advance_sampler(iterator, batches)):
-                for _ in range(batches):
-                    next(iterator)
+            if not (is_plain_map_loader(self._loader) and advance_sampler(iterator, batches)):
+                _drop(iterator, batches)
         except StopIteration:
             raise InvalidInput(
                 f"{batches} batches were used before the interruption, but the loader has fewer now"
@@ -240,12 +393,58 @@ class DataPosition:
             self._keeper.load_state_dict(state.own)
         return iterator
 
+    def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
+        """An iterator behind ``batches`` that are fetched once more, from where they began."""
+        self._keeper.load_state_dict(begin.own)
+        iterator: Iterator[Any] = iter(self._loader)
+        _drop(iterator, batches)
+        return iterator
+
+    def open_proved(
+        self,
+        batches: int,
+        proof: tuple[Any, ...],
+        begins: Sequence[tuple[RandomState, DataState]],
+        device: str,
+    ) -> Iterator[Any] | None:
+        """An iterator whose last batch is the one that was used last; None: no way brings it back.
+
+        A ``state_dict()`` may leave something out: a buffer, the generators of worker processes.
+        So it has to bring the last batch back; else the loop's batches are fetched once more.
+
+        Args:
+            proof: of the commit: ``Proof.values``.
+            begins: random generators and data at the loop's start.
+        """
+        random, generators, own, mark = proof
+        ways = [(RandomState.from_values(random), DataState(generators, own), 1)]
+        for start, data in begins:
+            ways += [(start, data, batches), (start, replace(data, own={}), batches)]
+        for start, data, count in ways:
+            try:
+                start.restore(device)
+                self.restore_generators(data)
+                self._keeper.load_state_dict(data.own)
+                iterator: Iterator[Any] = iter(self._loader)
+                if digest_of(_drop(iterator, count)) == mark:
+                    return iterator
+            except Exception as error:  # the script's own object; the next way may do
+                _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
+        warnings.warn(
+            f"job.steps({type(self._loader).__name__}): the state_dict() of "
+            f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
+            "all again: from here on the data are others. Let it keep its buffers and generators",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
+        return None
+
     def warn_if_inexact(self) -> bool:
         """Say once what could not be resumed exactly; true when something was said."""
         loader = self._loader
-        if self._keeper is loader:
+        if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             if loader.num_workers > 0:
                 why = "it has worker processes: a resume fetches and drops all batches used so far"
                 if loader.persistent_workers:
@@ -256,8 +455,10 @@ class DataPosition:
                 return False
         elif isinstance(loader, Iterator):
             why = "it is a one-shot iterator: a resume drops as many batches as were used"
-        else:
+        elif type(loader) in KNOWN_LOADERS:
             return False
+        else:
+            why = "its type is not known here: a resume fetches and drops all batches used so far"
         warnings.warn(
             f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
             "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
@@ -267,10 +468,36 @@ class DataPosition:
         return True
 
 
-def _state_keeper(loader: Any) -> Any:
-    """The loader, or the dataset it fetches in this process, if it can store its state."""
+def _drop(iterator: Iterator[Any], batches: int) -> Any:
+    """Fetch so many batches; return the last."""
+    batch = None
+    for _ in range(batches):
+        batch = next(iterator)
+    return batch
+
+
+def _state_keeper(loader: Any, depth: int = 3) -> Any:
+    """Return the loader, the dataset that it fetches in this process, or what is so in a loader
+    that it wraps, if it can store its state."""
     in_process = getattr(loader, "num_workers", 0) == 0
     for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
-        if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+        if _keeps_state(candidate):
             return candidate
-    return None
+    if isinstance(loader, DataLoader) or not depth:
+        return None
+    wrapped = [one for one in getattr(loader, "__dict__", {}).values() if hasattr(one, "__iter__")]
+    found = (_state_keeper(one, depth - 1) for one in wrapped if type(one) not in KNOWN_LOADERS)
+    return next((one for one in found if one is not None), None)
+
+
+def _keeps_state(candidate: Any) -> bool:
+    """It has ``state_dict()``, which needs no arguments, and ``load_state_dict``."""
+    if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(candidate.state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it does not say
+        pass
+    return True

@@ -17,7 +17,8 @@ class CommitTiming:
         self._every_ms = every_ms
         self._now_ms = now_ms
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
-        self._next_at_ms = now_ms() + self._gap_ms
+        self.committed_at_ms = now_ms()  # the last commit; before that the start
+        self._next_at_ms = self.committed_at_ms + self._gap_ms
 
     @property
     def is_due(self) -> bool:
@@ -26,7 +27,8 @@ class CommitTiming:
     def committed(self, took_ms: float) -> None:
         """A commit has ended well."""
         self._gap_ms = min(2 * self._gap_ms, self._every_ms)
-        self._next_at_ms = self._now_ms() + max(self._gap_ms, COMMIT_SHARE * took_ms)
+        self.committed_at_ms = self._now_ms()
+        self._next_at_ms = self.committed_at_ms + max(self._gap_ms, COMMIT_SHARE * took_ms)
 
     def failed(self) -> None:
         self._next_at_ms = self._now_ms() + self._every_ms

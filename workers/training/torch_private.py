@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that training relies on, each with its public fallback.
+"""Every private name of PyTorch, and of Python, that training relies on, each with its fallback.
 
 Nothing else under ``workers/training*.py`` touches an underscore of torch. Tested on torch 2.15;
 where a name is gone, the fallback is slower or loses nothing but a warning.
@@ -6,10 +6,17 @@ where a name is gone, the fallback is slower or loses nothing but a warning.
 
 from __future__ import annotations
 
-from typing import Any
+import dis
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+RAISING: Final = (
+    "CALL", "PRECALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "CONTAINS", "LOAD", "STORE",
+    "UNARY", "UNPACK", "DELETE", "IMPORT", "FORMAT", "FOR_ITER", "GET_ITER", "BEFORE_WITH",
+)  # fmt: skip
+"""Beginnings of the names of Python's instructions that may raise."""
 
 
 def advance_sampler(iterator: Any, batches: int) -> bool:
@@ -77,6 +84,23 @@ def has_aliases(tensor: torch.Tensor) -> bool:
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
     return count is not None and int(count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
+def is_left_by_error(frame: Any) -> bool:
+    """Tell an error in a ``for`` loop's body from ``break``, where the loop's generator is closed.
+
+    An error leaves the frame at the instruction that raised; ``break`` and ``return`` pop the
+    iterator by an instruction of their own. False where this Python has other ones.
+
+    Args:
+        frame: of the loop, or of a generator around it that is closed as well.
+    """
+    while frame is not None:
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if not name.startswith(("YIELD", "RESUME", "SEND")):
+            return bool(name.startswith(RAISING))
+        frame = frame.f_back
+    return False
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.errors import InvalidInput
 
-from .feed import Feed, TrainerLoop
+from .feed import Feed, Keepers, TrainerLoop
 
 LOSSES: Final = (
     "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
@@ -82,11 +82,14 @@ class TransformersLoop(TrainerLoop):
         return self.feed
 
     def objects(self) -> dict[str, Any]:
+        callbacks = self.trainer.callback_handler.callbacks
+        plain = [one for one in callbacks if not isinstance(one, ExportableState)]
+        keepers = Keepers(plain, "", self.trainer.model)
         return {
             "model": self.trainer.model,
             "optimizer": self.trainer.optimizer,
             "scheduler": self.trainer.lr_scheduler,
-            "extra_state": self.extras(self.trainer.accelerator.scaler),
+            "extra_state": self.extras(self.trainer.accelerator.scaler, keepers),
         }
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:

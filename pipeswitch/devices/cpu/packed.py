@@ -34,10 +34,9 @@ _SELF_TEST_ERROR: Final = 1e-5  # relative to the largest output
 class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
-    def pack_linear(self, weight: torch.Tensor, rows: int) -> tuple[PackedLayout, torch.Tensor]:
+    def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
         """As ``PackedKernels``."""
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
-        return _taken_apart(packed)
+        return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
     def pack_convolution(
         self,
@@ -46,11 +45,10 @@ class CpuKernels:
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        input_shape: Sequence[int],
     ) -> tuple[PackedLayout, torch.Tensor]:
         """As ``PackedKernels``."""
         packed = torch.ops.mkldnn._reorder_convolution_weight(
-            weight.contiguous(), padding, stride, dilation, groups, input_shape
+            weight.contiguous(), padding, stride, dilation, groups
         )
         return _taken_apart(packed)
 
@@ -162,13 +160,13 @@ def _self_test() -> float:
     operators, error = KERNELS.operators(), 0.0
     with torch.no_grad():
         weight, x = values[:512].reshape(32, 16), values[:64].reshape(4, 16)
-        layout, data = KERNELS.pack_linear(weight, 4)
+        layout, data = KERNELS.pack_linear(weight)
         ours = operators[LINEAR](x, KERNELS.wrap(data, layout), None, "none", [], "")
         theirs = torch.nn.functional.linear(x, weight)
         error = max(error, float((ours - theirs).abs().max() / theirs.abs().max()))
         weight, x = values.reshape(16, 8, 3, 3), values[:512].reshape(1, 8, 8, 8)
         how = [1, 1], [1, 1], [1, 1], 1
-        layout, data = KERNELS.pack_convolution(weight, *how, list(x.shape))
+        layout, data = KERNELS.pack_convolution(weight, *how)
         wrapped = KERNELS.wrap(data, layout)
         ours = operators[CONVOLUTION](x, wrapped, None, *how, "none", [], "")
         theirs = torch.nn.functional.conv2d(x, weight, None, 1, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import sys
 from collections import deque
@@ -195,7 +196,7 @@ class _Reach:
                 self._look(cell.cell_contents)
                 self._add(cell, "cell_contents")
         names = _names(function.__code__)
-        for name in names:
+        for name in _globals(function.__code__):
             value = function.__globals__.get(name)
             if isinstance(value, ModuleType) and not _is_library(value.__name__):
                 for inner in names & vars(value).keys():
@@ -214,6 +215,13 @@ def _names(code: CodeType) -> set[str]:
     """Names that the code and functions inside it read or write."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*map(_names, inner))
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Those of ``_names`` that are globals, not attributes."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    own = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
+    return own.union(*map(_globals, inner))
 
 
 def check_keeps_nothing(program: Program, fresh: Fresh, inputs: Sequence[torch.Tensor]) -> None:

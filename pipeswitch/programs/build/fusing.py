@@ -240,7 +240,7 @@ class _Fusing:
         how = (padding, stride, dilation, given[6] or 1)
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
-        layout, data = self._kernels.pack_convolution(weight, *how, list(x.shape))
+        layout, data = self._kernels.pack_convolution(weight, *how)
         name = self._name_of(given[1])
         new: dict[str, tuple[torch.Tensor, PackedLayout | None]] = {
             f"{name}:packed": (data, layout)
@@ -268,7 +268,7 @@ class _Fusing:
             return None
         if bias_at is not None and (bias is None or tuple(bias.shape) != (len(weight),)):
             return None
-        layout, data = self._kernels.pack_linear(weight, x.numel() // x.shape[-1])
+        layout, data = self._kernels.pack_linear(weight)
         name = f"{self._name_of(weight_at)}:packed"
         rest = () if chain.addition is not None else self._after(chain)
         return self._form(

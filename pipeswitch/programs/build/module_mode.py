@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -38,8 +38,6 @@ from .checking import keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
 from .sources import Loaded
 from .verify import compare, load_image
-
-MAX_KEPT: Final = 1 << 12  # integers of one example input that a manifest keeps
 
 
 def build_module(
@@ -98,7 +96,6 @@ def build_module(
         extra={
             "aliases": aliases,
             "needs": needs(triggers, groups),
-            "integers": _integers(inputs, examples) if loaded.examples else {},
         },
     )
     progress("verify", 0.0)
@@ -263,15 +260,6 @@ def _opened(
         for n, spec in enumerate(outputs)
     )
     return inputs, dims, opened, tried
-
-
-def _integers(inputs: Sequence[ValueSpec], examples: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Of the example, for trials: what an integer means only its model knows."""
-    return {
-        spec.name: value.tolist()
-        for spec, value in zip(inputs, examples, strict=True)
-        if not value.is_floating_point() and value.numel() <= MAX_KEPT
-    }
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]

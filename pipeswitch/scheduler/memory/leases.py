@@ -37,15 +37,7 @@ class Slices:
         Raises:
             OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned.
         """
-        if not self._arena.can_ever_hold(size_bytes):
-            largest = self._arena.largest_for_all_bytes
-            raise OutOfDeviceMemory(
-                f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
-                f"optimizer state, the arena can give {gib(largest)}",
-                hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
-                requested_bytes=size_bytes,
-                largest_free_bytes=largest,
-            )
+        self.refuse_too_large(owner, size_bytes)
         costs = self._arena.costs(for_request=False)
         window = self._arena.regions.cheapest_window(size_bytes, costs)
         window = window or self._arena.window_after_packing(size_bytes, costs)
@@ -58,6 +50,18 @@ class Slices:
         region = self._arena.regions.reserve(owner, size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
+
+    def refuse_too_large(self, owner: Owner, size_bytes: int) -> None:
+        """Raises OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned."""
+        if not self._arena.can_ever_hold(size_bytes):
+            largest = self._arena.largest_for_all_bytes
+            raise OutOfDeviceMemory(
+                f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
+                f"optimizer state, the arena can give {gib(largest)}",
+                hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
+                requested_bytes=size_bytes,
+                largest_free_bytes=largest,
+            )
 
     def arrived(self, job: Job) -> None:
         """What was copied to is the job's slice now."""
@@ -140,14 +144,16 @@ class Leases:
         if job.move.state is MoveState.COPYING:  # it has left its slice: it moves another way
             job.move.apply(MoveEvent.UNFIT, "it asks for another slice")
         old = self._arena.regions.get(job.slice)
-        if old is not None and old.size_bytes < message.slice_bytes:
-            # The next phase of the script needs more. It asks only when it has moved out.
-            self._slices.release(job.slice)
+        grows = old is not None and old.size_bytes < message.slice_bytes
         try:
+            if grows:  # else it waits for what has been pinned since
+                self._slices.refuse_too_large(job.slice, message.slice_bytes)
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
+        if grows:  # the script asks only when it has moved out
+            self._slices.release(job.slice)
         job.lease_asked_bytes = max(1, message.slice_bytes)
         if not job.lease_bytes:  # a later phase of the script asks again
             job.start_ms = self._device.core.now_ms - job.dispatched_at_ms

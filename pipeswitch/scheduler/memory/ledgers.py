@@ -139,9 +139,7 @@ class Arena:
             cost = tuple(PREFIX_WEIGHT * part for part in cost)
         return (0.0, 0.0, 0.0, *cost)
 
-    def find_place(
-        self, replica: Replica, *, for_request: bool, moves_pinned: bool = False
-    ) -> Window | None:
+    def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
         """Return its home when nothing is cheaper, else the cheapest window anywhere.
 
         A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
@@ -158,7 +156,7 @@ class Arena:
         assert replica.manifest is not None
         size, last = max(replica.manifest.total_bytes, 1), None
         if replica.model.want_pinned:
-            last, moves_pinned = self.regions.last_window(size, _without_jobs(costs)), True
+            last = self.regions.last_window(size, _without_jobs(costs))
         best = last or self.regions.cheapest_window(size, costs)
         if replica.residency.state is Residency.PARTIAL:
             head = self.regions.get(replica.owner)
@@ -167,7 +165,7 @@ class Arena:
             if rest is not None and (best is None or rest.cost <= best.cost):
                 return Rest(rest.offset_bytes, rest.victims, rest.cost)
         if best is None:
-            may_move = for_request or moves_pinned
+            may_move = for_request or replica.model.want_pinned
             return self.window_after_packing(size, costs) if may_move else None
         if last is None and replica.home_bytes >= 0:
             home = self.regions.window_at(replica.home_bytes, size, costs)

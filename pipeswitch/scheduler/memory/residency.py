@@ -9,7 +9,7 @@ from ...planning.grouping import Plan
 from ...planning.streaming import Landings
 from ...programs.groups import regrouped
 from ...programs.layout import REGION_ALIGN_BYTES, aligned
-from ..core import PLACES, QUEUE, TURN, WORKERS
+from ..core import MEASURED, PLACES, QUEUE, TURN, WORKERS
 from ..device_state import DeviceState
 from ..events import Span, Spans
 from ..records import Replica
@@ -287,6 +287,7 @@ class Residents:
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
             or replica.landings is not None  # its copy would wait in the ring for its request
+            or device.measuring == name  # its copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
             return False
@@ -331,6 +332,7 @@ class Residents:
                 replica is not None
                 and replica.model.want_pinned
                 and replica.landings is None
+                and device.measuring != name
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
@@ -341,7 +343,7 @@ class Residents:
                 window = self._arena.find_place(replica, for_request=False)
                 if window is not None and not self._arena.obstacles(window):
                     self.transmit(replica, window, "pinned")
-        return QUEUE | TURN | PLACES
+        return QUEUE | TURN | PLACES | MEASURED
 
     def refused(self, epoch: msg.Epoch, reason: str) -> None:
         """The daemon refused a copy, or failed at it: no other answer to it will come."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from .orders import Collate, EarliestDeadline, FirstCome, ShortestFirst
+from .orders import Alternating, Collate, EarliestDeadline, FirstCome, ShortestFirst
 from .policy import Eviction, Maker, Order, Policy, Prediction, Resident, View, Waiting
 from .priority import Priority, Worth
-from .windowed import Alternating
 
 
 def _fifo(*, max_wait_ms: float) -> Policy:

@@ -1,10 +1,14 @@
-"""Orders that rank one request beside another: by deadline, by length, by model."""
+"""Orders of the queue: by deadline, by length, by model, and of a window of models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ...planning.windows import Job, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
 LONGEST_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
+WINDOW = 8  # models
 
 
 class Patient(Order):
@@ -72,3 +76,22 @@ class Collate(Patient):
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)
+
+
+class Alternating(Order):
+    """The thesis' order of the oldest heads, by their models' loads and work."""
+
+    window = WINDOW
+    ranks_runs = False
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        return True  # inside a window, which ends
+
+    def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
+        jobs = []
+        for head, count in zip(heads, counts, strict=True):
+            predicted = view.predict(head.model, head.batch)
+            load_ms = 0.0 if head.is_resident else predicted.load_ms
+            compute_ms = count * predicted.compute_ms
+            jobs.append(Job(model=head.model, load_ms=load_ms, compute_ms=compute_ms))
+        return alternating(jobs)

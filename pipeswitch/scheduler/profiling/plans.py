@@ -1,27 +1,23 @@
-"""The groups each model is sent in: planned from a profile, byte buckets without; drift."""
+"""The groups each model is sent in: planned from a profile, byte buckets without."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
-
 from ...ipc.messages import ModelName
-from ...planning.drift import Drift
 from ...planning.grouping import Plan
 from ...planning.planned import costs_of, plan_of, predict
 from ...planning.profile import Found, Profile
 from ...planning.streaming import pass_ms
 from ...programs.groups import layer_bytes, plan_in_force
-from ..core import MEASURED
+from ..core import ALL, MEASURED
 from ..device_state import DeviceState
-from ..events import SaveProfile, Warn
+from ..events import Warn
 from ..memory.ledgers import gib
 from ..memory.residency import Residents
-from ..records import ColdSwitch, Replica
+from ..records import Replica
 from ..states import Residency
 
-BUCKETS: Final = "buckets"
 PLANNED: Final = "planned"
 
 
@@ -33,11 +29,6 @@ class Plans:
         self._device = device
         self._residents = residents
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
-
-    @property
-    def is_busy(self) -> bool:
-        """A plan waits to be cut, or a copy's times are awaited."""
-        return bool(self._wanted or self._device.cold_switches)
 
     def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
         """A program was built: use the first profile that is of it and of this device.
@@ -79,12 +70,9 @@ class Plans:
             return False
         batch = profile.batches[0].batch
         replica.profile, replica.profile_plan, replica.profile_prefix = profile, plan, prefix
-        replica.drift = Drift()
         replica.predicted_ms = {
             one.batch: predict(profile, plan, one.batch) for one in profile.batches
         }
-        check = profile.check_of(plan, batch)
-        replica.bias = check.bias if check is not None else 1.0
         why = f"measured {profile.measured_at} at batch {batch}"
         self.want(replica, plan, PLANNED, why)
         return True
@@ -99,19 +87,13 @@ class Plans:
         """Its groups, and how many of them are worth keeping on the device."""
         return plan_of(profile, self._device.settings.prefix_bytes)
 
-    def _fall_back(self, replica: Replica, why: str) -> None:
-        """Buckets again."""
-        replica.profile, replica.profile_plan = None, ()
-        replica.predicted_ms = {}
-        self.want(replica, (), BUCKETS, why)
-
-    def apply(self, measured: Replica | None) -> None:
+    def apply(self) -> int:
         """Cut anew what can be; not the model that is being measured."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
             if replica is None or replica.next_plan is None:
                 del self._wanted[name]
-            elif replica is not measured:
+            elif name != self._device.measuring:
                 plan, source, why = replica.next_plan
                 prefix = replica.profile_prefix if source == PLANNED else 0
                 if self._cut(replica, plan):
@@ -121,6 +103,7 @@ class Plans:
                     self._device.publish(
                         "model.planned", model=replica.name, source=source, groups=groups, why=why
                     )
+        return ALL if self._wanted else MEASURED
 
     def _cut(self, replica: Replica, plan: Plan) -> bool:
         """Other groups for a model; False while it cannot be: it is read, sent, or waited for.
@@ -140,43 +123,6 @@ class Plans:
             return False
         return True
 
-    def watch_switches(self, measured: Replica | None) -> None:
-        """Compare cold switches that had the device at once with what was predicted."""
-        device = self._device
-        left: list[ColdSwitch] = []
-        for switch in device.cold_switches:
-            replica = device.replicas.get(switch.model)
-            if replica is None or replica.residency_epoch != switch.residency_epoch:
-                continue
-            sent = replica.transmission
-            if sent is not None and sent.epoch == switch.residency_epoch:
-                if replica is not measured:
-                    self._observe(replica, switch, sent.started_at_ms, sent.group_ends_at_ms)
-            elif replica.is_being_sent:
-                left.append(switch)
-        device.cold_switches[:] = left
-
-    def _observe(
-        self, replica: Replica, switch: ColdSwitch, started_at_ms: float, copied: tuple[float, ...]
-    ) -> None:
-        predicted_ms = replica.predicted_ms.get(switch.batch)
-        is_planned = replica.plan_source == PLANNED and replica.next_plan is None
-        had_turn = bool(copied) and switch.turn_at_ms <= copied[0]
-        if predicted_ms is None or not is_planned or not had_turn:
-            return
-        measured_ms = switch.ended_at_ms - started_at_ms
-        drift = replica.drift.add(predicted_ms * replica.bias, measured_ms)
-        if drift:
-            self._drifted(replica, drift)
-
-    def _drifted(self, replica: Replica, why: str) -> None:
-        """Stale: byte buckets until the operator has it measured again."""
-        core = self._core
-        assert replica.profile is not None
-        core.emit(SaveProfile(profile=msgspec.structs.replace(replica.profile, stale=why)))
-        self._fall_back(replica, f"its profile is stale: {why}")
-        self._warn(replica, f"its profile is stale: {why}")
-
 
 def plan_row(replica: Replica) -> dict[str, Any]:
     """What ``show`` says of a model's groups."""
@@ -188,7 +134,6 @@ def plan_row(replica: Replica) -> dict[str, Any]:
         "prefix_groups": replica.prefix_groups,
         "profile": "" if profile is None else profile.measured_at,
         "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
-        "measured_over_predicted": replica.drift.ratio,
     }
 
 

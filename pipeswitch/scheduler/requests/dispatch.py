@@ -15,7 +15,7 @@ from ..events import Interrupt, RaiseTurn, ToWorker
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
-from ..records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
+from ..records import NO_EPOCH, Activation, Replica, Request, Worker
 from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from ..training.training import Training
 from .accounts import Charge
@@ -88,7 +88,7 @@ class Turns:
         device, passing, waiting = self._device, self._device.current, self._device.upcoming
         if passing is None or waiting is None or not passing.streamed:
             return
-        if waiting.streamed or waiting.is_trial or not waiting.was_resident:
+        if waiting.streamed or not waiting.was_resident:
             return
         view, request = device.view, device.requests[passing.token]
         stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
@@ -371,10 +371,8 @@ class Dispatch:
         return True
 
     def _is_link_busy(self) -> bool:
-        """With a copy for a request; a trial's is in no way, nor one that is cancelled."""
-        device, current = self._device, self._device.current
-        tried = current.model if current is not None and current.is_trial else NO_NAME
-        return any(device.replicas[name].is_on_device for name in device.sending if name != tried)
+        """Say whether a copy for a request is under way; one that is cancelled does not count."""
+        return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
@@ -465,7 +463,7 @@ class Dispatch:
         )
         core.touched |= QUEUE | TURN
         note_end(device, request)
-        charge = None if request.trial_batch else self._charge(replica, batch)
+        charge = self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
         return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
@@ -497,7 +495,6 @@ class Dispatch:
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
-            is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
             goes_on=(
@@ -529,7 +526,7 @@ class Dispatch:
                     plan=replica.plan,
                     landings=replica.landings.offsets if replica.landings is not None else (),
                     joined=tuple(map(_joined, requests[1:])),
-                    trial_batch=request.trial_batch,
+                    is_timed=device.measuring == name,
                     is_code=is_code,
                     choosing=request.choosing,
                     sequence=request.sequence,
@@ -540,10 +537,9 @@ class Dispatch:
         if device.training is not None:
             activation.preempted = device.training
             self._training.stop(device.training, activation.turn, activation.slot)
-        if not activation.is_trial:
-            kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
-            core.counts[f"{kind}_dispatches"] += 1
-        if is_switch and not activation.is_trial:
+        kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+        core.counts[f"{kind}_dispatches"] += 1
+        if is_switch:
             core.counts["switches"] += 1
             device.publish(
                 "switch.started",

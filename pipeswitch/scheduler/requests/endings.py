@@ -13,7 +13,7 @@ from ..core import DUE, MEASURED
 from ..device_state import DeviceState
 from ..events import Answer, Span, Spans
 from ..memory.residency import Residents
-from ..records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
+from ..records import Activation, MeasuredRun, Model, Replica, Request, Worker
 from ..states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import ended, failed
 
@@ -45,15 +45,12 @@ class Endings:
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
-        if activation.is_trial:
-            requests[0].state.apply(TaskEvent.FINISHED, "measured")
-            device.requests.pop(activation.token)
-            device.ended_trial = EndedTrial(activation, message)
+        if device.measuring == replica.name:
+            device.measured.append(MeasuredRun(activation, message))
             core.touched |= MEASURED
-            return
         if activation.joined:
             replica.model.failed_joins = 0
-        self._note_switch(activation, replica, message)
+        self._note_times(activation, replica, message)
         if requests[0].sequence:
             ended(device, replica, requests, core.now_ms - activation.began_at_ms)
         replica.use_count += len(requests)
@@ -82,10 +79,8 @@ class Endings:
                 )
             )
 
-    def _note_switch(
-        self, activation: Activation, replica: Replica, message: InferenceDone
-    ) -> None:
-        """Its batch is what a profile should be of; a cold one is compared with its prediction."""
+    def _note_times(self, activation: Activation, replica: Replica, message: InferenceDone) -> None:
+        """Keep the run's time for predictions, and its batch: the usual one of its model."""
         replica.model.last_batch = activation.batch
         # By our clock, from the turn to its answer: that is how long the next one waits for it.
         now_ms = self._core.now_ms
@@ -94,17 +89,6 @@ class Endings:
         self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
         if self._core.judge.ranks_runs:
             self._device.queue.changed(replica.name)
-        if not activation.was_resident and not replica.kept_bytes:
-            self._core.touched |= MEASURED
-            self._device.cold_switches.append(
-                ColdSwitch(
-                    model=replica.name,
-                    residency_epoch=activation.residency_epoch,
-                    batch=replica.model.last_batch,
-                    turn_at_ms=message.turn_at_ms,
-                    ended_at_ms=message.ended_at_ms,
-                )
-            )
 
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
@@ -131,7 +115,7 @@ class Endings:
     ) -> None:  # fmt: skip
         """One request reads why; joined ones are run again alone, for it may be another's error."""
         if not activation.joined:
-            self._give_up(activation, requests[0], error)
+            self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
         failed(self._device, replica, requests)
         for request in requests:
@@ -178,20 +162,6 @@ class Endings:
         """Those that it computes, in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
 
-    def _give_up(
-        self, activation: Activation, request: Request, error: errors.PipeSwitchError | None
-    ) -> None:
-        """No outputs will come of it; of a trial no client expects any."""
-        device = self._device
-        if not activation.is_trial:
-            assert error is not None
-            self._device.refuse(request, TaskEvent.ERROR, error)
-            return
-        request.state.apply(TaskEvent.ERROR, type(error).__name__)
-        device.requests.pop(request.token)
-        device.ended_trial = EndedTrial(activation, error=error)
-        self._core.touched |= MEASURED
-
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
         """Its process is reaped: dispatch the request again, or give up on it.
 
@@ -219,13 +189,8 @@ class Endings:
             request.deaths += is_blamed
         elif is_blamed:
             failed(device, replica, requests)
-        if activation.is_trial:
-            error = _worker_lost(replica, 1, status) if is_blamed else None
-            self._give_up(activation, request, error)
-        else:
-            self._queue_again(requests, f"status {status}")
-        is_single = not activation.joined and not activation.is_trial
-        if activation.hung_why and is_single:  # it is not tried once more
+        self._queue_again(requests, f"status {status}")
+        if activation.hung_why and not activation.joined:  # it is not tried once more
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
         self._judge(requests, replica, status)
 
@@ -249,7 +214,7 @@ class Endings:
                 if other.token not in own:
                     self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))
         for request in requests:
-            if request.token not in device.requests or request.trial_batch:
+            if request.token not in device.requests:
                 continue
             if (
                 limit <= max(request.deaths, replica.model.deaths)
@@ -265,17 +230,11 @@ class Endings:
         device = self._device
         for activation in device.tasks:
             self._settle(activation)
-            if activation.is_trial:
-                self._give_up(activation, device.requests[activation.token], None)
-                continue
             self._queue_again(self._requests(activation), "memory daemon exited")
         device.current = device.upcoming = device.aside = None
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for activation in self._device.tasks:
-            if activation.is_trial:
-                self._give_up(activation, self._device.requests[activation.token], error)
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
         self._device.current = self._device.upcoming = self._device.aside = None

@@ -291,7 +291,7 @@ def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
     """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
     now_ms = free_ms = device.core.now_ms
     for task in (device.current, device.upcoming, device.aside):
-        if task is not None and not task.is_trial:
+        if task is not None:
             begins_ms = free_ms if task is device.upcoming else task.began_at_ms
             mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
             free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)

@@ -35,15 +35,22 @@ class Commits:
             job.step = job.committed_step = job.persisted_step = step
         return bool(job.commit_slot_bytes)
 
-    def take_over(self, job: Job, loaded: LoadedCommit) -> bool:
-        """The area that a new job comes with; False: there is no room."""
+    def take_over(self, job: Job, loaded: LoadedCommit, *, is_on_disk: bool = False) -> None:
+        """Give a job the area that was loaded for it.
+
+        Raises:
+            HostStoreFull: there is no room for it.
+        """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
-            return False
+            raise HostStoreFull(
+                f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
+                requested_bytes=2 * loaded.slot_bytes,
+            )  # fmt: skip
         self._core.emit(
-            CreateCommits(job=job.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor)
-        )
+            CreateCommits(job=job.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor,
+                          is_on_disk=is_on_disk)
+        )  # fmt: skip
         self._tell_daemon(job)
-        return True
 
     def open(self, job: Job, state_bytes: int) -> None:
         """A commit area that holds two images; kept over restarts of worker and daemon.

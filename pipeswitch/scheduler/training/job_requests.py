@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ... import errors
 from .. import limits
 from ..core import Core, takes
-from ..events import JobAsked, Journal, Token, TrainAsked
+from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
 from ..records import Job
 from ..states import TASK_FINAL, TaskEvent, TaskState
 from .commits import Commits
@@ -73,17 +74,14 @@ class JobRequests:
             event.devices,
         )  # fmt: skip
         job.defaults = event.defaults
-        if event.loaded and not self._jobs.home(job).commits.take_over(job, event.loaded):
-            self._jobs.remove(job)
-            raise errors.HostStoreFull(
-                f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
-                requested_bytes=2 * event.loaded.slot_bytes,
-            )  # fmt: skip
-        core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
-                                 "args": list(job.args), "priority": job.priority,
-                                 "tenant": job.tenant, "share": job.share,
-                                 "devices": list(event.devices), "defaults": list(job.defaults)},
-                          accepts=(event.token,)))  # fmt: skip
+        if event.loaded:
+            try:
+                self._jobs.home(job).commits.take_over(job, event.loaded)
+            except errors.HostStoreFull:
+                self._jobs.remove(job)
+                raise
+        entry = {**_accepted(job), "devices": list(event.devices)}
+        core.emit(Journal(entry=entry, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.entry)
         if event.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as where it came from")
@@ -115,7 +113,7 @@ class JobRequests:
             job.waiters.append(event.token)
             self._jobs.answer_final(job)
         elif event.action == "resume":
-            self._resume_asked(job, event.token)
+            self._resume_asked(job, event)
         elif event.action == "export":
             self._export_asked(job, event.token)
         elif event.action == "move":
@@ -125,17 +123,30 @@ class JobRequests:
         else:
             self._hold_asked(job, event.token, event.action)
 
-    def _resume_asked(self, job: Job, token: Token) -> None:
-        _check_live(job)
+    def _resume_asked(self, job: Job, event: JobAsked) -> None:
+        if job.state.state is TaskState.FAILED:
+            if self._core.is_draining:
+                raise errors.ServerUnavailable("the server is draining")
+            if event.loaded is not None and not job.commit_slot_bytes:
+                failed_at = job.step  # a commit sets it back: the next dispatch counts what is lost
+                self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)
+                job.step = max(failed_at, job.step)
+            elif job.persisted_step >= 0 and not job.commit_slot_bytes:
+                self._core.emit(LoadCommits(asked=event))  # its area was given back
+                return
+            self._core.emit(Journal(entry=_accepted(job)))
+            job.error, job.ended_at_ms, job.deaths_without_progress = "", 0.0, 0
+        _check_live(job, but=TaskState.FAILED)
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
             job.stops_missed = 0
+            job.why = ""
             self._jobs.count_anew(self._jobs.home(job))
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
             self._jobs.publish(job, "job.resumed")
         if job.wanted == "pause":
             job.wanted = "run"
-        self._core.answer(token, job=self._jobs.row(job))
+        self._core.answer(event.token, job=self._jobs.row(job))
 
     def _export_asked(self, job: Job, token: Token) -> None:
         """Its newest commit shall be on disk, where clients read it."""
@@ -204,9 +215,18 @@ class JobRequests:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
 
 
-def _check_live(job: Job) -> None:
+def _accepted(job: Job) -> dict[str, Any]:
+    """Return the journal's entry of a job that is to run."""
+    return {
+        "kind": "job", "name": job.name, "entry": job.entry, "args": list(job.args),
+        "priority": job.priority, "tenant": job.tenant, "share": job.share,
+        "devices": list(job.devices), "defaults": list(job.defaults),
+    }  # fmt: skip
+
+
+def _check_live(job: Job, but: TaskState | None = None) -> None:
     """Raises InvalidInput: it is over."""
-    if job.state.state in TASK_FINAL:
+    if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
             f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
         )

@@ -159,13 +159,15 @@ class Jobs:
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
         devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
-        restarts: int = 0, steps_recomputed: int = 0,
+        restarts: int = 0, steps_recomputed: int = 0, last_step: int = 0,
         defaults: tuple[tuple[str, str], ...] = (), why: str = "",
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none).
 
         Args:
-            restarts, steps_recomputed: with those that the server's end has cost it.
+            restarts: with the one that the server's end has cost it.
+            steps_recomputed: without those that its next dispatch counts.
+            last_step: of the process that the server's end has ended.
             placed: where it was, if it has ever moved. A device that is gone is no limit.
             why: what is to be told of its restart; empty if nothing was damaged.
         """
@@ -176,6 +178,7 @@ class Jobs:
         job.defaults, job.why = defaults, why
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
+        job.step = max(job.step, last_step)
         if is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
@@ -189,7 +192,9 @@ class Jobs:
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
         job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
-                         int(record["priority"]), str(record["tenant"]))  # fmt: skip
+                         int(record["priority"]), str(record["tenant"]), str(record["share"]),
+                         tuple(map(str, record.get("devices", ()))))  # fmt: skip
+        job.defaults = tuple((str(key), str(value)) for key, value in record.get("defaults", ()))
         job.state.state = state  # without a story: that was another server's
         job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
         job.epoch_index = int(record["epoch"])
@@ -267,6 +272,8 @@ class Jobs:
             self._progress(job, values)
             if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
                 self._core.touched |= JOBS
+        elif message.kind == "unseen":  # steps behind the last report of a process that died
+            job.steps_recomputed += max(0, _number(values.get("steps"), 0))
         elif message.kind == "nan_loss":
             job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
         elif message.kind in ("warning", "commit_failed"):
@@ -313,7 +320,8 @@ class Jobs:
         if job.state.state in TASK_FINAL:
             job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
             job.persist_due_at_ms = core.now_ms
-            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms}
+            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms,
+                      "devices": list(job.devices), "defaults": list(job.defaults)}  # fmt: skip
             core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
             self.answer_final(job)
 

@@ -168,6 +168,8 @@ class Training:
         job.dispatched_at_ms = core.now_ms
         job.turn = Turn(core.next_epoch())
         job.commit_number = 0
+        last_step, job.step = job.step, max(job.committed_step, 0)
+        job.steps_recomputed += max(0, last_step - job.step)  # whatever ended its last process
         job.slot = worker.slot
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
@@ -190,6 +192,7 @@ class Training:
                     commit_every_ms=core.settings.commit_every_ms,
                     restarts=job.restarts,
                     steps_recomputed=job.steps_recomputed,
+                    last_step=last_step,
                     share=job.group,
                     defaults=job.defaults,
                     activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
@@ -506,7 +509,6 @@ class Training:
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
             job.deaths_without_progress += worker.is_blamed
-            job.steps_recomputed += max(0, job.step - max(job.committed_step, 0))
             was_evicting = job.state.state is TaskState.EVICTING
             job.why = worker.kill_reason or f"worker exited with status {status}"
             job.state.apply(TaskEvent.WORKER_DIED, f"status {status}")

@@ -1,0 +1,76 @@
+"""Which of the nodes that hold a model gets the next request. Pure: loads in, a node out.
+
+A client sees its own requests at once and everybody's once a second, as the nodes report them. It
+predicts from both when each holder would finish, and leaves the preferred one for a clear gain:
+the others may have to copy the model to their device first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+KEEP_MS: Final = 20.0  # the preferred node stays unless another finishes so much earlier,
+KEEP_SHARE: Final = 0.25  # and by this share of the wait: predictions are no better than that
+UNKNOWN_MS: Final = 1.0  # taken for one request where nothing was measured
+
+Load = tuple[float, float]
+"""Predicted milliseconds until a node has answered all that it accepted, and of one request."""
+
+
+def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
+    """Return the node that is predicted to finish a request first, if that gains enough over the
+    preferred one, which stands first in ``nodes``."""
+    stay_ms = finish_ms(nodes[0])
+    if stay_ms <= KEEP_MS or len(nodes) == 1:
+        return nodes[0]  # no other node is so much earlier
+    earliest = min(nodes, key=finish_ms)
+    return earliest if is_worth(stay_ms, finish_ms(earliest)) else nodes[0]
+
+
+def left_ms(queue_ms: float, since_ms: float, own_ms: float) -> float:
+    """Return when a node is done: with the queue it reported so long ago, which it works off, or
+    with our own requests, of which the queue has some too."""
+    return max(queue_ms - since_ms, own_ms, 0.0)
+
+
+class Balance:
+    """Load of each node, as one client predicts it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outstanding: Counter[str] = Counter()  # this client's requests without an answer
+        self._loads: Mapping[str, Load] = {}
+        self._at_s = 0.0
+
+    def count(self, node: str, more: int) -> None:
+        """Count requests that went there, or less than 0: that were answered; from any thread."""
+        with self._lock:
+            self._outstanding[node] += more
+
+    def learn(self, loads: Mapping[str, Load], now_s: float) -> None:
+        """Take what the nodes have reported."""
+        self._loads, self._at_s = loads, now_s
+
+    def choose(self, nodes: Sequence[str], now_s: float) -> str:
+        """As ``choose``, by these loads."""
+        since_ms = (now_s - self._at_s) * 1000.0
+
+        def finish_ms(node: str) -> float:
+            queue_ms, each_ms = self._loads.get(node, (0.0, 0.0))
+            return left_ms(queue_ms, since_ms, self._outstanding[node] * (each_ms or UNKNOWN_MS))
+
+        return choose(nodes, finish_ms)
+
+
+def is_worth(stay_ms: float, leave_ms: float) -> bool:
+    """Return whether a request gains enough by going elsewhere."""
+    return stay_ms - leave_ms > max(KEEP_MS, KEEP_SHARE * stay_ms)
+
+
+def home_of(sequence: str, holders: Iterable[str]) -> str:
+    """Return the holder of a sequence: the same one at every gateway that knows these holders."""
+    return max(holders, key=lambda node: hashlib.sha256(f"{node}\0{sequence}".encode()).digest())

@@ -1,0 +1,86 @@
+"""The requests that ``Client.profile`` sends: the server says when it wants one, and times it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from ..errors import TaskFailed
+from .tensors import Signature
+from .verbs import Progress
+
+
+class Requests:
+    """Requests of inputs that the model takes; each of a batch's runs has the same ones.
+
+    Args:
+        infer: sends a request of the model and waits for its answer.
+        signature: asks for the model's.
+        inputs: returns the inputs of a request of that batch size; None: they are made up.
+    """
+
+    def __init__(
+        self,
+        infer: Callable[..., Any],
+        signature: Callable[[], Signature],
+        inputs: Callable[[int], Any] | None,
+    ) -> None:
+        self._infer, self._signature, self._inputs = infer, signature, inputs
+        self._known: dict[int, Any] = {}
+
+    def send(self, batch: int, version: int) -> None:
+        """
+        Raises:
+            PipeSwitchError: the model takes no inputs that were tried.
+        """
+        if batch in self._known:
+            self._infer(self._known[batch], version=version)
+            return
+        *others, last = self._made_up(batch) if self._inputs is None else [self._inputs(batch)]
+        for inputs in others:
+            try:
+                self._infer(inputs, version=version)
+            except TaskFailed:
+                continue
+            self._known[batch] = inputs
+            return
+        self._infer(last, version=version)
+        self._known[batch] = last
+
+    def _made_up(self, batch: int) -> Iterator[list[Any]]:
+        """A signature does not say what an integer means. Zeros come first: a wrong index costs a
+        whole process on cuda."""
+        import numpy as np
+
+        signature = self._signature()
+        inputs = signature.random(batch=batch)
+        are_numbers = [
+            spec.dtype.startswith(("int", "uint")) and "mask" not in spec.name
+            for spec in signature.inputs
+        ]
+        yield [
+            np.zeros_like(value) if is_number else value
+            for value, is_number in zip(inputs, are_numbers, strict=True)
+        ]
+        if any(are_numbers):
+            yield inputs
+
+
+def measure(
+    begin: Callable[..., Future[Any]], requests: Requests, progress: Progress | None
+) -> dict[str, Any]:
+    """Send a request whenever the server asks for one, and return the profile."""
+    asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    future = begin(on_progress=asked.put)
+    future.add_done_callback(lambda _: asked.put(None))
+    try:
+        while (run := asked.get()) is not None:
+            if progress is not None:
+                progress(run["stage"], run["fraction"])
+            requests.send(run["batch"], run["version"])
+    finally:
+        future.cancel()  # if it is not over, the server need not wait for a request
+    row: dict[str, Any] = future.result().body["profile"]
+    return row

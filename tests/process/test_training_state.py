@@ -1,0 +1,821 @@
+"""Training jobs lose neither work nor state without a word, whatever the script keeps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import textwrap
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+from pipeswitch import job
+from pipeswitch.errors import (
+    InvalidInput,
+    OutOfDeviceMemory,
+    ServerUnavailable,
+    TaskFailed,
+    TaskPreempted,
+)
+from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
+from tests.process.tools import checked_server, finish, run_plain, write_script
+
+Poke = Callable[[], None]
+Script = Callable[[Poke], str]  # returns a digest of all that it ends with
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    job._install(None)
+
+
+def plain(script: Script) -> str:
+    job._install(None)
+    return script(lambda: None)
+
+
+def live(
+    host: FakeHost, script: Script, *, evict_at: int = -1, crash_at: int = -1, every_ms: float = 1e9
+) -> str:
+    """One life of the script, which ends at the n-th layer or the n-th poke; "": it was ended."""
+    random.seed()  # another process has other generators
+    np.random.seed(random.randrange(1 << 30))
+    torch.manual_seed(random.randrange(1 << 30))
+    gate = HookedGate(lambda *_: None)
+    gate.grant(1)
+    gate.countdown = evict_at
+    session = begun(host, gate, commit_every_ms=every_ms)
+    pokes = 0
+
+    def poke() -> None:
+        nonlocal pokes
+        pokes += 1
+        if pokes == crash_at:
+            raise Crashed
+
+    try:
+        ended = script(poke)
+    except (TaskPreempted, Crashed) as end:
+        if isinstance(end, Crashed):
+            session._over = True
+            host.crash()
+        session.close()
+        return ""
+    session.finish()
+    return ended
+
+
+def data(count: int = 48) -> DataLoader[Any]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    return DataLoader(TensorDataset(torch.randn(count, 6)), 8, shuffle=True)
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def late_optimizer(poke: Poke) -> str:
+    """The second optimizer steps in the last epoch only."""
+    loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
+    og, od = torch.optim.Adam(gen.parameters(), 0.01), torch.optim.Adam(dis.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[gen, dis], optimizer=[og, od]):
+            og.zero_grad()
+            F.l1_loss(gen(a), a).backward()
+            og.step()
+            if job.step >= 14:
+                od.zero_grad()
+                dis(gen(a).detach()).mean().backward()
+                od.step()
+    return digest(gen.state_dict(), dis.state_dict(), og.state_dict(), od.state_dict())
+
+
+def gan(poke: Poke) -> str:
+    loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
+    od, og = torch.optim.Adam(dis.parameters(), 0.01), torch.optim.Adam(gen.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[gen, dis], optimizer=[od, og]):
+            dis.zero_grad()
+            (dis(gen(a).detach()) - dis(a)).mean().backward()
+            od.step()
+            gen.zero_grad()
+            (-dis(gen(a))).mean().backward()
+            og.step()
+    return digest(gen.state_dict(), dis.state_dict(), od.state_dict(), og.state_dict())
+
+
+def critic_steps_more_often(poke: Poke) -> str:
+    """WGAN: the generator steps in each fifth body."""
+    loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
+    od = torch.optim.RMSprop(dis.parameters(), 0.01)
+    og = torch.optim.RMSprop(gen.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[gen, dis], optimizer=[od, og]):
+            od.zero_grad()
+            (dis(gen(a).detach()) - dis(a)).mean().backward()
+            od.step()
+            if job.step % 5 == 4:
+                og.zero_grad()
+                (-dis(gen(a))).mean().backward()
+                og.step()
+    return digest(gen.state_dict(), dis.state_dict(), od.state_dict(), og.state_dict())
+
+
+def evaluation_behind_the_step(poke: Poke) -> str:
+    loader, net, ema = data(), nn.Linear(6, 6), nn.Linear(6, 6)
+    opt = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[net, ema], optimizer=opt):
+            opt.zero_grad()
+            F.mse_loss(net(a), a).backward()
+            opt.step()
+            with torch.no_grad():
+                for mean, value in zip(ema.parameters(), net.parameters(), strict=True):
+                    mean.lerp_(value, 0.1)
+                ema(a)
+    return digest(net.state_dict(), ema.state_dict(), opt.state_dict())
+
+
+def accumulates(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 6)
+    opt = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            F.mse_loss(net(a), a).backward()
+            if (job.step_in_epoch + 1) % 6 == 0:
+                opt.step()
+                opt.zero_grad()
+    return digest(net.state_dict(), opt.state_dict())
+
+
+def learns_late(poke: Poke) -> str:
+    """Reinforcement learning: a memory is filled before the first step."""
+    loader, net, note = data(), nn.Linear(6, 6), {"memory": []}
+    opt = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=note):
+            note["memory"].append(net(a).detach().mean().item() + random.random())
+            if job.step >= 12:
+                opt.zero_grad()
+                (net(a) * random.choice(note["memory"])).square().mean().backward()
+                opt.step()
+    return digest(net.state_dict(), opt.state_dict(), note)
+
+
+OPTIMIZERS = [
+    late_optimizer,
+    gan,
+    critic_steps_more_often,
+    evaluation_behind_the_step,
+    accumulates,
+    learns_late,
+]
+
+
+@pytest.mark.parametrize("script", OPTIMIZERS, ids=lambda script: script.__name__)
+def test_an_eviction_at_any_layer_loses_no_finished_step_and_ends_bit_equal(script: Script) -> None:
+    expected = plain(script)
+    host, lives, ended = FakeHost(), 0, ""
+    while not ended:
+        lives += 1
+        assert lives < 60, "no progress"
+        ended = live(host, script, evict_at=3 * lives % 13 + 4)
+        if not ended:
+            kind, said = host.events[-1]
+            assert kind == "evicting"
+            assert said["committed_step"] in (said["step"], None if said["step"] == 0 else -1)
+    assert lives > 2
+    assert ended == expected
+
+
+@pytest.mark.parametrize("script", OPTIMIZERS, ids=lambda script: script.__name__)
+def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -> None:
+    host = FakeHost()
+    live(host, script, evict_at=-1, every_ms=1.0)
+    steps = [said["step"] for kind, said in host.events if kind == "committed"]
+    most = 6 if script is accumulates else 2
+    assert len(steps) >= 8
+    assert max(late - early for early, late in itertools.pairwise(steps)) <= most
+
+
+# --------------------------------------------------------------------- commits that grow or fail
+
+
+class SmallHost(FakeHost):
+    """Grants no slice over ``limit_bytes``, and may refuse commits."""
+
+    limit_bytes = 1 << 40
+    fails = False
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        if slice_bytes > self.limit_bytes:
+            raise OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
+        return super().lease(slice_bytes, state_bytes)
+
+    def wait_commit(self) -> float:
+        took_ms = super().wait_commit()
+        if self.fails:
+            raise ServerUnavailable("the daemon is gone")
+        return took_ms
+
+
+def growing(kind: str) -> Script:
+    def script(poke: Poke) -> str:
+        loader, net = data(64), nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 6))
+        opt: Any = torch.optim.SGD(net.parameters(), 0.01)
+        if kind == "optimizer":
+            opt = Unforeseen(net.parameters())
+        note: dict[str, Any] = {"kept": []}
+        for _ in job.epochs(3):
+            for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=note):
+                poke()
+                opt.zero_grad()
+                loss = F.mse_loss(net(a), a)
+                loss.backward()
+                opt.step()
+                made = {
+                    "tensors": lambda a=a, loss=loss: [(one, loss.detach()) for one in a] * 8,
+                    "numbers": lambda loss=loss: [loss.item()] * 2000,
+                    "one tensor": lambda: torch.randn(20_000),
+                    "array": lambda: np.random.rand(20_000),
+                    "optimizer": list,
+                }[kind]()
+                note["kept"].append(made)
+        return digest(net.state_dict(), opt.state_dict(), [*map(repr, note["kept"])])
+
+    return script
+
+
+class Unforeseen(torch.optim.Optimizer):
+    """Keeps four tensors for a parameter, and reads values: it does not run on meta."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            for name in ("a", "b", "c", "d", *(["late"] if job.step > 20 else [])):
+                state.setdefault(name, torch.ones_like(parameter))
+                state[name].mul_(parameter.grad.sum().item())
+            parameter.sub_(1e-3 * state["a"])
+
+
+GROWING = ["tensors", "numbers", "one tensor", "array", "optimizer"]
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_state_that_grows_gets_a_larger_slice_and_is_kept(kind: str) -> None:
+    script = growing(kind)
+    expected = plain(script)
+    host, ended, lives = FakeHost(), "", 0
+    while not ended:
+        lives += 1
+        assert lives < 30, "no progress"
+        ended = live(host, script, crash_at=11, every_ms=1.0)
+    assert ended == expected
+    assert host.leases > lives, "it grew"
+    assert "commit_failed" not in host.kinds()
+
+
+@pytest.mark.parametrize("kind", GROWING[:-1])
+def test_where_nothing_can_grow_the_job_says_so_once_and_trains_on(kind: str) -> None:
+    host = SmallHost()
+    host.limit_bytes = 700 << 10
+    with pytest.warns(UserWarning, match="was not kept: no room") as warned:
+        ended = live(host, growing(kind), every_ms=1.0)
+    assert ended
+    assert "commit_failed" in host.kinds()
+    assert "committed" in host.kinds()
+    assert len(warned) == 1
+
+
+def test_a_commit_that_the_daemon_refuses_costs_the_job_nothing() -> None:
+    host = SmallHost()
+    host.fails = True
+    with pytest.warns(UserWarning, match="the daemon is gone") as warned:
+        assert live(host, gan, every_ms=1.0) == plain(gan)
+    assert len(warned) == 1
+    assert host.kinds().count("commit_failed") > 1
+
+
+FAILS = """
+    import os, sys, torch
+    from pipeswitch import job
+    torch.manual_seed(0)
+    out = sys.argv[1]
+    net = torch.nn.Linear(4, 1); opt = torch.optim.Adam(net.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(400, 4), 4, shuffle=True)
+    for a in job.steps(loader, model=net, optimizer=opt):
+        opt.zero_grad(); net(a).square().mean().backward(); opt.step()
+        if job.step in (40, 60) and len(sys.argv) > 2 and not os.path.exists(f"{out}.{job.step}"):
+            open(f"{out}.{job.step}", "w").close()
+            raise ValueError("the disk is full")
+    with open(out, "w") as file:
+        file.write(repr(net.weight.tolist()))
+"""
+
+
+def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_server(
+    tmp_path: Path,
+) -> None:
+    path = write_script(tmp_path, "fails.py", textwrap.dedent(FAILS))
+    run_plain(path, str(tmp_path / "plain"))
+    environment = {"PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms"}
+    options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": environment}
+    with checked_server(**options, settles=False) as checked:
+        task = checked.client.train(path, name="it", args=[str(tmp_path / "out"), "served"])
+        with pytest.raises(TaskFailed, match="the disk is full"):
+            task.wait(60)
+        lost = 40 - task.status()["committed_step"]
+        assert task.resume()["error"] == ""
+        with pytest.raises(TaskFailed):
+            task.wait(60)
+        row = task.status()
+        assert (row["step"], row["steps_recomputed"]) == (60, lost)
+        assert row["persisted_step"] >= 40 - lost
+        assert "".join(task.logs()).count("ValueError: the disk") == 2, "the log goes on"
+    with checked_server(**options) as checked:
+        task = checked.client.task("it")
+        task.resume()
+        row = finish(task, 60)
+        assert (row["state"], row["step"]) == ("done", 100)
+        with pytest.raises(InvalidInput):
+            task.resume()
+    assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
+
+
+# ------------------------------------------------------------------------------- extra_state
+
+
+def resumes(script: Script, *, crash_at: int = 9, lives: int = 3) -> None:
+    """The script ends as the plain run, though it is killed, and evicted, on the way."""
+    expected, host, ended, count = plain(script), FakeHost(), "", 0
+    while not ended:
+        count += 1
+        assert count < 40, "no progress"
+        at = {"evict_at": 11} if count % 3 == 0 else {"crash_at": crash_at + count % 2}
+        ended = live(host, script, **at, every_ms=1.0)
+    assert count >= lives
+    assert ended == expected
+
+
+def trained(a: torch.Tensor, net: nn.Module, opt: torch.optim.Optimizer) -> float:
+    opt.zero_grad()
+    loss = net(a).square().mean()
+    loss.backward()
+    opt.step()
+    return loss.item()
+
+
+def nested_notes(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    note: dict[str, Any] = {"best": 9.0, "deep": {"list": [0, {"x": 0}], "pair": ([], 1)}}
+    losses: list[float] = []
+    hidden, array, seen = torch.zeros(6), np.zeros(6), set[int]()
+    memory, deep = deque[Any](maxlen=5), note["deep"]["list"][1]
+    rows, inner = torch.zeros(0, 6), note["deep"]["pair"][0]
+    for _ in job.epochs(4):
+        for (a,) in job.steps(
+            loader, model=net, optimizer=opt,
+            extra_state={"mine": note, "losses": losses, "hidden": hidden, "array": array,
+                         "seen": seen, "memory": memory, "many": {"rows": [rows]}},
+        ):  # fmt: skip
+            poke()
+            loss = trained(a + hidden, net, opt)
+            note["best"] = min(note["best"], loss)
+            deep["x"] += 1
+            inner.append(job.step) if job.step % 5 == 0 else None
+            losses.append(loss)
+            hidden.mul_(0.9).add_(a.mean(0))
+            array += loss
+            seen.add(job.step % 7)
+            memory.append((a[0], loss))
+            rows.set_(torch.cat([rows, a[:1]]))
+    return digest(net.state_dict(), note, losses, hidden, array, seen, list(memory), rows, inner)
+
+
+def kept_list(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt, losses = torch.optim.SGD(net.parameters(), 0.1), list[float]()
+    for _ in job.epochs(4):
+        for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=losses):
+            poke()
+            losses.append(trained(a, net, opt))
+    return digest(net.state_dict(), losses)
+
+
+def notes_of_each_epoch(poke: Poke) -> str:
+    """New objects for each loop, by the same names."""
+    loader, net, totals = data(), nn.Linear(6, 1), list[float]()
+    opt, draws = torch.optim.SGD(net.parameters(), 0.1), random.Random(4)
+    for _ in job.epochs(4):
+        sums, hidden = {"loss": 0.0}, torch.zeros(1)
+        for (a,) in job.steps(
+            loader, model=net, optimizer=opt,
+            extra_state={"sums": sums, "hidden": hidden, "totals": totals, "draws": draws},
+        ):  # fmt: skip
+            poke()
+            sums["loss"] += trained(a, net, opt) + draws.random()
+            hidden += sums["loss"]
+        totals.append(sums["loss"] + hidden.item())
+    return digest(net.state_dict(), totals)
+
+
+@pytest.mark.parametrize(
+    "script", [nested_notes, kept_list, notes_of_each_epoch], ids=lambda one: one.__name__
+)
+def test_what_extra_state_refers_to_is_filled_again_in_place(script: Script) -> None:
+    resumes(script)
+
+
+def begin_loop(extra_state: Any, **options: Any) -> None:
+    net = nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    session = begun(FakeHost())
+    steps = job.steps(data(), model=net, optimizer=opt, extra_state=extra_state, **options)
+    next(steps)
+    session._over = True
+    steps.close()
+    session.close()
+
+
+def test_a_number_that_is_passed_by_its_value_warns() -> None:
+    net, best = nn.Linear(6, 1), 9.0
+    opt, note = torch.optim.SGD(net.parameters(), 0.1), {"calls": 0}
+    begun(FakeHost())
+    with pytest.warns(job.InexactResumeWarning, match=r"\['best'\], extra_state\['x'\]\[0\]"):
+        next(job.steps(data(), model=net, optimizer=opt,
+                       extra_state={"best": best, "note": note, "x": [best]}))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin_loop(note)
+        begin_loop([note, note])
+
+
+@pytest.mark.parametrize(
+    "odd", [iter([1.0]), 0.5, "text", object()], ids=lambda odd: type(odd).__name__
+)
+def test_what_extra_state_cannot_capture_is_refused(odd: Any) -> None:
+    with pytest.raises(InvalidInput):
+        begin_loop(odd)
+    with pytest.raises(InvalidInput):
+        begin_loop({"odd": odd, "draws": random.Random(1)})
+
+
+class Half:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def test_a_state_dict_that_nothing_loads_is_refused_at_once() -> None:
+    with pytest.raises(InvalidInput, match="load_state_dict"):
+        begin_loop({"half": Half()})
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Goes on from pass to pass, and keeps where it is."""
+
+    def __init__(self, passes: int = 32) -> None:
+        self.at, self.passes = 0, passes
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.at += 1
+            yield torch.tensor([self.at % 13 / 13.0, self.at % 7 / 7.0])
+            if self.at % self.passes == 0:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Shuffled(Stream):
+    """Its state leaves the buffer out."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        dice, buffer = random.Random(3 + self.at), list[torch.Tensor]()
+        for one in super().__iter__():
+            buffer.append(one)
+            if len(buffer) > 9:
+                yield buffer.pop(dice.randrange(len(buffer)))
+        yield from buffer
+
+
+class OneSided(Stream):
+    """As of streaming libraries: its state wants to know how much was used."""
+
+    def state_dict(self, samples: int, at_start: bool) -> dict[str, Any]:  # type: ignore[override]
+        return {"at": samples}
+
+
+class ForgetfulLoader:
+    """Its state has the place, and not the generator that it augments with."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        noise = torch.Generator().manual_seed(int(torch.randint(99, ())))
+        while self.at < 8:
+            self.at += 1
+            yield torch.full((4, 2), float(self.at)) + torch.rand(4, 2, generator=noise)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Bar:
+    """tqdm's shape."""
+
+    def __init__(self, inner: Any, most: int = 99) -> None:
+        self.iterable, self.most = inner, most
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.iterable):
+            if index < self.most:
+                yield batch * (1 + index)
+
+
+class Endless(DataLoader[Any]):
+    """A loader with a loop of its own."""
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            yield from super().__iter__()
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "a stream": lambda: DataLoader(Stream(), 4),
+    "a stream behind a bar": lambda: Bar(DataLoader(Stream(), 4)),
+    "a stream behind two": lambda: Bar(Bar(DataLoader(Stream(), 4)), most=6),
+    "a buffer that is left out": lambda: DataLoader(Shuffled(), 4),
+    "a buffer behind a bar": lambda: Bar(DataLoader(Shuffled(), 4)),
+    "a loader's generator that is left out": ForgetfulLoader,
+    "a state that needs arguments": lambda: DataLoader(OneSided(), 4),
+    "a loader with its own loop": lambda: Endless(torch.randn(20, 2), 4, shuffle=True),
+    "a list": lambda: list(torch.randn(8, 4, 2)),
+}
+UNKNOWN = ["behind", "arguments", "own loop"]
+
+
+def loaded(name: str) -> Script:
+    def script(poke: Poke) -> str:
+        data()
+        loader, net, seen = LOADERS[name](), nn.Linear(2, 1), list[float]()
+        opt = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in job.epochs(1 if "arguments" in name else 3):
+            for a in job.steps(loader, model=net, optimizer=opt, extra_state={"seen": seen}):
+                poke()
+                trained(a, net, opt)
+                seen.append(a.sum().item())
+        return digest(net.state_dict(), seen)
+
+    return script
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_whatever_loads_the_data_a_resumed_job_sees_the_same_or_warns(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumes(loaded(name), crash_at=4 if "arguments" in name else 9, lives=2)
+    said = {str(one.message) for one in caught if one.category is job.InexactResumeWarning}
+    assert bool(said) == any(word in name for word in UNKNOWN), said
+
+
+def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes() -> None:
+    class Live(Stream):
+        """What it yields has no seed."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for one in super().__iter__():
+                yield one + torch.tensor(list(os.urandom(2))) / 256.0
+
+    LOADERS["live"] = lambda: DataLoader(Live(), 4)
+    host = FakeHost()
+    assert not live(host, loaded("live"), crash_at=13, every_ms=1.0)
+    with pytest.warns(job.InexactResumeWarning, match="did not bring the last batch back"):
+        assert live(host, loaded("live"), every_ms=1.0)
+    del LOADERS["live"]
+
+
+def many_folds(poke: Poke) -> str:
+    """A ``job.epochs`` for each fold, and what is computed behind each."""
+    loader, scores = data(), list[float]()
+    x = torch.randn(20, 6)
+    for fold in range(9):
+        torch.manual_seed(fold)
+        net = nn.Linear(6, 1)
+        opt = torch.optim.Adam(net.parameters(), 0.05)
+        for _ in job.epochs(2):
+            for (a,) in job.steps(loader, model=net, optimizer=opt):
+                poke()
+                trained(a, net, opt)
+        with torch.no_grad():
+            scores.append(net(x).square().mean().item())
+    return digest(net.state_dict(), scores)
+
+
+def many_loops(poke: Poke) -> str:
+    """Loops outside ``job.epochs``, of one model; a part of it grows."""
+    loader, net, scores = data(), nn.Linear(6, 1), list[float]()
+    for _ in range(7):
+        opt = torch.optim.SGD(net.parameters(), 0.05)
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            poke()
+            trained(a, net, opt)
+        scores.append(net.weight.sum().item())
+    return digest(net.state_dict(), scores)
+
+
+@pytest.mark.parametrize("script", [many_folds, many_loops], ids=lambda one: one.__name__)
+def test_what_is_computed_behind_each_of_many_phases_stays_what_it_was(script: Script) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumes(script, crash_at=31, lives=2)
+
+
+@pytest.mark.parametrize("why", ["too much to keep", "no room on the device"])
+def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SmallHost()
+    if why == "too much to keep":
+        monkeypatch.setattr("workers.training.place.MOST_PAST_BYTES", 1000)
+    else:
+        host.limit_bytes = 460 << 10
+    with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:
+        assert live(host, many_folds, every_ms=1.0)
+    assert len(warned) == 1
+
+
+# ------------------------------------------------------------- what the script keeps beside it
+
+
+class Early:
+    """Early stopping, as people write it."""
+
+    def __init__(self) -> None:
+        self.bad, self.best = 0, 9.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "a number": lambda: 9.0,
+    "a list": list,
+    "a dict": lambda: {"calls": 0},
+    "a tensor": lambda: torch.zeros(6),
+    "a generator": lambda: random.Random(1),
+    "numpy's generator": lambda: np.random.default_rng(1),
+    "a network": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(6, 1)),
+    "early stopping": Early,
+    "a scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=2),
+}
+
+
+def use(kept: Any, net: nn.Module, loss: float) -> Any:
+    """Change it as a loop's body does; returns what the variable is assigned."""
+    if isinstance(kept, float):
+        return kept + loss
+    if isinstance(kept, list):
+        kept.append(loss)
+    elif isinstance(kept, dict):
+        kept["calls"] += 1
+    elif isinstance(kept, torch.Tensor):
+        kept.add_(loss)
+    elif isinstance(kept, torch.optim.swa_utils.AveragedModel):
+        kept.update_parameters(net)
+    elif isinstance(kept, Early):
+        kept.bad += 1
+    elif isinstance(kept, torch.amp.GradScaler):
+        kept.scale(torch.ones(1))
+        kept._growth_tracker.add_(1)
+    else:
+        kept.random()
+    return kept
+
+
+@pytest.mark.parametrize("where", ["in the body", "between two epochs"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_loop_changes_and_job_steps_does_not_have_is_named_once(
+    name: str, where: str
+) -> None:
+    def script(poke: Poke, passes: bool = False) -> str:
+        loader, net, kept = data(), nn.Linear(6, 1), KEPT[name]()
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        constant, began_s, table = 3, time.time(), [1, 2]
+        for _ in job.epochs(3):
+            began_s = time.time()
+            is_network = isinstance(kept, nn.Module)
+            for (a,) in job.steps(
+                loader,
+                model=[net, kept] if passes and is_network else net,
+                optimizer=opt,
+                extra_state=kept if passes and not is_network else None,
+            ):
+                loss = trained(a, net, opt)
+                if where == "in the body":
+                    kept = use(kept, net, loss)
+            if where != "in the body":
+                kept = use(kept, net, loss)
+        return digest(net.state_dict(), constant, table, began_s > 0)
+
+    with pytest.warns(job.InexactResumeWarning, match="kept: the loop changes|kept, ") as warned:
+        live(FakeHost(), script, every_ms=1.0)
+    assert len(warned) == 1
+    if name != "a number":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            live(FakeHost(), lambda poke: script(poke, passes=True), every_ms=1.0)
+
+
+class OwnTrainer:
+    def __init__(self) -> None:
+        self.loader, self.net, self.best, self.seen = data(), nn.Linear(6, 1), 9.0, 0
+        self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def fit(self) -> None:
+        for (a,) in job.steps(self.loader, model=self.net, optimizer=self.opt):
+            self.best = min(self.best, trained(a, self.net, self.opt))
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Epochs(Sampler[int]):
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.passes)))
+
+
+@pytest.mark.parametrize("what", ["Counting.calls", "Epochs.passes"])
+def test_plain_attributes_of_modules_and_samplers_are_named(what: str) -> None:
+    def script(poke: Poke) -> str:
+        net: nn.Module = Counting() if "calls" in what else nn.Linear(6, 1)
+        dataset = TensorDataset(torch.randn(16, 6))
+        loader = DataLoader(dataset, 4, sampler=Epochs() if "passes" in what else None)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in job.epochs(2):
+            for (a,) in job.steps(loader, model=net, optimizer=opt):
+                trained(a, net, opt)
+        return "ended"
+
+    with pytest.warns(job.InexactResumeWarning, match=rf"{what}: the loop"):
+        live(FakeHost(), script, every_ms=1.0)
+
+
+def test_attributes_of_a_home_made_trainer_are_named() -> None:
+    def script(poke: Poke) -> str:
+        OwnTrainer().fit()
+        return "ended"
+
+    with pytest.warns(job.InexactResumeWarning, match=r"self\.best: the loop"):
+        live(FakeHost(), script, every_ms=1.0)

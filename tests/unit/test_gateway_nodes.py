@@ -1,0 +1,280 @@
+"""Which node a gateway's requests go to, and where they go when it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch import errors
+from pipeswitch.client.calls import Reply
+from pipeswitch.gateway import nodes as module
+from pipeswitch.gateway.nodes import Nodes
+
+KEYS = ["p" * 40, "s" * 40, "k" * 40]
+
+
+class Server:
+    """One node: it answers its name, or with an error; or later, as it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked = name, list[dict[str, Any]]()
+        self.error: errors.PipeSwitchError | None = None
+        self.pending: Future[Any] | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.is_closed = False
+
+    def request(self, op: str, **options: Any) -> Future[Any]:
+        self.asked.append({"op": op, **options})
+        if self.pending is not None:
+            return self.pending
+        future: Future[Any] = Future()
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            body = {"node": self.name, "models": self.rows, "ready": True}
+            future.set_result(Reply(request_id="", body=body, outputs=(), frames=()))
+        return future
+
+    def ask(self, op: str, **options: Any) -> Awaitable[Any]:
+        return asyncio.wrap_future(self.request(op, **options))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    """The gateway of node ``a``; ``b`` and ``c`` are others."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers = {name: Server(name) for name in "abc"}
+        self.path, self._count = folder / "table.json", 0
+        monkeypatch.setattr(module, "Connection", lambda address, *_: self.servers[address])
+        monkeypatch.setattr(module, "RETURN_S", 0.0)
+
+    def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:
+        """Write one; holders of the model ``m``."""
+        held = {"m": list(holders)} if holders else {}
+        rows = {name: {"address": name, "gateway_keys": KEYS} for name in nodes}
+        models = {"m": serving or holders[:1]}
+        table = {"here": "a", "models": models, "holders": held, "nodes": rows, **facts}
+        self.path.write_text(json.dumps(table))
+        self._count += 1
+        os.utime(self.path, ns=(0, self._count))  # another one, however fast it came
+
+    def run(self, work: Callable[[Nodes], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            nodes = Nodes(self.servers["a"], self.path)  # type: ignore[arg-type]
+            try:
+                return await work(nodes)
+            finally:
+                nodes.close()
+
+        return asyncio.run(main())
+
+    def counts(self) -> list[int]:
+        return [len(self.servers[name].asked) for name in "abc"]
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+async def infer(nodes: Nodes, **options: Any) -> str:
+    options = {"is_safe": True, "model": "m", "body": {}, **options}
+    return str((await nodes.ask("infer", **options)).body["node"])
+
+
+@pytest.mark.parametrize(("holders", "serving", "asked"), [
+    ("ab", "b", "a"), ("bc", "c", "c"), ("bc", "b", "b"), ("c", "c", "c"),
+])  # fmt: skip
+def test_a_request_goes_to_this_node_if_it_holds_the_model_else_where_it_is_served(
+    rig: Rig, holders: str, serving: str, asked: str
+) -> None:
+    rig.table(holders, serving)
+    assert rig.run(infer) == asked
+    assert sum(rig.counts()) == 1
+
+
+def test_without_a_table_all_is_asked_of_the_server_here(rig: Rig) -> None:
+    assert rig.run(infer) == "a"
+    assert rig.run(lambda nodes: nodes.ask("models", model="", body=None)).body["models"] == []
+    assert rig.counts() == [2, 0, 0]
+
+
+@pytest.mark.parametrize("error", [errors.ServerUnavailable, errors.ModelNotFound,
+                                   errors.PermissionDenied])  # fmt: skip
+def test_each_other_holder_is_asked_once(rig: Rig, error: type[errors.PipeSwitchError]) -> None:
+    rig.table("abc")
+    rig.servers["a"].error = rig.servers["b"].error = error("gone")
+    assert rig.run(infer) == "c"
+    rig.servers["c"].error = error("gone too")
+    with pytest.raises(error, match="gone"):
+        rig.run(infer)
+    assert rig.counts() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [errors.InvalidInput, errors.QueueFull, errors.DeadlineExceeded])
+def test_what_another_node_would_say_too_is_the_answer(
+    rig: Rig, error: type[errors.PipeSwitchError]
+) -> None:
+    rig.table("bc")
+    rig.servers["b"].error = error("no")
+    with pytest.raises(error):
+        rig.run(infer)
+    assert rig.counts() == [0, 1, 0]
+
+
+def test_a_model_that_has_just_come_or_moved_is_found_in_the_newest_table(rig: Rig) -> None:
+    async def work(nodes: Nodes) -> list[str]:
+        rig.table("b")
+        first = await infer(nodes)
+        rig.servers["b"].error = errors.ModelNotFound("moved")
+        rig.table("c")
+        return [first, await infer(nodes)]
+
+    assert rig.run(work) == ["b", "c"]
+
+
+def test_a_node_that_did_not_answer_is_asked_last_for_a_while(rig: Rig) -> None:
+    rig.table("bc")
+    rig.servers["b"].error = errors.ServerUnavailable("gone")
+
+    async def work(nodes: Nodes) -> list[str]:
+        return [await infer(nodes) for _ in range(3)]
+
+    assert rig.run(work) == ["c", "c", "c"]
+    assert rig.counts() == [0, 1, 3]
+
+
+def test_the_next_node_has_what_is_left_of_the_deadline(rig: Rig) -> None:
+    rig.table("bc")
+    rig.servers["b"].error = errors.ServerUnavailable("gone")
+    rig.run(lambda nodes: infer(nodes, deadline_ms=5000.0))
+    first, second = (rig.servers[name].asked[0]["deadline_ms"] for name in "bc")
+    assert 0 < second < first == 5000.0
+
+
+def test_who_hangs_up_takes_the_request_back_at_the_other_node(rig: Rig) -> None:
+    rig.table("b")
+    pending = rig.servers["b"].pending = Future()
+
+    async def work(nodes: Nodes) -> None:
+        task = asyncio.ensure_future(nodes.ask("infer", model="m", body={}))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    rig.run(work)
+    assert pending.cancelled()
+
+
+def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
+    rig.table("b")
+    pending = rig.servers["b"].pending = Future()
+
+    async def work(nodes: Nodes) -> Any:
+        task = asyncio.ensure_future(infer(nodes))
+        await asyncio.sleep(0)
+        rig.table("c", nodes="ac")
+        nodes._read()
+        assert not rig.servers["b"].is_closed
+        body = {"node": "b"}
+        pending.set_result(Reply(request_id="", body=body, outputs=(), frames=()))
+        return [await task, await infer(nodes)]
+
+    assert rig.run(work) == ["b", "c"]
+
+
+def test_a_text_begins_where_a_request_would(rig: Rig) -> None:
+    rig.table("ab")
+    body = {"sequence": "s", "choose": {}}
+
+    async def work(nodes: Nodes) -> list[str]:
+        return [await infer(nodes, body={**body, **more}) for more in ({"start": True}, {})]
+
+    assert rig.run(work) == ["a", "a"]
+
+
+def test_a_sequence_stays_on_its_node_and_ends_with_that(rig: Rig) -> None:
+    rig.table("bc")
+
+    async def work(nodes: Nodes) -> list[str]:
+        async def step(name: str, tenant: str = "t", **more: Any) -> str:
+            body = {"sequence": name, "tenant": tenant, **more}
+            return await infer(nodes, is_safe=False, body=body)
+
+        homes = {}
+        for number in range(40):
+            name = str(number)
+            homes[name] = await step(name, start=True)
+            assert await step(name) == await step(name) == homes[name]
+        assert {*homes.values()} == {"b", "c"}
+        other = Nodes(rig.servers["a"], rig.path)  # type: ignore[arg-type]  # at another gateway
+        for name, home in homes.items():
+            body = {"sequence": name, "tenant": "t"}
+            assert await infer(other, is_safe=False, body=body) == home
+        other.close()
+        lost = next(name for name, home in homes.items() if home == "b")
+        rig.servers["b"].error = errors.ServerUnavailable("gone")
+        asked = len(rig.servers["c"].asked)
+        with pytest.raises(errors.SequenceNotFound):
+            await step(lost)
+        assert len(rig.servers["c"].asked) == asked
+        return [await step(lost, start=True), await step(lost)]
+
+    assert rig.run(work) == ["c", "c"]
+
+
+@pytest.mark.parametrize("op", ["register", "unregister", "put"])
+def test_what_is_for_the_whole_cluster_is_refused(rig: Rig, op: str) -> None:
+    rig.table("abc")
+
+    async def work(nodes: Nodes) -> None:
+        with pytest.raises(errors.InvalidInput):
+            await nodes.ask(op, model="m", body={})
+
+    rig.run(work)
+    assert rig.counts() == [0, 0, 0]
+
+
+def test_models_are_those_of_all_nodes_that_answer(rig: Rig) -> None:
+    rig.table("ab")
+    for name, models in (("a", "mn"), ("b", "mo"), ("c", "p")):
+        rig.servers[name].rows = [{"name": one, "version": 1, "requests": 2} for one in models]
+    rig.servers["c"].error = errors.ServerUnavailable("gone")
+    found = rig.run(lambda nodes: nodes.ask("models", model="", body=None)).body["models"]
+    assert {row["name"]: row["requests"] for row in found} == {"m": 4, "n": 2, "o": 2}
+
+
+def test_a_model_is_loaded_on_all_its_holders(rig: Rig) -> None:
+    rig.table("bc")
+    rig.run(lambda nodes: nodes.ask("load", model="m", body=None))
+    assert rig.counts() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("dead", ["a", "ab"])
+def test_a_gateway_is_ready_while_any_node_is(rig: Rig, dead: str) -> None:
+    rig.table("ab")
+    for name in dead:
+        rig.servers[name].error = errors.ServerUnavailable("gone")
+    assert rig.run(lambda nodes: nodes.ask("ping", model="", body=None)).body["ready"]
+
+
+def test_a_table_that_is_no_good_changes_nothing(rig: Rig) -> None:
+    async def work(nodes: Nodes) -> list[str]:
+        rig.table("b")
+        first = await infer(nodes)
+        rig.path.write_text('{"nodes": 3}')
+        nodes._read()
+        return [first, await infer(nodes)]
+
+    assert rig.run(work) == ["b", "b"]

@@ -1,0 +1,135 @@
+"""What a script's loop changes and ``job.steps`` does not have: a resumed script starts it over.
+
+A variable that was there before the loop is marked (its value, its length, its version), and looked
+at again when a commit is due and when the loop ends. Nothing here is restored; it is only named.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeswitch.commits import tagged
+from pipeswitch.inputs.randomness import GENERATORS, generators_of
+
+from .objects import TrainedObjects
+from .snapshot import NOTES, has_state, state_of
+from .torch_private import version
+
+MOST_LOOKED_AT: Final = 64  # of the entries of a list or dict; of longer ones the length
+MOST_MODULES: Final = 200
+CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
+
+
+class ScriptWatch:
+    """The marks of one phase's variables, from its first loop on."""
+
+    def __init__(self, frame: FrameType, objects: TrainedObjects, loader: Any) -> None:
+        self._began_s, self._code = time.monotonic(), frame.f_code
+        self._marks = dict(_marks(frame, objects, loader))
+
+    def changed(self, frame: FrameType | None, objects: TrainedObjects, loader: Any) -> list[str]:
+        """Return the names of what is not as it was, but for clocks and targets of ``for``."""
+        if frame is None or frame.f_code is not self._code:
+            return []
+        now = dict(_marks(frame, objects, loader))
+        return [
+            name
+            for name, mark in now.items()
+            if name in self._marks
+            and self._marks[name] != mark
+            and self._marks[name][0] == mark[0]
+            and not self._is_instant(mark[1])
+        ]
+
+    def _is_instant(self, value: Any) -> bool:
+        past_s = 1.0 + time.monotonic() - self._began_s
+        return isinstance(value, float) and any(0 <= now() - value <= past_s for now in CLOCKS)
+
+
+def _known(objects: TrainedObjects, loader: Any) -> set[int]:
+    """Ids of all that is captured, and of what is in it."""
+    todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
+    known = {id(one) for one in (*objects.modules, loader, getattr(loader, "dataset", None))}
+    known |= {id(one) for one in generators_of(loader).values()}
+    known |= {id(one) for one in (*objects.parameters.values(), *objects.buffers.values())}
+    while todo:
+        one = todo.pop()
+        known.add(id(one))
+        if isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, (list, tuple)) and len(one) <= MOST_LOOKED_AT:
+            todo += one
+    return known
+
+
+def _marks(
+    frame: FrameType, objects: TrainedObjects, loader: Any
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The script's variables: of its function, its file, of the object whose method it is, and
+    attributes of its own modules, dataset and samplers."""
+    known, targets = _known(objects, loader), _targets(frame.f_code)
+    places = [("", frame.f_globals)]
+    if frame.f_locals is not frame.f_globals:
+        places.append(("", frame.f_locals))
+    owner = frame.f_locals.get("self")
+    if owner is not None and id(owner) not in known:
+        places.append(("self.", getattr(owner, "__dict__", {})))
+    places_of_data = () if has_state(loader) else ("dataset", "sampler", "batch_sampler")
+    parts = [getattr(loader, name, None) for name in places_of_data]
+    for part in (*objects.modules[:MOST_MODULES], *(one for one in parts if not has_state(one))):
+        if not type(part).__module__.startswith(("torch.", "builtins")):
+            places.append((f"{type(part).__name__}.", getattr(part, "__dict__", {})))
+    for prefix, names in places:
+        for name, value in [*names.items()]:
+            is_own = isinstance(name, str) and not name.startswith("_") and name not in targets
+            mark = _mark(value) if is_own and id(value) not in known else None
+            if mark is not None:
+                yield prefix + name, mark
+
+
+@functools.cache
+def _targets(code: CodeType) -> set[str]:
+    """What ``for`` loops assign: a resumed script assigns it again."""
+    found: set[str] = set()
+    is_target = False
+    for step in dis.get_instructions(code):
+        is_store = step.opname.startswith("STORE_")
+        if is_target and is_store:
+            found.add(str(step.argval))
+        is_target = step.opname == "FOR_ITER" or (
+            is_target and (is_store or step.opname.startswith("UNPACK"))
+        )
+    return found
+
+
+def _mark(value: Any) -> tuple[Any, ...] | None:
+    """Type and value; None: of no type that is watched."""
+    kind = type(value)
+    if kind in (int, float):
+        return (kind, value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):  # another object is another value
+        return (id(value), version(value) if isinstance(value, torch.Tensor) else 0)
+    if kind in NOTES:
+        parts = value.values() if hasattr(value, "values") else value
+        if len(value) > MOST_LOOKED_AT:
+            parts = ()
+        return (id(value), len(value), *(one for one in parts if type(one) in (int, float)))
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        return (id(value), sum(map(version, tensors)))
+    if isinstance(value, GENERATORS) or (has_state(value) and hasattr(value, "load_state_dict")):
+        try:
+            data, attachments = tagged.encode(state_of(value))
+            return (id(value), repr(data), *(one.read() for one in attachments))
+        except Exception:  # the script's own object
+            return None
+    return None
