@@ -242,8 +242,8 @@ class ClusterConnection:
 
     def _lost(self, sequence: str) -> SequenceNotFound:
         self._began.pop(sequence, None)
-        return SequenceNotFound(f'no node has sequence "{sequence}" any more',
-                                hint="open another one")  # fmt: skip
+        return SequenceNotFound(f'no node still has sequence "{sequence}"',
+                                hint="open a new sequence")  # fmt: skip
 
     def _elsewhere(
         self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
@@ -345,8 +345,8 @@ class ClusterConnection:
                     found = Connection(facts["address"], self._timeout_s, keys)
                 except (OSError, RuntimeError, MemoryError) as error:
                     raise PipeSwitchError(
-                        f"no connection to {node} can be made: {error}",
-                        hint="close other files and clients of this process",
+                        f"cannot connect to {node}: {error}",
+                        hint="close files and clients that this process no longer needs",
                     ) from error
                 self._connections[key] = found
             return found

@@ -142,7 +142,7 @@ def _read_record(directory: Path) -> CommitRecord | None:
     if not match:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} names {record.image!r}")
     if match[3] and (match[1], match[3]) != (str(record.step), record.sha256):
-        raise RemoteProtocolError(f"{directory / RECORD_NAME} is not of the image that it names")
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} does not match its image")
     if not 0 <= record.step <= MAX_STEP or record.size_bytes < 0:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} is of step {record.step}")
     return record

@@ -94,16 +94,16 @@ def check(entry: Entry) -> None:
     """Raise ValueError unless the entry is one of ours."""
     name, kind = entry.get("name"), entry.get("kind")
     if not isinstance(name, str) or not is_name(name):
-        raise ValueError(f"name {str(name)[:80]!r}")
+        raise ValueError(f"invalid name {str(name)[:80]!r}")
     if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
-        raise ValueError(f"kind {str(kind)[:80]!r}")
+        raise ValueError(f"unknown kind {str(kind)[:80]!r}")
     for field, wanted in FIELDS.get(kind, {}).items():
         if not isinstance(entry.get(field), wanted):
-            raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
+            raise ValueError(f"{kind} {name}: {field} is not of type {wanted.__name__}")
     if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
-        raise ValueError(f"job {name}: an argument or a device is no text")
+        raise ValueError(f"job {name}: an argument or a device is not text")
     if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
-        raise ValueError(f"serving {name}: a share is no version and percent")
+        raise ValueError(f"serving {name}: a share is not [version, percent]")
 
 
 class EntryCopies:
@@ -194,7 +194,7 @@ def write_backup(data: bytes, newest: Path, older: Path) -> None:
                 os.replace(newest, older)
             _write_whole(newest, data)
     except OSError as error:
-        log.warning("journal has no new backup: %s", error)
+        log.warning("the journal's backup cannot be written: %s", error)
 
 
 def _is_sound(entry: Entry) -> bool:

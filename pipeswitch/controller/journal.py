@@ -150,7 +150,9 @@ class JournalFile:
             self.lost = [(kind, name) for kind, name in lost if is_name(name)]
             for what, keys in (("read from copies", found.keys() & missed.keys()), ("lost", lost)):
                 if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
-                    self.losses.append(f"entries that the journal lacked are {what}: {names}")
+                    self.losses.append(
+                        f"entries were missing from the journal and are {what}: {names}"
+                    )
             orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
         return found
@@ -172,7 +174,7 @@ class JournalFile:
         os.replace(fresh, path)
         self._database = _opened(path)
         what = f", set aside as {aside.name}" if aside.exists() else ""
-        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is written again")
+        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is rebuilt")
 
     def _put(self, entries: dict[Key, Entry]) -> None:
         """Write entries that are true together, and drop what they supersede."""

@@ -355,8 +355,10 @@ class Processes:
         except BrokenPipeError:
             return
         except OSError as error:
-            reason = "it does not read" if isinstance(error, BlockingIOError) else error.strerror
-            log.error("child=%s cannot be sent a message, killing it: %s", child.name, reason)
+            reason = (
+                "it reads no messages" if isinstance(error, BlockingIOError) else error.strerror
+            )
+            log.error("child=%s takes no message, killing it: %s", child.name, reason)
             self.kill(child)
 
     def kill(self, child: Child) -> None:

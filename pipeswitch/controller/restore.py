@@ -46,7 +46,7 @@ def restore(server: Server, now_s: float) -> None:
                 bring_back(server, name, entry, next(tokens))
             except Exception as error:  # one entry, whatever is wrong with it, stops no server
                 log.exception("%s=%s of the journal left out", kind, name)
-                journal.losses.append(f"the entry of {kind} {name} cannot be used: {error!r}")
+                journal.losses.append(f"the entry of {kind} {name} is not usable: {error!r}")
                 journal.lost.append((kind, name))
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
@@ -57,7 +57,7 @@ def restore(server: Server, now_s: float) -> None:
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
     """List what was there and cannot be brought back, as failed."""
-    reason = "its entry in the journal is damaged, and no copy of it is left"
+    reason = "its entry in the journal is damaged and has no copy"
     if kind == "model":
         server.scheduler.registry.names.lost(ModelName(name), reason)
     elif kind in ("job", "ended"):

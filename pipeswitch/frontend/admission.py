@@ -394,7 +394,7 @@ def address_of(body: Body, own: str) -> str:
     """
     named = body.text("address", "")
     if named and own:
-        raise PermissionDenied("only the server's owner may ask for another address")
+        raise PermissionDenied("only the server's owner may send a request for another address")
     if len(named) > MAX_ADDRESS_CHARS:
-        raise InvalidInput(f"address has {len(named)} characters, at most {MAX_ADDRESS_CHARS}")
+        raise InvalidInput(f"address has {len(named)} characters; the limit is {MAX_ADDRESS_CHARS}")
     return named

@@ -245,7 +245,7 @@ class Inference:
             QueueFull
         """
         if any(one.key[0] == caller for one in self._waiting):
-            raise QueueFull("answers that have begun wait for room in the pool", hint=AGAIN)
+            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
 
     def _wait(
         self, client: Client, header: RequestHeader, tensors: Sequence[Any], key: Key, starts: bool

@@ -230,7 +230,7 @@ def encode_spec(
     precision = precision or "exact"
     if precision not in PRECISIONS:
         raise InvalidInput(
-            f"precision {precision[:40]!r} is not known", hint=f"one of {', '.join(PRECISIONS)}"
+            f"unknown precision {precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
         )
     if batch == 1 or (batch_delay_ms and not batch):
         raise InvalidInput(

@@ -106,7 +106,7 @@ class Sequences:
         manifest = held.announced.manifest
         brought = {one.name: one for one in header.inputs if one.name}
         if brought and len(brought) < len(header.inputs):
-            raise InvalidInput(f"{header.model}: an input is given twice, or has no name")
+            raise InvalidInput(f"{header.model}: an input appears twice or has no name")
         if held.steps and (twice := brought.keys() & held.state.keys()):
             raise InvalidInput(
                 f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
@@ -411,7 +411,7 @@ class Sequences:
         elif not (used or (dim is not None and dim.name in manifest.pads)):
             raise InvalidInput(
                 f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
-                hint=f'bring "{spec.name}" with the request that starts the sequence',
+                hint=f'pass "{spec.name}" with the request that starts the sequence',
             )
         more = held.choosing.steps - 1 if held.choosing is not None else 0
         wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
@@ -541,13 +541,13 @@ def _ids_of(
         InvalidInput: they, their count, or where they belong is wrong; with what would be right.
     """
     if missing := [name for name in (IDS, COUNT, USED) if name not in brought]:
-        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"bring {IDS}, {COUNT} and {USED}")
+        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"pass {IDS}, {COUNT} and {USED}")
     length = brought[IDS].shape[1]
     if brought[IDS].shape[0] != 1:
-        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows: a sequence has a batch of 1')
+        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows; a sequence has exactly one')
     if length > MAX_STEP_TOKENS:
         raise InvalidInput(
-            f"{length} tokens in one request: a sequence takes {MAX_STEP_TOKENS} at most",
+            f"{length} tokens in one request; the limit is {MAX_STEP_TOKENS}",
             hint="send the prompt in pieces",
         )
     for name, right in ((COUNT, length), (USED, used)):
@@ -560,7 +560,7 @@ def _ids_of(
     vocabulary = held.announced.manifest.extra["generation"]["vocabulary"]
     for number in (int(ids.min()), int(ids.max())):
         if not 0 <= number < vocabulary:
-            raise InvalidInput(f"{number} is no token from 0 to {vocabulary - 1}")
+            raise InvalidInput(f"token id {number} is outside 0 to {vocabulary - 1}")
     return tokens_of(ids)
 
 

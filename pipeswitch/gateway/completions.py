@@ -344,7 +344,7 @@ def _said(body: Any, kind: type[S]) -> S:
         if kind is Asked and "parameters" in given:
             given |= _fields(given.pop("parameters"))
         if len(given) > MAX_FIELDS:
-            raise InvalidInput(f"{len(given)} fields: a request has {MAX_FIELDS} at most")
+            raise InvalidInput(f"{len(given)} fields in a request; the limit is {MAX_FIELDS}")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
         for name in given.keys() - {*known}:
             _check_neutral(name, given[name], known, is_chat="messages" in given)

@@ -79,7 +79,7 @@ class Nodes:
         """As ``LoopConnection.ask``, of the node that it takes."""
         if op in REFUSED:
             raise InvalidInput(
-                f"{op} is for the whole cluster, and this address is of one node",
+                f"{op} concerns the whole cluster, but this address is one node's",
                 hint="pipeswitch --host cluster register NAME SOURCE; in Python Client('cluster')",
             )
         if op in ROUTED:
@@ -177,8 +177,8 @@ class Nodes:
 
     def _lost(self, body: Mapping[str, Any]) -> SequenceNotFound:
         self._began.pop(_key(body), None)
-        return SequenceNotFound(f'no node has sequence "{body["sequence"]}" any more',
-                                hint="open another one")  # fmt: skip
+        return SequenceNotFound(f'no node still has sequence "{body["sequence"]}"',
+                                hint="open a new sequence")  # fmt: skip
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
         """Ask every holder: requests may go to any of them."""
@@ -263,7 +263,7 @@ class Nodes:
             try:
                 self._links[facts] = Connection(facts.address, HELLO_S, keys)
             except (OSError, RuntimeError, MemoryError) as error:
-                raise ServerUnavailable(f"no connection to {node} can be made: {error}") from error
+                raise ServerUnavailable(f"cannot connect to {node}: {error}") from error
         return self._links[facts]
 
     # ---- the table -----------------------------------------------------------------------------

@@ -155,7 +155,9 @@ class Talk:
                     env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
                 )  # fmt: skip
             except OSError as error:
-                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+                raise ServerUnavailable(
+                    f"the text process cannot start: {error}", hint=AGAIN
+                ) from error
             undo.pop_all()
         theirs.close()
         return Talk(process, await asyncio.open_connection(sock=ours), facts, owner)
@@ -483,7 +485,7 @@ def turn_of(caller: Standing, peer: str) -> str:
 def _lost() -> ProcessLost:
     return ProcessLost(
         "the process of this model's texts died, or took too long",
-        hint="its chat template or tokenizer may be why; a new one is started",
+        hint="check the model's chat template and tokenizer; a new process starts",
     )
 
 
@@ -504,7 +506,7 @@ def _encoded(asked: Asked) -> bytes:
     try:
         return msgspec.msgpack.encode(asked)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidInput(f"a value of this request is none: {error}") from None
+        raise InvalidInput(f"a value of this request is not valid: {error}") from None
 
 
 def _request(name: str, step: generating.Step) -> InferRequest:
