@@ -339,7 +339,7 @@ def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
 @common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure models layer by layer on an idle device, and group their layers by that."""
+    """Measure models layer by layer on an idle device, and plan their layer groups from it."""
     if bool(names) == is_all:
         raise click.UsageError("give NAMES, or --all")
     failed: list[PipeSwitchError] = []

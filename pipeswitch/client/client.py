@@ -411,7 +411,7 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
-            precision: ``exact`` reproduces the module's bits; ``fast`` packs weights and fuses calls,
+            precision: ``exact`` computes the module's bits; ``fast`` packs weights and fuses calls,
                 and its answers differ by rounding. Empty: ``exact``. The row's ``precision`` has
                 the measurements.
             max_error: the largest error of ``fast``, relative to the module's largest output; the
