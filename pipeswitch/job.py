@@ -226,8 +226,8 @@ def publish(name: str, part: str = "") -> None:
     a body after it, the state at the body's end. The script trains on while the version is made,
     and later requests use the new version. Each call makes a version, in order. While eight
     versions of the model wait to be built, a call waits for the first of them. Parameters and
-    buffers are matched by name with the model's; ``part`` selects one of several parts that fit, as in
-    ``job.steps(model={"net": net, "ema": ema})``. Outside a server it only logs.
+    buffers are matched by name with the model's; ``part`` selects one of several parts that fit,
+    as in ``job.steps(model={"net": net, "ema": ema})``. Outside a server it only logs.
 
     Raises:
         RegistrationRefused: names, dtypes or shapes differ; says which.

@@ -156,10 +156,10 @@ def check_brought(
     """Check the inputs that a sequence's request brings, before a byte of them is read.
 
     Returns:
-        What they say the open dimensions are.
+        The values of the open dimensions, as the inputs give them.
 
     Raises:
-        InvalidInput: dtype, shape, range or size is wrong; with the model's signature in the text.
+        InvalidInput: dtype, shape, range or size is wrong; the text has the model's signature.
     """
     values: dict[str, int] = {}
     for spec in manifest.inputs:
@@ -387,7 +387,8 @@ def tenant_of(body: Body, own: str) -> str:
 
 
 def address_of(body: Body, own: str) -> str:
-    """Return the address that the owner names, often empty; the gateway names its callers'.
+    """Return the address that the owner gives, often empty; the gateway gives its callers'
+    addresses.
 
     Raises:
         PermissionDenied, InvalidInput.

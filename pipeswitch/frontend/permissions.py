@@ -220,7 +220,7 @@ def encode_spec(
     precision: str = "",
     max_error: float = 0.0,
 ) -> tuple[bytes, str]:
-    """msgpack of the BuildSpec, and a digest that is equal for an equal request.
+    """Return msgpack of the BuildSpec, and a digest that is equal for equal requests.
 
     ``max_batch`` 0 means the default, ``batch`` 0 that no requests are joined.
 

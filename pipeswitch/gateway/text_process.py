@@ -74,7 +74,7 @@ class Drop(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Reply to the model's facts: requests may come."""
+    """Reply that the process is ready, to the message with the model's facts."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -187,7 +187,7 @@ def _too_long(what: str, context: int) -> InvalidInput:
 
 
 def parsed(messages: bytes) -> list[dict[str, Any]]:
-    """Return a chat's messages as templates take them: each content is one text.
+    """Return a chat's messages in the form that templates take: each content is one text.
 
     Raises:
         InvalidInput: they are not a list of messages, or a content is not text.
