@@ -90,7 +90,7 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
         if _imported[name] != digest:
             raise RegistrationRefused(
                 f"source {source!r}", f"the code of {name} has changed since it was registered",
-                hint="register the model again: what is served is what was checked",
+                hint="register the model again to check and serve the new code",
             )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def check_generation(
         _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
     for name, value in generation.sampling.items():
         if name not in DEFAULTS or not _is_default(name, value):
-            _refuse(f"a default {name[:40]!r} of {value} is none")
+            _refuse(f"a default {name[:40]!r} has the invalid value {value}")
     notes = generation.notes
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")

@@ -253,7 +253,7 @@ class Keepers:
                 if has_state(now):
                     load_state(now, value)
                 else:
-                    self._warn(key, name, now, "is made later than at the start of training")
+                    self._warn(key, name, now, "is created after training has started")
 
     def _state_of(self, key: str, one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Plain values, and the states of what has one."""
@@ -281,7 +281,7 @@ class Keepers:
         self._warned = True
         warnings.warn(
             f"job.trainer: {key.partition('.')[2]}.{name}, of type {type(value).__name__}, {why}: "
-            "a resumed script starts it over. Make it before training starts, or give the callback "
+            "it starts over in a resumed script. Create it before training, or give the callback "
             "state_dict() and load_state_dict()",
             InexactResumeWarning,
             stacklevel=2,

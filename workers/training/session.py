@@ -623,8 +623,8 @@ class TrainingSession:
             self._warned.add("script")
             self._host.report("warning", what="inexact_resume", step=self.step)
             warnings.warn(
-                f"job.steps: {', '.join(names[:6])}: the loop changes this, and job.steps does not "
-                "have it, so a resumed script starts it over. Keep numbers in a dict "
+                f"job.steps: {', '.join(names[:6])}: the loop changes this, but job.steps does not "
+                "capture it, so it starts over in a resumed script. Keep numbers in a dict "
                 "(note = {'best': 9.0}; extra_state=note); pass lists, generators and objects with "
                 "state_dict() in extra_state, networks as model",
                 InexactResumeWarning,
@@ -710,8 +710,8 @@ class TrainingSession:
         if "commit" not in self._warned:
             self._warned.add("commit")
             warnings.warn(
-                f"the state behind step {self.step} was not kept: {error}. Training goes on; a "
-                "resumed script starts from the last step that was kept",
+                f"the state after step {self.step} was not kept: {error}. Training continues; a "
+                "resumed script starts from the last saved step",
                 UserWarning,
                 stacklevel=2,
             )

@@ -136,9 +136,9 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
     is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
     if is_literal and (lost := _values_of_now(value, "extra_state")):
         warnings.warn(
-            f"job.steps: {', '.join(lost[:4])}: a number or text is passed as it is now; what the "
-            "script assigns to its variable later is not seen, and a resumed script starts it "
-            "over. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
+            f"job.steps: {', '.join(lost[:4])}: a number or text is passed by value. What the "
+            "script assigns to its variable later is not captured and starts over in a resumed "
+            "script. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -433,7 +433,7 @@ class DataPosition:
         warnings.warn(
             f"job.steps({type(self._loader).__name__}): the state_dict() of "
             f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
-            "all again: from here on the data are others. Let it keep its buffers and generators",
+            "all again: the data differ from here on. Make it save its buffers and generators",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -458,7 +458,7 @@ class DataPosition:
         elif type(loader) in KNOWN_LOADERS:
             return False
         else:
-            why = "its type is not known here: a resume fetches and drops all batches used so far"
+            why = "its type is unknown: a resume fetches and drops all batches used so far"
         warnings.warn(
             f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
             "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",

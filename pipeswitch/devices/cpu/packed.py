@@ -1,8 +1,9 @@
-"""Matrix products and convolutions over packed weights; torch's private operators are here alone.
+"""Matrix products and convolutions over packed weights; only this module uses torch's private
+operators.
 
-A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system
-it is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those
-bytes, where they lie, as an opaque tensor of torch, as AOTInductor does with packed constants.
+A packed weight lies in oneDNN's own layout, so that no call reorders it. The rest of the system
+treats it as a row of bytes: it is copied, evicted and streamed like any other weight. A worker
+wraps those bytes in place as an opaque tensor of torch, as AOTInductor does with packed constants.
 
 The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
 """
@@ -146,7 +147,7 @@ def missing() -> str:
     """Pack, wrap and compute one linear layer and one convolution.
 
     Returns:
-        Why packed weights cannot be used here; empty: they can.
+        The reason why packed weights cannot be used here; empty if they can.
     """
     try:
         found = _self_test()

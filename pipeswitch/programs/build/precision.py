@@ -66,7 +66,7 @@ def derive(
     plain_ms, ms = least_ms([lambda: plain(inputs[0]), lambda: fast(inputs[0])])
     if ms >= plain_ms:
         path.unlink()
-        why = f"it takes {ms:.2f} ms in place of {plain_ms:.2f}"
+        why = f"it takes {ms:.2f} ms instead of {plain_ms:.2f}"
         return with_note(manifest, f"precision {name}: {why}; it stays exact")
     precision = Precision(
         name="fast", fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
@@ -140,7 +140,7 @@ def _compared(
                 continue
             if bool((ours.isfinite() != theirs.isfinite()).any()):
                 raise RegistrationRefused(
-                    f"precision {name!r}", f"output {number} is no longer finite",
+                    f"precision {name!r}", f"output {number} is not finite",
                     hint="register it with precision exact",
                 )  # fmt: skip
             is_real = theirs.isfinite()
@@ -154,7 +154,7 @@ def _compared(
     if max(errors) > limit:
         raise RegistrationRefused(
             f"precision {name!r}",
-            f"its answers differ by {max(errors):.1e} of the largest output, more than {limit:g}",
-            hint="register it with precision exact, or with a larger max_error",
+            f"the error is {max(errors):.1e} of the largest output, the limit {limit:g}",
+            hint="register it with precision exact or a larger max_error",
         )
     return max(errors), max(means), min(agreed)

@@ -474,7 +474,7 @@ def _load_file(module: nn.Module, path: str) -> None:
     for name in state.keys() & own.keys():
         if state[name].is_floating_point() != own[name].is_floating_point():
             given, wanted = (dtype_name(v[name].dtype, part) for v in (state, own))
-            raise RegistrationRefused(part, f"{name} is {given}, the module's is {wanted}")
+            raise RegistrationRefused(part, f"{name} is {given}; the module expects {wanted}")
     try:
         found = target.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a shape differs
@@ -483,7 +483,7 @@ def _load_file(module: nn.Module, path: str) -> None:
     for names in _tied_names(target):
         present = [state[name] for name in names if name in state]
         if not all(torch.equal(one, present[0]) for one in present):
-            reason = f"{', '.join(names)} are one weight of the module, but differ in the file"
+            reason = f"{', '.join(names)} share one weight in the module but differ in the file"
             raise RegistrationRefused(part, reason)
         missing -= set(names if present else ())
     if missing or found.unexpected_keys:

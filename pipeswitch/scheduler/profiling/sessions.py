@@ -65,7 +65,7 @@ class Profiling:
         if self._session is not None:
             raise errors.DeviceBusy(
                 f'"{self._session.replica.name}" is being measured',
-                hint="measure one model after the other",
+                hint="measure one model at a time",
             )
         _check_idle(device.state)
         assert replica.model.manifest is not None
@@ -105,7 +105,7 @@ class Profiling:
             )
         if replica.landings is not None:
             raise errors.OutOfDeviceMemory(
-                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
+                f'"{replica.name}" does not fit in the arena, so it cannot be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
                 largest_free_bytes=replica.region_bytes,
@@ -158,7 +158,7 @@ class Profiling:
         is_there = session.device.state.replicas.get(replica.name) is replica
         if not is_there or state is ModelState.LEAVING:
             raise errors.ModelNotFound(
-                f'"{replica.name}" is no longer there', hint="pipeswitch models"
+                f'model "{replica.name}" was unregistered', hint="pipeswitch models"
             )
         if state is not ModelState.READY:
             raise errors.ServerUnavailable(f'"{replica.name}": {replica.model.reason}')
@@ -187,7 +187,7 @@ class Profiling:
         session.retries += 1
         if session.retries > MAX_RETRIES:
             raise errors.ServerUnavailable(
-                f'"{session.replica.name}" could not be measured: no run was as it was asked for'
+                f'"{session.replica.name}" could not be measured: no run was as planned'
             )
 
     def _next(self, session: Session) -> None:
@@ -230,7 +230,7 @@ class Profiling:
             count = len(trial.plan)
             raise errors.OutOfDeviceMemory(
                 f'"{replica.name}" needs {count} arrival words to be measured layer by layer',
-                hint="unregister models that are not needed",
+                hint="unregister models that you do not need",
                 requested_bytes=4 * count,
                 largest_free_bytes=0,
             )
@@ -280,8 +280,8 @@ def _check_no_job(state: DeviceState) -> None:
             raise _busy(f'job "{job.name}" uses', hint=f"pipeswitch jobs pause {job.name}")
 
 
-def _busy(who: str, hint: str = "measure when no client sends requests") -> errors.DeviceBusy:
-    return errors.DeviceBusy(f"{who} the device, and a model is measured alone", hint=hint)
+def _busy(who: str, hint: str = "run it while no client sends requests") -> errors.DeviceBusy:
+    return errors.DeviceBusy(f"{who} the device, and profiling needs it alone", hint=hint)
 
 
 def _is_at_rest(state: DeviceState) -> bool:
@@ -303,7 +303,7 @@ def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
 
 
 def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None:
-    """Return the run's times; None: it was not the run that was wanted."""
+    """Return the run's times, or None if the run had another batch or residency than planned."""
     activation, done, sent = measured.activation, measured.message, replica.transmission
     if activation.batch != trial.batch or activation.was_resident == trial.is_cold:
         return None

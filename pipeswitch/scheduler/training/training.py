@@ -336,11 +336,11 @@ class Training:
             if not keepers:
                 continue
             keeper = min(keepers, key=lambda other: other.evictions)
-            job.why = f"waits for activations that job {keeper.name} keeps between its steps"
+            job.why = f"waits for memory of activations that job {keeper.name} keeps"
             due_ms = job.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
                 job.blocked_at_ms = core.now_ms  # if that does not help, another one is next
-                self.evict(keeper.name, f"keeps activations that job {job.name} waits for")
+                self.evict(keeper.name, f"keeps activations whose memory job {job.name} waits for")
             else:
                 core.look_again(due_ms, JOBS)
 
