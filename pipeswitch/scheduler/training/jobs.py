@@ -191,9 +191,15 @@ class Jobs:
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
-        job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
-                         int(record["priority"]), str(record["tenant"]), str(record["share"]),
-                         tuple(map(str, record.get("devices", ()))))  # fmt: skip
+        job = self.adopt(
+            name,
+            str(record["entry"]),
+            tuple(map(str, record["args"])),
+            int(record["priority"]),
+            str(record["tenant"]),
+            str(record.get("share", "")),
+            tuple(map(str, record.get("devices", ()))),
+        )
         job.defaults = tuple((str(key), str(value)) for key, value in record.get("defaults", ()))
         job.state.state = state  # without a story: that was another server's
         job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
