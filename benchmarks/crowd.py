@@ -428,9 +428,14 @@ def innocent(to: Addresses) -> Iterator[Asks]:
     caller = http.client.HTTPConnection(host, int(port), 60, source_address=(INNOCENT, 0))
 
     def asked(path: str, body: bytes) -> None:
-        caller.request("POST", path, body)
-        answer = caller.getresponse()
-        if (text := answer.read()) and answer.status != 200:
+        try:
+            caller.request("POST", path, body)
+            answer = caller.getresponse()
+            text = answer.read()
+        except OSError:
+            caller.close()  # the next request connects again
+            raise
+        if answer.status != 200:
             raise RuntimeError(f"{answer.status} {text[:100]!r}")
 
     x = np.ones((1, 64), np.float32)
