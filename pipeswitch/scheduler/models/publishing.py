@@ -1,4 +1,4 @@
-"""From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
+"""Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
 1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
    client what is newest when the name's earlier publications are through. A script's waits too
