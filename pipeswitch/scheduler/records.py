@@ -470,7 +470,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run of a model that is being measured, and the times its worker reported."""
+    """One run of a model under measurement, and the times that its worker reported."""
 
     activation: Activation
     message: InferenceDone

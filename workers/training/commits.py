@@ -81,10 +81,10 @@ class Committer:
         entry: Mapping[str, Any],
         last: Point | None,
     ) -> Point:
-        """Return the state now, as a point.
+        """Return the current state as a commit point.
 
         Args:
-            last: the point before it.
+            last: the previous point.
         """
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
@@ -138,7 +138,7 @@ class Committer:
     # --------------------------------------------------------------------------- committing
 
     def outgrown_bytes(self, point: Point) -> int:
-        """Return what the state area needs for this point, 0 while that fits."""
+        """Return the size that the state area needs for this point; 0 if it fits."""
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 
