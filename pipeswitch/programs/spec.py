@@ -64,7 +64,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # they are appended; -1: they take its place
     state: dict[str, tuple[str, int]] = {}
     precision: str = "exact"  # one of packing.PRECISIONS
-    max_error: float = 0.0  # of a precision, relative to the largest output; 0: the default
+    max_error: float = 0.0  # limit, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:

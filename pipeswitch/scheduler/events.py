@@ -51,7 +51,7 @@ class InferArrived(Asked, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     caller: str = ""  # who asks: Standing.tenant of its client; empty: the server's owner
-    connection: str = ""  # of that caller: a session, or an address if it came over the gateway
+    connection: str = ""  # the caller's session, or its address over the gateway
     tenant: str = ""  # Announce's: in whose file of the pool they lie
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
     arrived_at_ms: float | None = None  # when it was read from its client; None: now

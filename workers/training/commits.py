@@ -63,7 +63,7 @@ class Committer:
         self._has_state = False
         self._in_flight: Point | None = None
         self._tensors_json = b""
-        self._other_bytes = 0  # of the state area, beside a point's options
+        self._other_bytes = 0  # other bytes of the state area
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():

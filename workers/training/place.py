@@ -19,7 +19,7 @@ from .snapshot import DataState
 
 PAST: Final = "past/"
 LEAST_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
-MOST_PAST_BYTES: Final = 32 << 20  # of all: small models may have many phases, as folds
+MOST_PAST_BYTES: Final = 32 << 20  # limit for all phases: small models may have many (folds)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # of the entries of a list or dict; of longer ones the length
+MOST_LOOKED_AT: Final = 64  # entries of a list or dict; of longer ones only the length
 MOST_MODULES: Final = 200
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 

@@ -55,9 +55,9 @@ from .torch_private import is_left_by_error
 
 _Batch = TypeVar("_Batch")
 MOST_BODIES_TO_A_POINT: Final = 64
-GROWTH: Final = 2  # times what is needed: the state area grows rarely
+GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
 GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
-LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
+LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
 
 
 class TrainingSession:
@@ -94,18 +94,18 @@ class TrainingSession:
         self._epochs = 1  # of the loop over them; without one, the data once
         self._has_stepped = False  # an optimizer, since the last point
         self._loader: Any = None
-        self._script: ScriptWatch | None = None  # of the first phase of this life
+        self._script: ScriptWatch | None = None  # watch of this run's first phase
         self._frame_of_epochs = 0
         self._has_updated = saved is not None and bool(saved.values["has_updated"])
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
-        self._has_failed = False  # an error has left the last loop, and may have been caught
+        self._has_failed = False  # an error ended the last loop and may have been caught
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._over = False
         self._grows_at_ms = 0.0
-        self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
+        self._evicted_at_ms: float | None = None  # seen in a body that cannot end without loss
         gate.before_unwind = self._commit_before_unwinding
         gate.finishes_step = self._goes_to_point
 

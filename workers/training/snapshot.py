@@ -431,7 +431,7 @@ class DataPosition:
                 iterator: Iterator[Any] = iter(self._loader)
                 if digest_of(_drop(iterator, count)) == mark:
                     return iterator
-            except Exception as error:  # the script's own object; the next way may do
+            except Exception as error:  # the script's own object; try the next way
                 _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
         warnings.warn(
             f"job.steps({type(self._loader).__name__}): the state_dict() of "
@@ -502,6 +502,6 @@ def _keeps_state(candidate: Any) -> bool:
         inspect.signature(candidate.state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # it does not say
+    except ValueError:  # it has no answer
         pass
     return True

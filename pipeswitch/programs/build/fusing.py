@@ -20,7 +20,7 @@ from ..executor import PackedKernels
 from ..graph import CompiledGraph, resolve
 from ..packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
 
-ROUNDS: Final = 7  # of a timing; the least counts
+ROUNDS: Final = 7  # rounds of a timing; the minimum counts
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""

@@ -39,7 +39,7 @@ from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
 from .registry import Registry
 from .versions import Versions
 
-MOST_COPIES: Final = 8  # of one name that wait to be built: each is a model's weights on disk
+MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 
 
 @dataclass

@@ -33,7 +33,7 @@ from ..records import MeasuredRun, Replica
 from ..states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
 
 MAX_BATCHES: Final = 8
-MAX_RETRIES: Final = 20  # of one run in a row
+MAX_RETRIES: Final = 20  # consecutive retries of one run
 
 
 @dataclass

@@ -29,10 +29,10 @@ from ..records import Request
 from ..states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
-MOST_AHEAD: Final = 4  # requests among which the next cold one is looked for
-MOST_BLOCKED: Final = 8  # models without memory that are looked past, each at the price of a search
+MOST_AHEAD: Final = 4  # requests that are searched for the next cold one
+MOST_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
 MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
-ROUNDING_MS: Final = 1e-6  # then a look finds it too late
+ROUNDING_MS: Final = 1e-6  # later a check would be too late
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 

@@ -38,10 +38,10 @@ from .jobs import Jobs
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 LEAST_GRACE_MS: Final = 1000.0
-MOST_MISSED: Final = 4  # graces that a job may use up in a row; then it is paused
-FORGIVEN_AFTER: Final = 100  # stops in time, and earlier missed ones count no more
-STARVED_CYCLES: Final = 5  # that a job waits for activations of others,
-STARVED_STEPS: Final = 5  # and steps that one of these makes meanwhile: it keeps them between two
+MOST_MISSED: Final = 4  # missed graces in a row before a job is paused
+FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
+STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
+STARVED_STEPS: Final = 5  # and steps of the keeper meanwhile: it keeps them between steps
 WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
