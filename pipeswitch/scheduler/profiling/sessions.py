@@ -106,7 +106,7 @@ class Profiling:
             )
         if replica.landings is not None:
             raise errors.OutOfDeviceMemory(
-                f'"{replica.name}" does not fit in the arena, so it cannot be measured',
+                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
                 largest_free_bytes=replica.region_bytes,
