@@ -335,8 +335,8 @@ class SchedulerConfig(_Checked):
     )
     stop_grace_ms: float = _setting(
         "30s",
-        "a job that does not step aside for so long is killed; it has a quarter of that the "
-        "next time, 1s at least, and is paused after four times",
+        "time after which a job that does not step aside is killed; the next time it has a "
+        "quarter of that, at least 1s, and after four times it is paused",
         parse_ms,
     )
     evict_grace_ms: float = _setting(

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
-COPY_S: Final = 600.0  # for a model's copy to another node
+COPY_S: Final = 600.0  # limit of copying a model to another node
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 STOP_S: Final = 30.0  # to finish what was accepted
@@ -115,7 +115,7 @@ class Node(NodeJobs):
         server_key = self._keys.server.decode()
         # Copies are of the same tenant as what the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
-        self._lock = threading.Lock()  # of the bodies' file, the lease and the answers
+        self._lock = threading.Lock()  # guards the bodies' file, the lease and the answers
         self._is_leaving = False
         self._learned = 0  # number of the table that was written last
         self._answered = int(time.time() * 1000)  # above those of the one before

@@ -51,7 +51,7 @@ SCHEMA_VERSION: Final = 11
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
 # 8 no chains, 9 no defaults of job.steps, 10 no digests
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
-BACKUP_EVERY_S: Final = 60.0  # at most, while entries come; at once when one goes
+BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries come; at once when one is removed
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 DIGEST_COLUMN: Final = "sha256"
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file

@@ -46,8 +46,8 @@ INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread
 _NO_RUN: Final = Epoch(0)
 AGAIN: Final = "wait for answers, or raise [server] pool"
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
-MAX_WAITING_BYTES: Final = 64 << 20  # of steps that wait for room
-WAITING_BYTES: Final = 64 << 10  # one counts so many at least: 1,024 wait at most
+MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
+WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
 
 
 class Waiting(msgspec.Struct, kw_only=True, eq=False):

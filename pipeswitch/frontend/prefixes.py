@@ -16,9 +16,9 @@ import numpy as np
 
 BLOCK: Final = 16  # tokens
 FINE_BLOCKS: Final = 64  # each of these blocks has a hash, later ones only some
-TOKEN_BYTES: Final = 4  # of memory for each token of a history
+TOKEN_BYTES: Final = 4  # memory of each token of a history
 
-Tokens = array  # of C ints: no vocabulary has more than 2**21
+Tokens = array  # array of C ints: no vocabulary has more than 2**21
 
 
 def tokens_of(ids: Any) -> Tokens[int]:

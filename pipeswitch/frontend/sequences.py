@@ -39,7 +39,7 @@ ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last on
 SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
 MOST_SPARES: Final = 128
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
-SMALL_BYTES: Final = 64 << 10  # of a step's request, beside its ids and rows
+SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids and rows
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 

@@ -28,18 +28,18 @@ from ..client.looped import LoopConnection
 from ..errors import InvalidInput, SequenceNotFound, ServerUnavailable
 from ..wire.keys import ClientKeys
 
-HELLO_S: Final = 2.5  # a node that is there answers within this
-LOOK_S: Final = 0.25  # between two looks at the table
+HELLO_S: Final = 2.5  # limit for the answer of a live node
+LOOK_S: Final = 0.25  # interval between checks of the table
 FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
-MAX_SEQUENCES: Final = 1 << 16  # whose nodes are remembered; of others the holders tell
+MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
 REFUSED: Final = frozenset({"put", "register", "unregister"})
 ROUTED: Final = frozenset({"infer", "show", "generation"})
 log = logging.getLogger(__name__)
 
 
 class Node(msgspec.Struct, frozen=True):
-    address: str  # of clients with keys
-    gateway_keys: tuple[str, str, str]  # of the key that speaks for its owner
+    address: str  # address for clients with keys
+    gateway_keys: tuple[str, str, str]  # keys with the owner's rights
 
 
 class Table(msgspec.Struct, frozen=True):

@@ -28,10 +28,10 @@ from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
-USUAL_CHARS: Final = 4  # of a token: a prompt that should not fit is tried by its beginning
+USUAL_CHARS: Final = 4  # of a usual token; of a longer prompt the beginning is tried first
 SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
-GROWTH: Final = 4  # of that beginning
-NICENESS: Final = 10  # behind workers: they have nine times as much of a processor
+GROWTH: Final = 4  # growth of that beginning from try to try
+NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
 MAX_MESSAGES: Final = 1024
 MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
 LENGTH_BYTES: Final = 4

@@ -51,12 +51,12 @@ from .text_process import (
 )
 
 ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
-TEXT_S: Final = 10.0  # for one reply of such a process, from when it has the request
-LEAST_SHARE: Final = 0.2  # of that time on a processor; with less the machine is busy, not the text
-START_S: Final = 60.0  # until it says hello; the most that a busy machine makes of TEXT_S
-TURN_S: Final = 10.0  # that a busy model keeps its process while others wait for one
-LOOK_S: Final = 0.25  # between two looks at who has had its turn
-TRIES: Final = 3  # of one request, where processes end while they compute it
+TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
+LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
+START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
+TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+LOOK_S: Final = 0.25  # interval between checks of turns
+TRIES: Final = 3  # for a request whose processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
@@ -297,7 +297,7 @@ class Answering:
         self._begin: Begin
         self._prompt = b""  # its ids, once they are known
         self._made: list[int] = []  # tokens of the model
-        self._told = self._used = 0  # of these, those whose text came; rows of the cache
+        self._told = self._used = 0  # tokens with text; rows of the cache
 
     async def begin(self, asked: Begin) -> None:
         """Raises InvalidInput: the prompt or a setting does not fit."""

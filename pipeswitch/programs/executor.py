@@ -55,10 +55,10 @@ class Program(Protocol):
 
 
 class PackedKernels(Protocol):
-    """Operators over packed weights, of one kind of device."""
+    """Operators over packed weights for one kind of device."""
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in]``; its layout and bytes."""
+        """Pack a weight ``[out, in]``; return its layout and bytes."""
 
     def pack_convolution(
         self,
@@ -68,10 +68,10 @@ class PackedKernels(Protocol):
         dilation: Sequence[int],
         groups: int,
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in / groups, height, width]``; its layout and bytes."""
+        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes."""
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Wrap packed bytes, where they lie, as a weight; they must outlive it."""
+        """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""
@@ -82,8 +82,8 @@ def _check_packed(
 ) -> None:
     """Refuse packed weights whose layout is not the one that these kernels make.
 
-    A kernel believes a layout, and a builder that was taken over may have written it: so each is
-    made anew, of zeros.
+    Kernels trust a layout, and a compromised builder may have written it. So each layout is
+    computed again from zeros.
     """
     if kernels is None:
         raise RegistrationRefused("weights", "this device cannot read packed weights")
@@ -137,9 +137,9 @@ class GraphProgram:
         device: torch.device | str,
         kernels: PackedKernels | None = None,
     ) -> None:
-        """Compile; refused when the manifest and the graph do not belong together.
+        """Compile a graph; refuse a manifest and a graph that do not belong together.
 
-        ``kernels`` compute over packed weights, for a graph that has some.
+        ``kernels``: operators over packed weights, if the graph has some.
         """
         if graph.packed:
             _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})

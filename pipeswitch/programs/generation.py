@@ -132,10 +132,10 @@ def check_generation(
 
 
 def author_defaults(asked: Mapping[str, Any], context: int) -> tuple[dict[str, float], list[str]]:
-    """Read what an author's ``generation_config`` asks for.
+    """Read an author's ``generation_config``.
 
     Returns:
-        What holds where a request does not say, and a note on each setting that is not followed.
+        The defaults for requests, and a note on each setting that is not followed.
     """
     sampling: dict[str, float] = {}
     notes = []

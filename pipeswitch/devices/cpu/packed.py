@@ -36,7 +36,7 @@ class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
     def pack_convolution(
@@ -47,14 +47,14 @@ class CpuKernels:
         dilation: Sequence[int],
         groups: int,
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             weight.contiguous(), padding, stride, dilation, groups
         )
         return _taken_apart(packed)
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """As ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
+        """Implement ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
         create, new_capsule = _library()
         dims = len(layout.shape)
         handle = ctypes.c_void_p()
@@ -79,7 +79,7 @@ class CpuKernels:
         return tensor
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         return {
             LINEAR: torch.ops.mkldnn._linear_pointwise.default,
             LINEAR_ADD: _linear_add,

@@ -2,7 +2,7 @@
 
 ``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the
 convolution before it, and fuses activations and residual additions into both (``fusing``).
-Nothing of it is taken from a client: a bundle stays plain, and what is packed is derived here.
+No packed data comes from a client: a bundle stays plain, and this module derives the packed form.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def derive(
     manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
     kernels: PackedKernels,
 ) -> Manifest:  # fmt: skip
-    """Return the manifest of the program in that precision, whose file is written into ``folder``.
+    """Write the program in that precision into ``folder`` and return its manifest.
 
-    Where nothing becomes faster it is the plain program's, with a note.
+    If nothing becomes faster, return the plain program's manifest with a note.
 
     Raises:
         RegistrationRefused: the derived form differs from the plain one by more than
@@ -104,7 +104,7 @@ def with_note(manifest: Manifest, note: str) -> Manifest:
 def _written(
     manifest: Manifest, bundle: Bundle, derived: Derived, path: Path, bucket_bytes: int
 ) -> tuple[Manifest, torch.Tensor]:
-    """Write the derived bundle; its manifest, and the image of its region."""
+    """Write the derived bundle; return its manifest and the image of its region."""
     graph = derived.graph
     tensors = [
         (name, str(data.dtype).removeprefix("torch."), tuple(data.shape))

@@ -342,11 +342,11 @@ def _verify_graph(
     examples: Sequence[torch.Tensor],
     is_same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
-    """Compare at each of ``shapes`` with the module as it was before its first call.
+    """Compare the program with the fresh module at each of ``shapes``.
 
     Raises:
-        RegistrationRefused: it differs at the first, or because of an earlier call.
-        NotDynamic: at another one alone, or the module does not take that.
+        RegistrationRefused: they differ at the first shape, or because of an earlier call.
+        NotDynamic: they differ only at another shape, or the module does not accept it.
     """
     given = shapes[0]
 

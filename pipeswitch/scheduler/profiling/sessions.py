@@ -1,6 +1,7 @@
-"""A model measured on an idle device, by requests of the client that wants its profile.
+"""Measurement of a model on an idle device, with requests of the client that wants its profile.
 
-1. Only that client uses the device: no other request and no job, else it reads ``DeviceBusy``.
+1. Only that client uses the device. If another request or a job comes, the client gets
+``DeviceBusy``.
 2. The model gets the groups of the next run, and leaves the device if that run is to be cold.
 3. The client is asked for a request. It is served like any other; only its worker waits for the
    device after each group (``RunInference.is_timed``).
@@ -32,7 +33,7 @@ from ..records import MeasuredRun, Replica
 from ..states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
 
 MAX_BATCHES: Final = 8
-MAX_RETRIES: Final = 20  # of one run in a row
+MAX_RETRIES: Final = 20  # consecutive retries of one run
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Profiling:
             )
         if replica.landings is not None:
             raise errors.OutOfDeviceMemory(
-                f'"{replica.name}" does not fit in the arena, so it cannot be measured',
+                f'"{replica.name}" is larger than the arena: it is never all there to be measured',
                 hint="measure it on a server with a larger --arena, and copy the profile",
                 requested_bytes=replica.model.manifest.total_bytes,
                 largest_free_bytes=replica.region_bytes,
@@ -118,7 +119,7 @@ class Profiling:
         return replica
 
     def cancel(self, token: Token) -> None:
-        """The client does not want it any more, or has gone."""
+        """End the measurement: the client cancelled it or disconnected."""
         if self._session is not None and self._session.token == token:
             self._fail(self._session, errors.Cancelled("cancelled by the caller"))
 
@@ -128,7 +129,7 @@ class Profiling:
             self._fail(self._session, error)
 
     def pump(self) -> int:
-        """Take the last run's times and ask for the next request, as far as that is possible."""
+        """Record the last run's times and ask for the next request, if possible."""
         session = self._session
         if session is None:
             return MEASURED
@@ -149,7 +150,7 @@ class Profiling:
 
     @staticmethod
     def _check(session: Session) -> None:
-        """The model can still be measured.
+        """Check that the model can still be measured.
 
         Raises:
             ModelNotFound, ServerUnavailable, DeviceBusy.
@@ -169,7 +170,7 @@ class Profiling:
 
         Raises:
             DeviceBusy: another client's request was answered as well.
-            ServerUnavailable: run after run was not the one that was wanted.
+            ServerUnavailable: several runs in a row were not as planned.
         """
         state = session.device.state
         if state.served == served_count:
@@ -191,7 +192,7 @@ class Profiling:
             )
 
     def _next(self, session: Session) -> None:
-        """Ask for the next request when the device is at rest; after the last run it is finished.
+        """Ask for the next request when the device is at rest, or finish after the last run.
 
         Raises:
             DeviceBusy: others use the device.
@@ -218,7 +219,7 @@ class Profiling:
 
     @staticmethod
     def _place(session: Session, trial: Trial) -> None:
-        """Give the model its groups; it leaves the device where it is not to lie there."""
+        """Set the model's groups, and evict it for a cold run."""
         replica, residents = session.replica, session.device.residents
         has_other_groups = replica.plan != trial.plan
         is_there = replica.residency.state is not Residency.HOST
@@ -285,7 +286,7 @@ def _busy(who: str, hint: str = "run it while no client sends requests") -> erro
 
 
 def _is_at_rest(state: DeviceState) -> bool:
-    """A worker is free, and no process starts, cleans up or loads a program beside the run."""
+    """Return whether a worker is free and no process starts, cleans up or loads a program."""
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
@@ -296,7 +297,7 @@ def _is_at_rest(state: DeviceState) -> bool:
 
 
 def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
-    """The end of the copy that the run read was not told yet."""
+    """Return whether the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
     is_same = replica.residency_epoch == measured.activation.residency_epoch
     return is_cold and is_same and replica.is_being_sent
