@@ -122,7 +122,7 @@ class Daemon:
         self._put(self._to_host_lane, order.epoch, lambda: self._commits.copy(order, area))
 
     def _put(self, lane: Lane, epoch: msg.Epoch, work: Callable[[], msg.Message]) -> None:
-        """Have a lane do work and send its answer; a fault of the order's epoch if it fails."""
+        """Run work on a lane and send its answer, or a fault with the order's epoch if it fails."""
         lane.put(lambda: self._send(work()), lambda error: self._refuse(epoch, error.message))
 
     def _transmit(self, order: msg.TransmitModel) -> None:

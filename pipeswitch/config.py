@@ -335,8 +335,8 @@ class SchedulerConfig(_Checked):
     )
     stop_grace_ms: float = _setting(
         "30s",
-        "a job that does not step aside for so long is killed; it has a quarter of that the "
-        "next time, 1s at least, and is paused after four times",
+        "time after which a job that does not step aside is killed; the next time it has a "
+        "quarter of that, at least 1s, and after four times it is paused",
         parse_ms,
     )
     evict_grace_ms: float = _setting(
@@ -430,13 +430,13 @@ class GatewayConfig(_Checked):
     max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
     text_processes: int = _setting(
         8,
-        "language models with a tokenizer that are served at the same moment, each by a process "
-        "of its own; others wait for their turn",
+        "maximum number of language models with a tokenizer that have a text process at once; "
+        "others wait for their turn",
         low=1,
     )
     cluster: str = _setting(
-        "", "file with the cluster's table, which its node writes: requests for models of other "
-        "nodes go there"
+        "", "file with the table of the cluster's nodes, written by the node; the gateway routes "
+        "requests by it"
     )  # fmt: skip
 
 
@@ -461,7 +461,9 @@ class ModelConfig(_Checked):
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
-    precision: str = _setting("exact", "exact or fast", choices=("exact", "fast"))
+    precision: str = _setting(
+        "exact", "exact, or fast: packed weights and fused calls", choices=("exact", "fast")
+    )
     preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
     raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
     postprocess: str = _setting(

@@ -118,7 +118,7 @@ class QueueFull(PipeSwitchError):
 
 
 class DeviceBusy(PipeSwitchError):
-    """Requests or a job use the device, and what was asked for needs it alone."""
+    """Requests or a job use the device, but the operation needs it alone."""
 
     exit_code = 5
 

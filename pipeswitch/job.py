@@ -116,8 +116,8 @@ def steps(
         scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
         extra_state: further objects with these two methods (an EMA, a GradScaler); a
             ``torch.Generator``, ``numpy.random.Generator``, ``RandomState``, ``random.Random``; a
-            dict, list, tensor or array of plain values, which is filled again in place; one, or a
-            dict of such by name. Generators that hang on the loader are found without being named.
+            dict, list, tensor or array of plain values, which is filled again in place; one
+            object, or a dict of them by name. The loader's own generators are always captured.
         name: names a loop outside ``job.epochs``; by default they are counted.
         offload: which of the tensors that forward saves for backward go to host memory meanwhile:
             ``"auto"`` those that ``activation_memory`` has no room for, so as to wait least;
@@ -224,10 +224,10 @@ def publish(name: str, part: str = "") -> None:
 
     In a loop's body before ``optimizer.step()``, and behind a loop, that is the state as it is; in
     a body after it, the state at the body's end. The script trains on while the version is made,
-    and requests go over to it between two of them. Each call makes a version, in order; one that
-    comes while eight others of the name wait to be built waits for the first of them. Parameters
-    and buffers are matched by name with the model's; ``part`` says whose, where several of
-    ``job.steps(model={"net": net, "ema": ema})`` fit. Run by hand it only logs.
+    and later requests use the new version. Each call makes a version, in order. While eight
+    versions of the model wait to be built, a call waits for the first of them. Parameters and
+    buffers are matched by name with the model's; ``part`` selects one of several parts that fit,
+    as in ``job.steps(model={"net": net, "ema": ema})``. Outside a server it only logs.
 
     Raises:
         RegistrationRefused: names, dtypes or shapes differ; says which.

@@ -16,7 +16,7 @@ Failed = Callable[[PipeSwitchError], object]
 
 
 class Lane:
-    """A thread that does its work in order and outlives any of it that fails."""
+    """Thread that does work in order and survives failing work."""
 
     def __init__(self, name: str) -> None:
         """``name``: of the thread, which begins with the first work."""
@@ -33,8 +33,8 @@ class Lane:
         """Queue work; never blocks. One thread calls this.
 
         Args:
-            failed: answers whoever waits for the work, with the error that it raised, on the
-                lane's thread; or here if the system has no room for that thread.
+            failed: called with the error if the work fails, on the lane's thread; or on the
+            caller's if the system has no room for that thread.
         """
         if self._thread.ident is None:
             try:

@@ -69,10 +69,10 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
 )  # fmt: skip
 @click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
-              help="fast: packed weights and fused calls, which round differently.",
+              help="exact, or fast: packed weights and fused calls, which round differently.",
 )  # fmt: skip
 @click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
-              help="Largest difference that --precision may make, relative to the largest output.",
+              help="Largest error of --precision fast, relative to the largest output.",
 )  # fmt: skip
 @common.devices_option
 @common.json_option
@@ -141,7 +141,7 @@ def register(
         notes_text += "\n  the last bits of an answer depend on the batch that computes it"
     if precision := row.get("precision"):
         notes_text += (
-            f"\n  precision {precision['name']}: {precision['ms']:.3g} ms in place of "
+            f"\n  precision {precision['name']}: {precision['ms']:.3g} ms instead of "
             f"{precision['plain_ms']:.3g}, {format_bytes(row['bytes'])} in place of "
             f"{format_bytes(precision['plain_bytes'])}, error at most "
             f"{precision['max_error']:.1e} of the largest output"
@@ -339,7 +339,7 @@ def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
 @common.json_option
 def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure models layer by layer on an idle device, and group their layers by that."""
+    """Measure models layer by layer on an idle device, and plan their layer groups from it."""
     if bool(names) == is_all:
         raise click.UsageError("give NAMES, or --all")
     failed: list[PipeSwitchError] = []

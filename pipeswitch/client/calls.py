@@ -363,7 +363,7 @@ class Calls:
 def _error(header: ReplyHeader) -> PipeSwitchError:
     error = header.error
     if error is None:
-        return RemoteProtocolError("the server reported an error and did not say which")
+        return RemoteProtocolError("the server reported an error without a name")
     return from_wire(error.type, error.message, error.hint, error.data, header.id)
 
 

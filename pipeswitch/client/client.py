@@ -56,20 +56,20 @@ Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
 def check_program_options(source: str, weights: str, inputs: object) -> None:
-    """Refuse what a program in a file would leave aside.
+    """Refuse options that a program in a file would ignore.
 
     Raises:
-        InvalidInput: it has weights of its own, or says itself what it takes.
+        InvalidInput: the program has weights or a signature of its own.
     """
     suffix = os.path.splitext(source)[1]
     if weights and suffix in (".bundle", *FILES):
         raise InvalidInput(
             f"{source!r} brings its own weights, so weights {weights!r} would not be used",
-            hint="leave weights out; other weights go into the module's code: pipeswitch register "
+            hint="omit weights, or register the module's code: pipeswitch register "
             f"NAME package.module:function --weights {weights}",
         )
     if inputs and suffix in (".bundle", ".pt2"):
-        raise InvalidInput(f"{source!r} says what it takes", hint="leave inputs out")
+        raise InvalidInput(f"{source!r} says what it takes", hint="omit inputs")
 
 
 class Client(Verbs):
@@ -238,18 +238,19 @@ class Client(Verbs):
         inputs: Callable[[int], Any] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Measure a model layer by layer, by requests of this client, and return its profile.
+        """Measure a model layer by layer with requests of this client, and return its profile.
 
-        Nobody else may use the device meanwhile.
+        No other client and no job may use the device meanwhile.
 
         Args:
             name: of a model that is ready.
-            batches: sizes to time; groups are made for the first. Default: that of its requests.
-            inputs: returns the inputs of a request of that batch size; default: made-up ones.
+            batches: batch sizes to time; the groups are planned for the first one. Default: the
+                batch size of the model's requests.
+            inputs: returns the inputs of a request with that batch size. Default: random inputs.
             progress: called as the work proceeds.
 
         Raises:
-            DeviceBusy: requests or a job use the device, or came to use it.
+            DeviceBusy: other requests or a job use the device, at the start or later.
         """
         from .measuring import Requests, measure
 
@@ -410,11 +411,11 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
-            precision: ``exact`` computes the module's own bits; ``fast`` packs weights and fuses
-                calls, and answers within rounding. Empty: ``exact``. What was measured is in the
-                row's ``precision``.
-            max_error: the largest difference from the module that ``fast`` may have, relative to
-                the largest output; 0: 0.001. A larger one is refused.
+            precision: ``exact`` computes the module's bits; ``fast`` packs weights and fuses calls,
+                and its answers differ by rounding. Empty: ``exact``. The row's ``precision`` has
+                the measurements.
+            max_error: the largest error of ``fast``, relative to the module's largest output; the
+                registration is refused if the error is larger. 0: 0.001.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -693,12 +694,12 @@ class Task:
         return self._row("pause")
 
     def resume(self) -> dict[str, Any]:
-        """Go on with a paused job; start a failed one again from its last commit.
+        """Resume a paused job, or restart a failed one from its last commit.
 
         Raises:
-            InvalidInput: it is done or cancelled.
+            InvalidInput: the job is done or cancelled.
             ServerUnavailable: its commit cannot be read.
-            HostStoreFull: there is no room for its commit.
+            HostStoreFull: the host store has no room for its commit.
         """
         return self._row("resume")
 

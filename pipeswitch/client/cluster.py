@@ -1,7 +1,7 @@
-"""A cluster as one server: a table that is kept, and a connection to each node.
+"""A cluster as one server: a cached table, and a connection to each node.
 
-Placement is asked once, through Ray. A request goes to its node's own port, as a client of that
-server alone would send it. If the node does not answer, or no longer has the model, the request
+The client queries placement once, through Ray. A request goes to its node's own port, as from a
+client of that server alone. If the node does not answer, or no longer has the model, the request
 goes to the other nodes that hold the model, then to those that placement names, each address once.
 """
 
@@ -43,11 +43,11 @@ NODE: Final = "node:"  # before its name, an actor's
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
 ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
-"""Errors of a node that another one may not have. All nodes admit the cluster's key, so the one
-that refuses it is another server, which has the former port of a node."""
+"""Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
+refuses it is a foreign one that now has a node's former port."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
-ASK_S: Final = 20.0  # so long placement may take to answer a question
-RETURN_S: Final = 30.0  # so long a request waits for a model none of whose nodes answers
+ASK_S: Final = 20.0  # time limit of a query to placement
+RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -242,18 +242,18 @@ class ClusterConnection:
 
     def _lost(self, sequence: str) -> SequenceNotFound:
         self._began.pop(sequence, None)
-        return SequenceNotFound(f'no node has sequence "{sequence}" any more',
-                                hint="open another one")  # fmt: skip
+        return SequenceNotFound(f'no node still has sequence "{sequence}"',
+                                hint="open a new sequence")  # fmt: skip
 
     def _elsewhere(
         self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
     ) -> Any:
         """Return the answer of another node; each address is tried once.
 
-        The step of a sequence goes nowhere else once the sequence has begun; its first one does.
+        A sequence's first step may go to another node; a later one may not.
 
         Raises:
-            PipeSwitchError: as the last node did, or there is none left to ask.
+            PipeSwitchError: the last node's error, or no node is left to try.
         """
         body, tried = options.get("body") or {}, {self._address_of(node)}
         wait_s = min(RETURN_S, (options.get("deadline_ms") or math.inf) / 1000.0)
@@ -283,7 +283,7 @@ class ClusterConnection:
         return answer
 
     def _take(self, table: dict[str, Any]) -> None:
-        """Keep a table, unless there is a newer one."""
+        """Store a table unless a newer one is stored."""
         with self._lock:
             self._asked_at_s = self._learnt_at_s = time.monotonic()
             if table["version"] >= self._table.get("version", 0):
@@ -291,7 +291,8 @@ class ClusterConnection:
                 self._balance.learn(table.get("loads", {}), self._asked_at_s)
 
     def _learn(self) -> None:
-        """Ask a node for the table of now, beside the requests: placement sends it to all."""
+        """Query a node for the current table beside the requests; placement sends it to all
+        nodes."""
         with self._lock:
             self._learnt_at_s = time.monotonic()  # one asks
             known = self._connections.copy()
@@ -330,7 +331,7 @@ class ClusterConnection:
         """Return the connection to a node.
 
         Raises:
-            ServerUnavailable: the table has no such node any more.
+            ServerUnavailable: the table no longer has the node.
             PipeSwitchError: this process has no descriptor, thread or memory for a connection.
         """
         with self._lock:
@@ -345,8 +346,8 @@ class ClusterConnection:
                     found = Connection(facts["address"], self._timeout_s, keys)
                 except (OSError, RuntimeError, MemoryError) as error:
                     raise PipeSwitchError(
-                        f"no connection to {node} can be made: {error}",
-                        hint="close other files and clients of this process",
+                        f"cannot connect to {node}: {error}",
+                        hint="close files and clients that this process no longer needs",
                     ) from error
                 self._connections[key] = found
             return found
@@ -379,7 +380,7 @@ class ClusterConnection:
             time.sleep(LOOK_S)
 
     def _untried(self, model: str, tried: Collection[str]) -> str:
-        """Return the holder of a model that requests go to from now on; empty: all were tried."""
+        """Return the holder that serves the model's next requests; empty if all were tried."""
         with self._lock:
             table = self._table
             serving, holders = table["models"].get(model), table["holders"].get(model, ())
@@ -557,7 +558,7 @@ def _reply(body: dict[str, Any]) -> Reply:
 
 
 def _settle(future: Future[Any], done: Future[Any]) -> None:
-    """Give a future the outcome of another one, whatever that is, unless it was cancelled."""
+    """Copy a future's outcome to another future, unless that one was cancelled."""
     error = Cancelled("this client is closed") if done.cancelled() else done.exception()
     with contextlib.suppress(InvalidStateError):
         if error is None:

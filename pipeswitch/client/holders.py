@@ -1,8 +1,8 @@
-"""Which of the nodes that hold a model gets the next request. Pure: loads in, a node out.
+"""Choice of the node that gets a model's next request. Pure: loads in, a node out.
 
-A client sees its own requests at once and everybody's once a second, as the nodes report them. It
-predicts from both when each holder would finish, and leaves the preferred one for a clear gain:
-the others may have to copy the model to their device first.
+A client sees its own requests at once and all requests once a second, in the nodes' reports. It
+predicts from both when each holder would finish, and uses another node than the preferred one only
+for a clear gain: the others may have to copy the model to their device first.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-KEEP_MS: Final = 20.0  # the preferred node stays unless another finishes so much earlier,
+KEEP_MS: Final = 20.0  # choose another node only if it finishes this much earlier,
 KEEP_SHARE: Final = 0.25  # and by this share of the wait: predictions are no better than that
-UNKNOWN_MS: Final = 1.0  # taken for one request where nothing was measured
+UNKNOWN_MS: Final = 1.0  # assumed for one request if nothing was measured
 
 Load = tuple[float, float]
-"""Predicted milliseconds until a node has answered all that it accepted, and of one request."""
+"""Predicted milliseconds until a node has answered all accepted requests, and for one request."""
 
 
 def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
-    """Return the node that is predicted to finish a request first, if that gains enough over the
-    preferred one, which stands first in ``nodes``."""
+    """Return the node that should finish a request first, if it gains enough over the preferred
+    node, the first of ``nodes``."""
     stay_ms = finish_ms(nodes[0])
     if stay_ms <= KEEP_MS or len(nodes) == 1:
-        return nodes[0]  # no other node is so much earlier
+        return nodes[0]  # no other node finishes enough earlier
     earliest = min(nodes, key=finish_ms)
     return earliest if is_worth(stay_ms, finish_ms(earliest)) else nodes[0]
 
 
 def left_ms(queue_ms: float, since_ms: float, own_ms: float) -> float:
-    """Return when a node is done: with the queue it reported so long ago, which it works off, or
-    with our own requests, of which the queue has some too."""
+    """Return the predicted time until a node has answered everything: the larger of the reported
+    queue, less the time since the report, and this client's own requests."""
     return max(queue_ms - since_ms, own_ms, 0.0)
 
 
@@ -47,16 +47,16 @@ class Balance:
         self._at_s = 0.0
 
     def count(self, node: str, more: int) -> None:
-        """Count requests that went there, or less than 0: that were answered; from any thread."""
+        """Count requests sent to a node, or answered by it (negative). Any thread may call this."""
         with self._lock:
             self._outstanding[node] += more
 
     def learn(self, loads: Mapping[str, Load], now_s: float) -> None:
-        """Take what the nodes have reported."""
+        """Store the nodes' reports."""
         self._loads, self._at_s = loads, now_s
 
     def choose(self, nodes: Sequence[str], now_s: float) -> str:
-        """As ``choose``, by these loads."""
+        """Return the node that ``choose`` selects for these loads."""
         since_ms = (now_s - self._at_s) * 1000.0
 
         def finish_ms(node: str) -> float:

@@ -1,4 +1,4 @@
-"""The requests that ``Client.profile`` sends: the server says when it wants one, and times it."""
+"""Requests of ``Client.profile``: the server says when to send one, and times it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .verbs import Progress
 
 
 class Requests:
-    """Requests of inputs that the model takes; each of a batch's runs has the same ones.
+    """Source of requests with inputs that the model accepts, the same for all runs of a batch size.
 
     Args:
-        infer: sends a request of the model and waits for its answer.
-        signature: asks for the model's.
-        inputs: returns the inputs of a request of that batch size; None: they are made up.
+        infer: sends a request to the model and waits for its answer.
+        signature: returns the model's signature.
+        inputs: returns the inputs of a request with that batch size; None: random inputs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Requests:
     def send(self, batch: int, version: int) -> None:
         """
         Raises:
-            PipeSwitchError: the model takes no inputs that were tried.
+            PipeSwitchError: the model accepts none of the inputs that were tried.
         """
         if batch in self._known:
             self._infer(self._known[batch], version=version)
@@ -50,8 +50,8 @@ class Requests:
         self._known[batch] = last
 
     def _made_up(self, batch: int) -> Iterator[list[Any]]:
-        """A signature does not say what an integer means. Zeros come first: a wrong index costs a
-        whole process on cuda."""
+        """Yield candidate inputs, since a signature does not say what an integer means. Zeros come
+        first: on cuda a wrong index ends the whole process."""
         import numpy as np
 
         signature = self._signature()
@@ -71,7 +71,7 @@ class Requests:
 def measure(
     begin: Callable[..., Future[Any]], requests: Requests, progress: Progress | None
 ) -> dict[str, Any]:
-    """Send a request whenever the server asks for one, and return the profile."""
+    """Send a request whenever the server wants one, and return the profile."""
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     future = begin(on_progress=asked.put)
     future.add_done_callback(lambda _: asked.put(None))
@@ -81,6 +81,6 @@ def measure(
                 progress(run["stage"], run["fraction"])
             requests.send(run["batch"], run["version"])
     finally:
-        future.cancel()  # if it is not over, the server need not wait for a request
+        future.cancel()  # if the measurement is not over, the server stops waiting for a request
     row: dict[str, Any] = future.result().body["profile"]
     return row

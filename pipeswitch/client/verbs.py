@@ -190,7 +190,7 @@ class Verbs:
         """Ask the server to finish what it accepted and leave; returns when it agrees or left.
 
         Returns:
-            A sentence for each job whose last steps could not be written to disk.
+            One sentence for each job whose last steps could not be written to disk.
         """
         with contextlib.suppress(ServerUnavailable):
             body = {"drain_ms": drain_s * 1000}

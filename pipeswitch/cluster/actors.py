@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
 ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
 ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
-COPY_S: Final = 600.0  # for a model's copy to another node
+COPY_S: Final = 600.0  # limit of copying a model to another node
 LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
 START_S: Final = 60.0  # for its server's start, before the first of them
 STOP_S: Final = 30.0  # to finish what was accepted
@@ -60,8 +60,8 @@ main()
 
 @contextlib.contextmanager
 def starts_again(*, is_tried: bool = True) -> Iterator[None]:
-    """End this process on an error in an actor's constructor: Ray starts an actor again whose
-    process ends, but gives one up for ever whose constructor raises."""
+    """End this process on an error in an actor's constructor. Ray restarts an actor whose process
+    ends, but gives up for ever if its constructor raises."""
     try:
         yield
     except Exception as error:
@@ -91,7 +91,7 @@ class Node(NodeJobs):
         """Start the server.
 
         Raises:
-            ServerUnavailable, OSError, RuntimeError: it, or what watches it, does not start.
+            ServerUnavailable, OSError, RuntimeError: the server or its watcher does not start.
         """
         name = self._name
         folder_of_keys, secret, self._keys, self._gateway_keys = _keys(self._state)
@@ -103,7 +103,7 @@ class Node(NodeJobs):
             "--keys-dir", str(folder_of_keys.path), "--allow-code", "*", *self._same_ports(flags),
             *flags,
         ]  # fmt: skip
-        self._table = self._state / "table.json"  # the last life's says where models are meanwhile
+        self._table = self._state / "table.json"  # until then: the previous one
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
@@ -115,7 +115,7 @@ class Node(NodeJobs):
         server_key = self._keys.server.decode()
         # Copies are of the same tenant as what the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
-        self._lock = threading.Lock()  # of the bodies' file, the lease and the answers
+        self._lock = threading.Lock()  # guards the bodies' file, the lease and the answers
         self._is_leaving = False
         self._learned = 0  # number of the table that was written last
         self._answered = int(time.time() * 1000)  # above those of the one before
@@ -127,8 +127,8 @@ class Node(NodeJobs):
         return self._state / "gateways.json"
 
     def _same_ports(self, flags: tuple[str, ...]) -> list[str]:
-        """Return the flags of the gateway's last addresses, so that its clients find it again. A
-        start that fails forgets them: another program may have the ports by now."""
+        """Return flags with the gateway's last addresses, so that its clients find it again. A
+        failed start drops the addresses: another program may have the ports by now."""
         if any(flag.partition("=")[0] in ("--http", "--grpc", "--no-http") for flag in flags):
             return []
         try:
@@ -157,7 +157,8 @@ class Node(NodeJobs):
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
-        """Read what the server writes until it is gone; then, or if that fails, leave too."""
+        """Read the server's output until it ends. Then, or if reading fails, end this process
+        too."""
         assert self._process.stdout is not None
         try:
             for _ in self._process.stdout:
@@ -275,8 +276,8 @@ def _wait_for_the_one_before(state: Path) -> None:
 
 
 def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
-    """Return the folder, the file of the pair that the cluster's clients bring, that pair, and the
-    one of the other nodes' gateways; each is made once."""
+    """Return the folder, the key file of the cluster's clients, their key pair, and the key pair of
+    the other nodes' gateways; each is created once."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
     if folder.server() is None:
@@ -319,7 +320,7 @@ class Placement:
         self._shared_number = self._version
         self._requested = -1  # of Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
-        self._copying: Future[None] = Future()  # of a model that has too few copies
+        self._copying: Future[None] = Future()  # models that have too few copies
         self._copying.set_result(None)
         with starts_again():
             self._look()
@@ -339,8 +340,8 @@ class Placement:
             }  # fmt: skip
 
     def _share(self, wait_s: float = 0.0) -> None:
-        """Send the nodes whose gateways have an older table the one of now; wait for them at most
-        so long."""
+        """Send the current table to nodes whose gateways have an older one; wait for a limited
+        time."""
         ray = connect_ray()
         with self._lock:
             facts = dict(self._facts)
@@ -360,8 +361,8 @@ class Placement:
             ray.wait(asked, num_returns=len(asked), timeout=wait_s)
 
     def accuse(self, node: str, address: str) -> None:
-        """Leave a node out until the next look at it: it did not answer a client at that address.
-        One that has started again since has another."""
+        """Exclude a node that did not answer a client at that address, until the next check. A node
+        that has restarted since has another address."""
         with self._lock:
             if node in self._facts and self._facts[node]["address"] == address:
                 self._silent_since[node] = time.monotonic()
@@ -369,7 +370,7 @@ class Placement:
                 self._place()
 
     def _may_come(self, nodes: Iterable[str]) -> bool:
-        """Whether one of these has been silent for so short a time that it may come back."""
+        """Return whether one of these nodes has been silent so briefly that it may come back."""
         now_s = time.monotonic()
         return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
 
@@ -429,7 +430,7 @@ class Placement:
         finally:
             with self._lock:
                 if not is_empty:
-                    self._leaving.discard(node)  # the next look has it serve again
+                    self._leaving.discard(node)  # the next check makes it serve again
                 else:
                     self._forget(node)
                     if self._scale:  # else another would be started there
@@ -714,7 +715,7 @@ class Placement:
                 is_left = True
         finally:
             with self._lock:
-                if not is_left:  # another look at it, in a while
+                if not is_left:  # check it again later
                     scale.wanted += 1
                     self._leaving.discard(node)
         return missed

@@ -17,12 +17,13 @@ from ..client.client import FINAL_JOB_STATES, Client
 
 
 def watch(jobs: Path) -> None:
-    """Hold the server's jobs whenever the lease ends; runs in a thread of the server.
+    """Hold the server's jobs whenever the lease ends. Runs in a thread of the server.
 
-    If the node has gone, or the thread fails in any way, the server leaves: its jobs may not go on.
+    If the node has ended or the thread fails in any way, the server shuts down, because its jobs
+    must not continue.
 
     Args:
-        jobs: the folder of what the node keeps of them.
+        jobs: folder of the node's copies of them.
     """
     until_s, address = math.inf, ""
     try:

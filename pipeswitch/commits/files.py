@@ -8,8 +8,8 @@ fsynced and renamed; only then is ``commit.json`` replaced the same way, which i
 image's name is new each time, so the image that the old ``commit.json`` names is never touched
 before the flip.
 
-The commit before stays until the next one is written: where the newest is damaged, a job goes on
-from that one. An image's name has its step and its digest, so it needs no record.
+The previous commit stays until the next one is written: if the newest is damaged, a job resumes
+from the previous one. An image's name has its step and its digest, so it needs no record.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def write_commit(
 def read_record(directory: Path) -> CommitRecord | None:
     """Return what ``commit.json`` says, or the newest image's name if it is damaged or missing.
 
-    None: there is no commit.
+    None if there is no commit.
 
     Raises:
-        RemoteProtocolError: it is not one of ours, and no image has a name that says enough.
+        RemoteProtocolError: the record is invalid, and no image has its step and digest in its
+        name.
     """
     try:
         record = _read_record(directory)
@@ -142,7 +143,7 @@ def _read_record(directory: Path) -> CommitRecord | None:
     if not match:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} names {record.image!r}")
     if match[3] and (match[1], match[3]) != (str(record.step), record.sha256):
-        raise RemoteProtocolError(f"{directory / RECORD_NAME} is not of the image that it names")
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} does not match its image")
     if not 0 <= record.step <= MAX_STEP or record.size_bytes < 0:
         raise RemoteProtocolError(f"{directory / RECORD_NAME} is of step {record.step}")
     return record
@@ -156,8 +157,8 @@ def load_commit(
     The caller owns the descriptor. None when nothing has been persisted there.
 
     Args:
-        damaged: where it is given, the commit before takes the place of a damaged one, and this is
-            called with what is wrong.
+        damaged: called with a description of each damaged commit; the previous commit is then used.
+        Without it, damage raises.
 
     Raises:
         RemoteProtocolError: the files are damaged: wrong size or digest.
@@ -178,7 +179,7 @@ def load_commit(
         except RemoteProtocolError as error:
             problems.setdefault(record.image, error)
             continue
-        problems.pop(record.image, None)  # its record alone is damaged, its name has the same
+        problems.pop(record.image, None)  # only its record is damaged
         if damaged is not None:
             for problem in problems.values():
                 damaged(problem.message)
@@ -212,7 +213,7 @@ def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord
 
 
 def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
-    """Remove our files but the newest commit and the one before: leftovers, older images."""
+    """Remove leftovers and older images; keep the newest two commits."""
     try:
         record = read_record(directory)
     except RemoteProtocolError:
@@ -232,7 +233,7 @@ def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
 
 
 def _head_bytes(path: Path) -> int:
-    """Return the size of what stands in front of the image."""
+    """Return the size of the bytes before the image."""
     try:
         with open(path, "rb", opener=open_plain) as file:
             start = file.read(LENGTH.size)

@@ -111,7 +111,7 @@ class DeviceEffects:
     def _commits_of(self, command: ev.ToWorker | ev.ToDaemon) -> list[int]:
         """
         Raises:
-            OSError: they could not be made; the job is being cancelled.
+            OSError: the files could not be created; the job is being cancelled.
         """
         if command.commits_of is None:
             return []
@@ -185,7 +185,7 @@ class DeviceEffects:
             return False
         size_bytes = self._memory.slot_bytes(message.job)
         disk, what = self._ground.frontend.disk, f'a commit of "{message.job}"'
-        if refusal := disk.refusal("", size_bytes, what):  # the one before the newest gives way
+        if refusal := disk.refusal("", size_bytes, what):  # the previous commit is removed
             remove_unnamed(Path(message.directory), keeps_older=False)
             refusal = disk.refusal("", size_bytes, what)
         if refusal is None:

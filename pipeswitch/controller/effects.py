@@ -190,7 +190,7 @@ class Effects:
     ) -> tuple[int, int] | None:
         """Load a job's persisted commit; (slot bytes, step), or None when there is none.
 
-        ``damaged`` is called with what is wrong with a newer one, for each that is left out.
+        ``damaged`` is called with a description of each newer commit that is skipped.
         """
         loaded = load_commit(self._places.commits / job, damaged)
         if loaded is None:
@@ -209,8 +209,8 @@ class Effects:
         return -1 if record is None else record.step
 
     def sweep(self, jobs: Collection[str], now_s: float) -> None:
-        """At the start: move to the trash what the journal does not name; remove what a crash left
-        beside commits, and what has been in the trash for a day."""
+        """At the start: move files that the journal does not name to the trash, and remove
+        leftovers of a crash beside commits and files that have been in the trash for a day."""
         old = self._places.old_trash(now_s)
         self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():

@@ -1,10 +1,11 @@
-"""Entries of the journal: their kinds, their check, and a copy of each beside what it is about.
+"""Entries of the journal: their kinds, their check, and a copy of each beside the files that it
+describes.
 
 A copy is a small file: ``models/NAME~model`` (also ``~chain`` and ``~serving``) and
 ``commits/NAME~job`` (also ``~ended``, ``~hold`` and ``~placed``). So a journal that is damaged or
 missing can be written again from the folders that it describes. An entry's copy is written after
-the journal has the entry, and removed before the journal drops it. Therefore a copy whose entry the
-journal lacks is a proof that the journal lost it.
+the journal has the entry, and removed before the journal drops it. So a copy without an entry
+proves that the journal lost the entry.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "chain": {"spec": bytes, "tenant": str},
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
-"""What an entry of each kind must have beside its name; each kind is a table."""
+"""Required fields of each kind of entry beside its name; each kind is a table."""
 
 ENDS: Final = {
     "model-gone": ("model",), "serving-gone": ("serving",), "chain-gone": ("chain",),
     "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
 }  # fmt: skip
-"""Entries that end those of other kinds."""
+"""Kinds whose entries end entries of other kinds."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
-"""Entries that take the place of those of other kinds."""
+"""Kinds whose entries replace entries of other kinds."""
 
 _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
 _SEPARATOR: Final = "~"  # between name and kind; no name has it
@@ -80,7 +81,7 @@ def digest_of(values: Any) -> str:
 
 
 def superseded_by(entry: Entry) -> list[Key]:
-    """Return the entries that are no longer true once this one is."""
+    """Return the entries that this entry supersedes."""
     kind = entry["kind"]
     gone = ENDS.get(kind) or REPLACES.get(kind, ())
     return [(other, entry["name"]) for other in gone]
@@ -91,19 +92,19 @@ def is_name(name: str) -> bool:
 
 
 def check(entry: Entry) -> None:
-    """Raise ValueError unless the entry is one of ours."""
+    """Raise ValueError unless the entry is valid."""
     name, kind = entry.get("name"), entry.get("kind")
     if not isinstance(name, str) or not is_name(name):
-        raise ValueError(f"name {str(name)[:80]!r}")
+        raise ValueError(f"invalid name {str(name)[:80]!r}")
     if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
-        raise ValueError(f"kind {str(kind)[:80]!r}")
+        raise ValueError(f"unknown kind {str(kind)[:80]!r}")
     for field, wanted in FIELDS.get(kind, {}).items():
         if not isinstance(entry.get(field), wanted):
-            raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
+            raise ValueError(f"{kind} {name}: {field} is not of type {wanted.__name__}")
     if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
-        raise ValueError(f"job {name}: an argument or a device is no text")
+        raise ValueError(f"job {name}: an argument or a device is not text")
     if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
-        raise ValueError(f"serving {name}: a share is no version and percent")
+        raise ValueError(f"serving {name}: a share is not [version, percent]")
 
 
 class EntryCopies:
@@ -132,7 +133,7 @@ class EntryCopies:
         """Remove copies, before the journal drops the entries.
 
         Raises:
-            OSError: one of them stays.
+            OSError: a copy could not be removed.
         """
         for key in keys:
             self._path(*key).unlink(missing_ok=True)
@@ -143,7 +144,7 @@ class EntryCopies:
         The next start writes it if a power loss takes it, so nothing is synced.
 
         Raises:
-            OSError: the disk is full or gone; the copy before is as it was.
+            OSError: the disk is full or gone; the previous copy is unchanged.
         """
         path = self._path(*key_of(entry))
         data = packed([{"kind": entry["kind"], "name": entry["name"],
@@ -164,7 +165,7 @@ def packed(entries: list[Entry]) -> bytes:
 
 
 def _unpacked(path: Path) -> list[Entry]:
-    """Return what ``packed`` was given; nothing if the file is damaged or missing."""
+    """Return the entries that ``packed`` wrote; none if the file is damaged or missing."""
     data = _content(path)
     content = data[_DIGEST_CHARS:]
     if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:
@@ -187,14 +188,14 @@ def read_backup(path: Path) -> dict[Key, Entry]:
 
 
 def write_backup(data: bytes, newest: Path, older: Path) -> None:
-    """Make packed entries the newest backup, unless they are that already."""
+    """Write packed entries as the newest backup, unless it already has them."""
     try:
         if _content(newest) != data:
             if _unpacked(newest):
                 os.replace(newest, older)
             _write_whole(newest, data)
     except OSError as error:
-        log.warning("journal has no new backup: %s", error)
+        log.warning("the journal's backup cannot be written: %s", error)
 
 
 def _is_sound(entry: Entry) -> bool:

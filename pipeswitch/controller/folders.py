@@ -82,7 +82,7 @@ class Places:
         return moved
 
     def old_trash(self, now_s: float) -> list[Path]:
-        """Return what a start threw away a day ago; the caller removes it."""
+        """Return the files that a start moved to the trash a day ago; the caller removes them."""
         stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
         return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 

@@ -1,13 +1,12 @@
-"""What survives the server: which models are registered, which jobs were accepted.
+"""State that survives the server: registered models and accepted jobs.
 
-An SQLite database (docs/adr/0010): what was appended is on the disk, whole, before its asker is
-answered. A model is there until it is unregistered, a job until it is over and an ended one until
-it is removed, a hold until its job is resumed or over.
+An SQLite database (docs/adr/0010): an entry is complete on disk before the client gets its answer.
+A model's entry stays until it is unregistered, a job's until the job is over, an ended job's until
+it is removed, and a hold until its job is resumed or over.
 
-Each row has a digest. A journal that is damaged, in one row or as a whole, is set aside and written
-again from what is sound of it, from the copies beside models and commits (``entries``), and from
-the newest backup of the journal. What no entry names then is moved to ``orphans/`` and never
-removed by a server.
+Each row has a digest. If the journal is damaged, in one row or as a whole, it is renamed and
+rebuilt from its sound rows, from the copies beside models and commits (``entries``), and from the
+newest backup. Files that no entry names then are moved to ``orphans/``; no server removes them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SCHEMA_VERSION: Final = 11
 # 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
 # 8 no chains, 9 no defaults of job.steps, 10 no digests
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
-BACKUP_EVERY_S: Final = 60.0  # at most, while entries come; at once when one goes
+BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries come; at once when one is removed
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 DIGEST_COLUMN: Final = "sha256"
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
@@ -66,15 +65,15 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, chains, serving, jobs, holds, placed, ended: what it held when it was opened, by
-            name, in the order of acceptance.
-        losses: sentences for people that say what was damaged, and what became of it.
-        lost: entries that are known to have been there and could not be read anywhere.
-        run_later: runs a piece of file work beside the loop; by default it is run at once.
+        models, chains, serving, jobs, holds, placed, ended: its entries when it was opened, by
+        name, in the order of acceptance.
+        losses: sentences for the user: what was damaged, and what the server did about it.
+        lost: entries that existed and could not be read anywhere.
+        run_later: runs file work beside the loop; by default it runs at once.
     """
 
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open the journal, or make one.
+        """Open the journal, or create one.
 
         Raises:
             OSError: it can be neither read nor written.
@@ -150,13 +149,15 @@ class JournalFile:
             self.lost = [(kind, name) for kind, name in lost if is_name(name)]
             for what, keys in (("read from copies", found.keys() & missed.keys()), ("lost", lost)):
                 if names := ", ".join(f"{kind} {name!r:.80}" for kind, name in sorted(keys)):
-                    self.losses.append(f"entries that the journal lacked are {what}: {names}")
+                    self.losses.append(
+                        f"entries were missing from the journal and are {what}: {names}"
+                    )
             orphans = self._places.set_aside(_digests(found), _jobs(found), f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
         return found
 
     def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
-        """Put a new file in the place of a damaged one, which is set aside."""
+        """Rename the damaged file and create a new one in its place."""
         path, fresh = self._path, self._path.with_name("journal.new.sqlite")
         for suffix in ("", "-wal"):  # of a start that was cut short
             Path(f"{fresh}{suffix}").unlink(missing_ok=True)
@@ -172,7 +173,7 @@ class JournalFile:
         os.replace(fresh, path)
         self._database = _opened(path)
         what = f", set aside as {aside.name}" if aside.exists() else ""
-        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is written again")
+        self.losses.append(f"{path.name} is damaged ({problem}){what}: it is rebuilt")
 
     def _put(self, entries: dict[Key, Entry]) -> None:
         """Write entries that are true together, and drop what they supersede."""
@@ -328,7 +329,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _merged(*sources: dict[Key, Entry]) -> dict[Key, Entry]:
-    """Return what is true by all sources; a later one is right about an earlier one."""
+    """Merge the entries of all sources; a later source overrides an earlier one."""
     merged: dict[Key, Entry] = {}
     for source in sources:
         for key in [key for entry in source.values() for key in superseded_by(entry)]:

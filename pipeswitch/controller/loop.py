@@ -34,7 +34,7 @@ class Loop:
     """Its thread alone owns the scheduler's state."""
 
     def __init__(self, server: Server, ready_line: Callable[[], str]) -> None:
-        """``ready_line``: makes the line that is printed when all is there."""
+        """``ready_line``: returns the line to print when everything is ready."""
         self._server, self._ready_line = server, ready_line
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False

@@ -118,7 +118,7 @@ class Processes:
             )
 
     def _start_failed(self, error: OSError) -> None:
-        """Try again at the next look; a shortage ends some day and does not count."""
+        """Try again at the next check; a shortage passes and does not count as a failure."""
         self._failed_starts += error.errno not in SHORTAGES
         log.error("fork_server=not_started failed=%d: %s", self._failed_starts, error)
         if self._failed_starts >= MAX_FAILED_STARTS:
@@ -342,8 +342,8 @@ class Processes:
         """Send without ever blocking.
 
         A child that has exited, or was never forked, gets nothing: its exit event is on its way.
-        One that cannot take the message is killed: it does not read, or the system has no memory
-        or no place left for descriptors in flight.
+        A child that cannot take the message is killed: it does not read, or the system has no
+        memory or no room for descriptors in flight.
         """
         if (
             child.exit_status is not None
@@ -355,8 +355,10 @@ class Processes:
         except BrokenPipeError:
             return
         except OSError as error:
-            reason = "it does not read" if isinstance(error, BlockingIOError) else error.strerror
-            log.error("child=%s cannot be sent a message, killing it: %s", child.name, reason)
+            reason = (
+                "it reads no messages" if isinstance(error, BlockingIOError) else error.strerror
+            )
+            log.error("child=%s takes no message, killing it: %s", child.name, reason)
             self.kill(child)
 
     def kill(self, child: Child) -> None:

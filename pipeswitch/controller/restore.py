@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def restore(server: Server, now_s: float) -> None:
-    """Bring back models and jobs of the journal, then the models of the configuration.
+    """Restore models and jobs of the journal, then the models of the configuration.
 
-    An entry that cannot be used is left out and named. ``now_s``: seconds since 1970.
+    An unusable entry is skipped and named. ``now_s``: seconds since 1970.
     """
     journal = server.journal
     tokens = map(Token, itertools.count(-1, -1))  # negative: the server itself asks
@@ -46,7 +46,7 @@ def restore(server: Server, now_s: float) -> None:
                 bring_back(server, name, entry, next(tokens))
             except Exception as error:  # one entry, whatever is wrong with it, stops no server
                 log.exception("%s=%s of the journal left out", kind, name)
-                journal.losses.append(f"the entry of {kind} {name} cannot be used: {error!r}")
+                journal.losses.append(f"the entry of {kind} {name} is not usable: {error!r}")
                 journal.lost.append((kind, name))
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
@@ -56,8 +56,8 @@ def restore(server: Server, now_s: float) -> None:
 
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
-    """List what was there and cannot be brought back, as failed."""
-    reason = "its entry in the journal is damaged, and no copy of it is left"
+    """List the models and jobs that cannot be restored, as failed."""
+    reason = "its entry in the journal is damaged and has no copy"
     if kind == "model":
         server.scheduler.registry.names.lost(ModelName(name), reason)
     elif kind in ("job", "ended"):

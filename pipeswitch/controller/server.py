@@ -134,7 +134,7 @@ class Server:
         )
 
     def tell_losses(self) -> None:
-        """Say on stderr what was damaged; the log has it already."""
+        """Report on stderr what was damaged; the log has it already."""
         for text in self.journal.losses:
             sys.stderr.write(f"Warning: {text}\n")
 

@@ -148,7 +148,7 @@ class PoolView:
         return bound
 
     def kernels(self) -> PackedKernels | None:
-        """Return what computes over packed weights on this device; None: nothing does."""
+        """Return the kernels for packed weights on this device, or None."""
         return None
 
     def can_improve(self, program: BoundProgram) -> bool:

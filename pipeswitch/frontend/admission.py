@@ -156,10 +156,10 @@ def check_brought(
     """Check the inputs that a sequence's request brings, before a byte of them is read.
 
     Returns:
-        What they say the open dimensions are.
+        The values of the open dimensions, as the inputs give them.
 
     Raises:
-        InvalidInput: dtype, shape, range or size is wrong; with the model's signature in the text.
+        InvalidInput: dtype, shape, range or size is wrong; the text has the model's signature.
     """
     values: dict[str, int] = {}
     for spec in manifest.inputs:
@@ -387,14 +387,15 @@ def tenant_of(body: Body, own: str) -> str:
 
 
 def address_of(body: Body, own: str) -> str:
-    """Return the address that the owner names, often empty; the gateway names its callers'.
+    """Return the address that the owner gives, often empty; the gateway gives its callers'
+    addresses.
 
     Raises:
         PermissionDenied, InvalidInput.
     """
     named = body.text("address", "")
     if named and own:
-        raise PermissionDenied("only the server's owner may ask for another address")
+        raise PermissionDenied("only the server's owner may send a request for another address")
     if len(named) > MAX_ADDRESS_CHARS:
-        raise InvalidInput(f"address has {len(named)} characters, at most {MAX_ADDRESS_CHARS}")
+        raise InvalidInput(f"address has {len(named)} characters; the limit is {MAX_ADDRESS_CHARS}")
     return named

@@ -415,7 +415,7 @@ class Frontend:
         self._outbox.reply(client, header.id, body={"sequences": rows})
 
     def _ask_nodes(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        """Reply with the cluster's table, less the keys of gateways."""
+        """Reply with the cluster's table, without the keys of gateways."""
         Body("nodes", header.body).done()
         if not (path := self._config.gateway.cluster):
             raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
@@ -514,7 +514,8 @@ class Frontend:
             self._take(asked)
 
     def _load(self, asked: ev.TrainAsked | ev.JobAsked, folder: Path) -> None:
-        """Read a commit beside the loop, which a large one would hold up, then go on."""
+        """Read a commit on another thread, since a large one would block the loop; then
+        continue."""
         self.uploads.run_later(
             functools.partial(self._read_commit, asked, folder),
             lambda error: self.answer_soon(ev.Answer(token=asked.token, error=error)),
@@ -581,7 +582,7 @@ class Frontend:
             self._outbox.send(client, outgoing)
 
     def _note_lengths(self, body: dict[str, Any]) -> None:
-        """Note of language models how long an answer can be, where the pool is why."""
+        """Add a note to language models whose answers the pool limits."""
         manifests = {one.manifest.digest: one.manifest for one in self.inference.models.values()}
         for row in (body, body.get("model"), *body.get("models", ())):
             manifest = manifests.get(row.get("digest", "")) if isinstance(row, dict) else None

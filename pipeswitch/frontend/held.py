@@ -23,7 +23,7 @@ from .request_pool import Room
 
 MAX_ID: Final = 64
 
-MAX_STEP_TOKENS: Final = 1 << 16  # of one request: what the loop reads of it takes 1 ms
+MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
 NO_TOKENS: Final = tokens_of(())
 
 Key = tuple[str, str]  # who asks, and what it calls the sequence
@@ -75,7 +75,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     chosen: SlabTensor | None = None  # what came of it
     asked: Tokens[int] = NO_TOKENS  # by the request under way
     borrowed: int = 0  # of these, those whose rows were there
-    ahead: Tokens[int] = NO_TOKENS  # whose rows lie behind those that are used
+    ahead: Tokens[int] = NO_TOKENS  # tokens with rows after the used ones
 
     @property
     def copy_bytes(self) -> int:

@@ -46,12 +46,12 @@ INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread
 _NO_RUN: Final = Epoch(0)
 AGAIN: Final = "wait for answers, or raise [server] pool"
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
-MAX_WAITING_BYTES: Final = 64 << 20  # of steps that wait for room
-WAITING_BYTES: Final = 64 << 10  # one counts so many at least: 1,024 wait at most
+MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
+WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
 
 
 class Waiting(msgspec.Struct, kw_only=True, eq=False):
-    """A step of an answer that has begun, for whose cache there is no room now."""
+    """A step of a running answer whose cache has no room now."""
 
     pending: Pending
     client: Client
@@ -132,7 +132,7 @@ class Inference:
         tensors: Sequence[Any],
         waiting: Waiting | None = None,
     ) -> None:
-        """Take one request, or one that has waited for room."""
+        """Accept a request, new or after a wait for room."""
         arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
         version, caller = 0, client.standing.tenant
         trace_id, asked, held, is_begun = "", None, None, False
@@ -239,21 +239,21 @@ class Inference:
     # ---- steps that wait for room --------------------------------------------------------------
 
     def _check_turn(self, caller: str) -> None:
-        """Refuse a new sequence of a caller whose answers that have begun wait for room.
+        """Refuse a new sequence if the caller's running answers wait for room.
 
         Raises:
             QueueFull
         """
         if any(one.key[0] == caller for one in self._waiting):
-            raise QueueFull("answers that have begun wait for room in the pool", hint=AGAIN)
+            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
 
     def _wait(
         self, client: Client, header: RequestHeader, tensors: Sequence[Any], key: Key, starts: bool
     ) -> None:
-        """Accept a step now, and take it when there is room for its cache.
+        """Accept a step now, and run it when there is room for its cache.
 
         Raises:
-            QueueFull: too many bytes of this caller's wait so.
+            QueueFull: too many bytes of this caller's steps wait already.
         """
         counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
         self._waiting_bytes.take(key[0], counted_bytes)
@@ -274,15 +274,15 @@ class Inference:
         self.look_again()
 
     def look_again(self) -> None:
-        """Look soon whether a step need not wait any longer: there is room, or it is cancelled."""
+        """Schedule a check of the waiting steps: room was released, or a step was cancelled."""
         if self._waiting and not self._is_looking:
             self._is_looking = True
             self._call_soon(self._look)
 
     def _look(self) -> None:
-        """Try each caller's steps in the order in which their answers began. The first that finds
-        no room takes that of the youngest answer that waits too, whose client sends its tokens
-        again: the oldest always goes on, so all come to their ends."""
+        """Try each caller's steps in the order in which their answers began. The first step without
+        room takes the cache of the youngest waiting answer, whose client sends its tokens again.
+        The oldest answer always continues, so all answers end."""
         self._sequences.expire()  # now: what it releases later in this look would be overlooked
         behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
         for one in sorted(self._waiting, key=self._began):
@@ -302,7 +302,7 @@ class Inference:
         return (math.inf if held is None else held.number), one.pending.token
 
     def _goes_on(self, one: Waiting) -> bool:
-        """Return whether the step waits no longer: it is under way, or has its answer."""
+        """Return whether the step no longer waits: it runs, or has its answer."""
         try:
             if one.pending.is_cancelled:
                 raise Cancelled(f"request {one.pending.request_id} was taken back")
@@ -316,8 +316,8 @@ class Inference:
         return True
 
     def _give_up_for(self, one: Waiting) -> bool:
-        """End the youngest sequence that waits, if it is younger than this step's; or this one,
-        whose cache may lie where it cannot grow, if nothing that goes on will make room."""
+        """End the youngest waiting sequence if it is younger than this step's. Otherwise end this
+        one if no running answer will make room: its cache may lie where it cannot grow."""
         began = self._began(one)[0]
         younger = [two for two in self._waiting if began < self._began(two)[0] < math.inf]
         if younger:
@@ -367,7 +367,7 @@ class Inference:
         """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
 
         Args:
-            then: called by the loop's thread afterwards, with the error if it could not be copied.
+            then: called on the loop's thread afterwards, with the error if the copy failed.
         """
 
         def copy() -> None:
@@ -556,7 +556,7 @@ class Inference:
         self._copy(event.inputs, payload, event.tenant, taken)
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
-        """Answer a request of which a step cannot be asked for."""
+        """Answer a request whose step is not possible."""
         self._take(CancelAsked(token=pending.token))  # if it is waited for there
         self._answer(Answer(token=pending.token, error=error))
 

@@ -310,7 +310,7 @@ class Peers:
             self.rests_until_s = self._now_ms() / 1000 + REST_S
 
     def wake(self) -> None:
-        """Accept again where nothing was accepted for a while; ``rests_until_s`` says when."""
+        """Resume listeners that paused; ``rests_until_s`` says when."""
         resting, self.resting, self.rests_until_s = self.resting, [], math.inf
         if self._selector is not None:
             self.watch(self._selector, resting)
@@ -358,8 +358,8 @@ class Peers:
 
 
 def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[StreamPeer]:
-    """Accept the connections that wait at a listener; at the owner's only this user's: the folder
-    is closed to others, who could have been handed a connection all the same.
+    """Accept the waiting connections of a listener. At the owner's socket accept only this user:
+    its folder is closed to other users, but a process may pass them a connection.
 
     Raises:
         OSError: descriptors or memory are short.

@@ -220,7 +220,7 @@ def encode_spec(
     precision: str = "",
     max_error: float = 0.0,
 ) -> tuple[bytes, str]:
-    """msgpack of the BuildSpec, and a digest that is equal for an equal request.
+    """Return msgpack of the BuildSpec, and a digest that is equal for equal requests.
 
     ``max_batch`` 0 means the default, ``batch`` 0 that no requests are joined.
 
@@ -230,7 +230,7 @@ def encode_spec(
     precision = precision or "exact"
     if precision not in PRECISIONS:
         raise InvalidInput(
-            f"precision {precision[:40]!r} is not known", hint=f"one of {', '.join(PRECISIONS)}"
+            f"unknown precision {precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
         )
     if batch == 1 or (batch_delay_ms and not batch):
         raise InvalidInput(

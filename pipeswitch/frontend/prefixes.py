@@ -1,7 +1,8 @@
-"""Which sequences of a language model begin with the same tokens. Pure.
+"""Index of a language model's sequences by their first tokens. Pure.
 
-A history has a hash of its first tokens at some lengths: two that have one in common had the same
-tokens so far, which is compared again. Only within a *scope*: who asks, and which program.
+A history has hashes of its first tokens at some lengths. Two histories with a common hash have the
+same tokens so far; the tokens are compared again. Histories match only within a *scope*: the caller
+and the program.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import msgspec
 import numpy as np
 
 BLOCK: Final = 16  # tokens
-FINE_BLOCKS: Final = 64  # each of them has a hash; behind them one follows each 32nd to 64th part
-TOKEN_BYTES: Final = 4  # of memory for each token of a history
+FINE_BLOCKS: Final = 64  # each of these blocks has a hash, later ones only some
+TOKEN_BYTES: Final = 4  # memory of each token of a history
 
-Tokens = array  # of C ints: no vocabulary has more than 2**21
+Tokens = array  # array of C ints: no vocabulary has more than 2**21
 
 
 def tokens_of(ids: Any) -> Tokens[int]:
@@ -35,7 +36,7 @@ class History(msgspec.Struct, eq=False):
     hashed: int = 0  # tokens that the last hash of the chain is of
 
     def hashes(self, tokens: Tokens[int]) -> tuple[list[int], int]:
-        """Return the hashes that ``tokens`` add to the chain, and how many tokens it is of then."""
+        """Return the hashes that ``tokens`` add to the chain, and its new length in tokens."""
         made, at = list[int](), self.hashed
         rest = self.tokens[at:] + tokens
         last = self.chain[-1] if self.chain else hash(self.scope)
@@ -53,7 +54,7 @@ class Prefixes:
         self._with: dict[int, dict[History, None]] = {}
 
     def extend(self, history: History, tokens: Tokens[int]) -> None:
-        """Add tokens whose rows the history's sequence has too."""
+        """Add tokens to a history; its sequence has their rows."""
         made, history.hashed = history.hashes(tokens)
         history.tokens.extend(tokens)
         history.chain.extend(made)
@@ -70,8 +71,7 @@ class Prefixes:
         history.tokens, history.chain, history.hashed = array("i"), [], 0
 
     def find(self, history: History, tokens: Tokens[int]) -> tuple[History, int] | None:
-        """Return a history with the same tokens and the most of those to come, and how many tokens
-        both have."""
+        """Return the history that shares the most leading tokens, and their number."""
         found: History | None = None
         for one in history.hashes(tokens)[0]:
             if one not in self._with:
@@ -84,7 +84,7 @@ class Prefixes:
 
 
 def common(these: Tokens[int], those: Tokens[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the number of leading tokens that both have."""
     count = min(len(these), len(those))
     if not count:
         return 0
@@ -94,5 +94,5 @@ def common(these: Tokens[int], those: Tokens[int]) -> int:
 
 
 def _span(at: int) -> int:
-    """Return how many tokens behind ``at`` the next hash is of: a long history has few hashes."""
+    """Return the number of tokens from ``at`` to the next hash: a long history has few hashes."""
     return BLOCK << max(0, (at // BLOCK).bit_length() - FINE_BLOCKS.bit_length() + 1)

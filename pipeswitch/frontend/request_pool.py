@@ -132,11 +132,11 @@ class RequestPool:
         tenant: str = "",
         beside_bytes: int = 0,
     ) -> Room:
-        """Return room for a request's inputs and for its reply, or for neither, in a tenant's file.
+        """Allocate room for a request's inputs and its reply, or for neither, in a tenant's file.
 
         Args:
-            beside_bytes: memory of this process that the room's owner needs with it; it counts to
-                the holder's share too.
+            beside_bytes: memory that this process needs beside the room; it counts toward the
+            holder's share too.
 
         Raises:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
@@ -301,5 +301,5 @@ class RequestPool:
 
 
 def _paged(size_bytes: int) -> int:
-    """Return the bytes of the slab that holds so many: whole pages, one at least."""
+    """Return the slab size for a number of bytes: whole pages, at least one."""
     return aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)

@@ -39,7 +39,7 @@ ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last on
 SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
 MOST_SPARES: Final = 128
 PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
-SMALL_BYTES: Final = 64 << 10  # of a step's request, beside its ids and rows
+SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids and rows
 IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
 HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
 
@@ -94,19 +94,18 @@ class Sequences:
     def given(
         self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
     ) -> tuple[RequestHeader, list[Any]]:
-        """Return a request's inputs and frames with the state among them, as if its client had sent
-        it.
+        """Return a request's inputs and frames with the state added, as if the client had sent it.
 
-        The first request may bring it. What it does not bring begins as zeros, or without rows.
+        The first request may contain the state. The rest begins as zeros, or without rows.
 
         Raises:
-            InvalidInput: an input is not what the model takes here, a later request brings the
-                state too, or the shape that it begins with is unknown.
+            InvalidInput: an input does not fit the model, a later request contains the state, or
+            the state's initial shape is unknown.
         """
         manifest = held.announced.manifest
         brought = {one.name: one for one in header.inputs if one.name}
         if brought and len(brought) < len(header.inputs):
-            raise InvalidInput(f"{header.model}: an input is given twice, or has no name")
+            raise InvalidInput(f"{header.model}: an input appears twice or has no name")
         if held.steps and (twice := brought.keys() & held.state.keys()):
             raise InvalidInput(
                 f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
@@ -155,9 +154,10 @@ class Sequences:
         values: dict[str, int],
         first: Mapping[str, Any],
     ) -> None:
-        """Take the tokens whose rows are there out of a language model's request, but for the last.
+        """Remove the tokens that have rows from a language model's request, except the last one.
 
-        What was read of its inputs is what is computed: a sender could still change its own bytes.
+        The inputs are read once and the model computes that copy: a sender could still change its
+        own bytes.
         """
         known = values["past"] if first else next((one.used for one in held.grown.values()), 0)
         ids, count, found = _ids_of(held, brought, frames, known), 0, None
@@ -349,7 +349,7 @@ class Sequences:
         return found
 
     def retract(self, model: str) -> None:
-        """End all sequences and spares of a model that is gone: one of this name is another."""
+        """End all sequences and spares of a removed model: a later model may have its name."""
         self._tokens.pop(model, None)
         for held in (*self.held.values(), *self.spare.values()):
             if held.announced.model == model:
@@ -359,8 +359,8 @@ class Sequences:
                     self.drop(held)
 
     def longest(self, manifest: Manifest) -> tuple[int, int]:
-        """Return how many tokens an answer of a language model has at most, with its prompt, and
-        how many a step: its cache and its request fit a caller's share of the pool."""
+        """Return the maximum number of tokens of a language model's answer with its prompt, and of
+        a step, such that its cache and request fit a caller's share of the pool."""
         high = {dim.name: dim.high for dim in manifest.dims}
         (cache,) = [one for one in manifest.inputs if one.name == CACHE]
         row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
@@ -370,7 +370,7 @@ class Sequences:
         return min(high["past"], max(0, rows - beside)), piece
 
     def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
-        """Return whether an answer of this caller's goes on, besides those that are named."""
+        """Return whether another answer of this caller continues, besides the given ones."""
         return any(
             key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
             for key, one in self.held.items()
@@ -389,12 +389,12 @@ class Sequences:
         """Make room for the rows of the answer to come, so that it cannot fail then.
 
         Args:
-            first: the rows that the request brings, which starts the sequence.
+            first: the rows in the request that starts the sequence.
 
         Raises:
             QueueFull: over its caller's share of the pool.
-            InvalidInput: it is of several rows, which would grow side by side; it is full; or it
-                has no rows, and the model cannot tell zeros from them.
+            InvalidInput: the sequence has several rows, which would grow side by side; it is full;
+            or it has no rows, and the model cannot distinguish zeros from rows.
         """
         manifest, (output, _) = held.announced.manifest, held.state[spec.name]
         (made,) = [one for one in manifest.outputs if one.name == output]
@@ -411,7 +411,7 @@ class Sequences:
         elif not (used or (dim is not None and dim.name in manifest.pads)):
             raise InvalidInput(
                 f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
-                hint=f'bring "{spec.name}" with the request that starts the sequence',
+                hint=f'pass "{spec.name}" with the request that starts the sequence',
             )
         more = held.choosing.steps - 1 if held.choosing is not None else 0
         wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
@@ -538,16 +538,16 @@ def _ids_of(
     """Return the tokens of a language model's step, whose sequence has ``used`` rows.
 
     Raises:
-        InvalidInput: they, their count, or where they belong is wrong; with what would be right.
+        InvalidInput: the ids, their count or their position is wrong; the text has the right value.
     """
     if missing := [name for name in (IDS, COUNT, USED) if name not in brought]:
-        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"bring {IDS}, {COUNT} and {USED}")
+        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"pass {IDS}, {COUNT} and {USED}")
     length = brought[IDS].shape[1]
     if brought[IDS].shape[0] != 1:
-        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows: a sequence has a batch of 1')
+        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows; a sequence has exactly one')
     if length > MAX_STEP_TOKENS:
         raise InvalidInput(
-            f"{length} tokens in one request: a sequence takes {MAX_STEP_TOKENS} at most",
+            f"{length} tokens in one request; the limit is {MAX_STEP_TOKENS}",
             hint="send the prompt in pieces",
         )
     for name, right in ((COUNT, length), (USED, used)):
@@ -560,7 +560,7 @@ def _ids_of(
     vocabulary = held.announced.manifest.extra["generation"]["vocabulary"]
     for number in (int(ids.min()), int(ids.max())):
         if not 0 <= number < vocabulary:
-            raise InvalidInput(f"{number} is no token from 0 to {vocabulary - 1}")
+            raise InvalidInput(f"token id {number} is outside 0 to {vocabulary - 1}")
     return tokens_of(ids)
 
 

@@ -39,7 +39,7 @@ PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
-NEUTRAL_BYTES: Final = 256  # of a value that asks for nothing
+NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
 SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
@@ -72,8 +72,8 @@ NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     for names, _, values in (line.partition(" = ") for line in _NEUTRAL.split("\n"))
     for name in names.split()
 }
-"""Options of OpenAI and vLLM that are not done: the values of each that change no answer, which are
-accepted, as null is; ``*``: all of them. Any other value is refused by name."""
+"""Unsupported options of OpenAI and vLLM, each with the values that change no answer (``*``: all).
+These values and null are accepted; any other value is refused by name."""
 CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
 S = TypeVar("S", "Said", "Asked")
 log = logging.getLogger(__name__)
@@ -344,7 +344,7 @@ def _said(body: Any, kind: type[S]) -> S:
         if kind is Asked and "parameters" in given:
             given |= _fields(given.pop("parameters"))
         if len(given) > MAX_FIELDS:
-            raise InvalidInput(f"{len(given)} fields: a request has {MAX_FIELDS} at most")
+            raise InvalidInput(f"{len(given)} fields in a request; the limit is {MAX_FIELDS}")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
         for name in given.keys() - {*known}:
             _check_neutral(name, given[name], known, is_chat="messages" in given)
@@ -364,7 +364,7 @@ def _said(body: Any, kind: type[S]) -> S:
 
 
 def _fields(data: Any) -> dict[str, msgspec.Raw]:
-    """Return an object's fields that are not null, undecoded: nobody knows how much they become."""
+    """Return an object's non-null fields undecoded, since their decoded size is unknown."""
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return {name: value for name, value in fields.items() if value != NULL}
 
@@ -372,7 +372,7 @@ def _fields(data: Any) -> dict[str, msgspec.Raw]:
 def _check_neutral(
     name: str, raw: msgspec.Raw, known: Iterable[str], *, is_chat: bool = False
 ) -> None:
-    """Raises InvalidInput: an option that is not done asks for something."""
+    """Raise InvalidInput if an unsupported option has a value that would change the answer."""
     neutral = NEUTRAL.get(f"chat.{name}" if is_chat else name, NEUTRAL.get(name, ()))
     if "*" in neutral:
         return
@@ -393,10 +393,10 @@ def _begin(
     tokens: int | None = None,
     temperature: float | None = None,
 ) -> Begin:
-    """Return the answer that is asked for.
+    """Return the requested answer.
 
-    What the request leaves out is ``tokens`` and ``temperature``; where these are None, what the
-    model's author has (``own``), else OpenAI's default.
+    Options that the request omits come from ``tokens`` and ``temperature``; if these are None, from
+    the model's author (``own``), else from OpenAI's defaults.
     """
     if asked.max_tokens is not None and asked.max_tokens < 1:
         raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
@@ -420,15 +420,15 @@ def _begin(
 
 
 def _first(*values: Any) -> Any:
-    """The first one that is said."""
+    """Return the first value that is set."""
     return next(value for value in values if value is not None)
 
 
 def _prompt(given: msgspec.Raw) -> msgspec.Raw:
-    """Return a text or ids; of a list of one of these, as some clients send it, that one.
+    """Return a text or ids; unwrap a list of one, which some clients send.
 
     Raises:
-        InvalidInput: it is something else; no more of that is decoded than shows it.
+        InvalidInput: it is something else; decoding stops as soon as that is clear.
     """
     for kind in (str | list[int], tuple[str], tuple[list[int]]):
         with contextlib.suppress(msgspec.ValidationError):

@@ -58,7 +58,7 @@ GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good re
 ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
 CROWD: Final = 8  # connections of an address: with more of them its requests take turns
-PASS_REQUESTS: Final = 4  # of such an address, that begin in one pass of the loop
+PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
 KEPT_HEAD_BYTES: Final = 2 << 10  # of a head, kept to know it again
@@ -260,8 +260,8 @@ class HttpServer:
                 del self.by_peer[connection.peer]
 
     async def turn(self, peer: str) -> None:
-        """Wait until a request of this address may begin: a few do in each pass of the loop, so
-        that all its connections together hold up others no longer than these few."""
+        """Wait until a request of this address may begin. Only a few begin in each pass of the
+        loop, so that all its connections together delay others no longer than these few."""
         if (line := self._lines.get(peer)) is None:
             line = self._lines[peer] = deque()
             asyncio.get_running_loop().call_soon(self._begin_some, peer)
@@ -703,9 +703,9 @@ class Connection(asyncio.BufferedProtocol):
     async def _write_stream(
         self, answer: Answer, stream: Stream, *, frame: Callable[[bytes], bytes], has_body: bool
     ) -> None:
-        """Write the head, then pieces as they come, each when the peer has taken those before it.
+        """Write the head, then each piece when the peer has read the earlier ones.
 
-        The last chunk is empty, so that a peer can tell this end from a cut.
+        The last chunk is empty, which distinguishes the end from a cut.
         """
         try:
             self._streaming, self._cut = frame if has_body else None, answer.cut
@@ -781,7 +781,7 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
 
     def leave(self) -> None:
-        """Close when what is due has been answered; a stream has no end to wait for: it is cut."""
+        """Close after the pending answers; a stream is cut, since it may never end."""
         self._is_ending = True
         if self._streaming is not None and self._cut is not None:
             error = ServerUnavailable("the server's gateway is stopping", hint="ask again soon")
@@ -821,7 +821,7 @@ def _inflated(data: Any, most: int) -> bytes:
 
 
 def _chunk(piece: bytes) -> bytes:
-    """A piece of a body as HTTP/1.1 frames it; an empty one is the end."""
+    """Frame a piece of a body as an HTTP/1.1 chunk; an empty piece is the end."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 

@@ -183,8 +183,8 @@ async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
 
 
 async def _return_memory() -> None:
-    """Give memory back to the system after requests were large: neither the collector's rare runs
-    nor the allocator's free lists would."""
+    """Return memory to the system after large requests: neither the collector's rare runs nor the
+    allocator's free lists would."""
     libc = ctypes.CDLL(None)
     own_pages = _resident_pages()
     while True:

@@ -1,9 +1,9 @@
-"""The nodes of a cluster, as one node's gateway sees them: in place of the one connection.
+"""Connections of one node's gateway to all nodes of a cluster.
 
-The node's actor writes placement's table into a file, and the gateway reads that: it knows nothing
-of Ray. A request goes to the server beside the gateway if that holds the model, else to another
-node's server, by its port for clients with keys. No server sends a request on, so there is one hop
-at most. If a node does not answer, the request goes to the model's other holders, each once.
+The node's actor writes placement's table into a file, which the gateway reads; it does not use Ray.
+A request goes to the server beside the gateway if that holds the model, else to another node's
+server, by its port for clients with keys. No server forwards a request, so there is at most one
+hop. If a node does not answer, the request goes to the model's other holders, each once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ..client.looped import LoopConnection
 from ..errors import InvalidInput, SequenceNotFound, ServerUnavailable
 from ..wire.keys import ClientKeys
 
-HELLO_S: Final = 2.5  # a node that is there answers within this
-LOOK_S: Final = 0.25  # between two looks at the table
-FAILED_S: Final = 5.0  # a node that did not answer is asked last for so long
-MAX_SEQUENCES: Final = 1 << 16  # whose nodes are remembered; of others the holders tell
+HELLO_S: Final = 2.5  # limit for the answer of a live node
+LOOK_S: Final = 0.25  # interval between checks of the table
+FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
+MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
 REFUSED: Final = frozenset({"put", "register", "unregister"})
 ROUTED: Final = frozenset({"infer", "show", "generation"})
 log = logging.getLogger(__name__)
 
 
 class Node(msgspec.Struct, frozen=True):
-    address: str  # of clients with keys
-    gateway_keys: tuple[str, str, str]  # of the key that speaks for its owner
+    address: str  # address for clients with keys
+    gateway_keys: tuple[str, str, str]  # keys with the owner's rights
 
 
 class Table(msgspec.Struct, frozen=True):
-    """What placement says, and the name of the node whose gateway this is."""
+    """Placement's table, and the name of this gateway's node."""
 
     here: str = ""
     nodes: dict[str, Node] = {}
@@ -54,10 +54,10 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Nodes:
-    """In place of a ``LoopConnection``; used by the loop's thread."""
+    """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
     def __init__(self, local: LoopConnection, path: Path) -> None:
-        """``path``: the file of the table, which may not be there yet."""
+        """``path``: the file of the table, which need not exist yet."""
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
         self._table = Table()
@@ -76,10 +76,10 @@ class Nodes:
         self._local.close()
 
     def ask(self, op: str, **options: Any) -> Awaitable[Any]:
-        """As ``LoopConnection.ask``, of the node that it takes."""
+        """Send a request as ``LoopConnection.ask`` does, to the right node."""
         if op in REFUSED:
             raise InvalidInput(
-                f"{op} is for the whole cluster, and this address is of one node",
+                f"{op} concerns the whole cluster, but this address is one node's",
                 hint="pipeswitch --host cluster register NAME SOURCE; in Python Client('cluster')",
             )
         if op in ROUTED:
@@ -97,11 +97,11 @@ class Nodes:
     # ---- one model -----------------------------------------------------------------------------
 
     async def _of_model(self, op: str, options: dict[str, Any]) -> Any:
-        """Return the answer of one holder of the model; the others are asked where that fails.
+        """Return the answer of one holder of the model; try the others if it fails.
 
         Raises:
             SequenceNotFound: the node that has the sequence does not answer.
-            PipeSwitchError: as the last node did.
+            PipeSwitchError: the last node's error.
         """
         model, body = options["model"], options.get("body") or {}
         deadline_ms = options.get("deadline_ms")
@@ -131,8 +131,8 @@ class Nodes:
                 options = {**options, "deadline_ms": max(left_ms, 0.001)}
 
     def _untried(self, model: str, tried: set[str]) -> list[str]:
-        """Return the model's holders that were not asked: this node first, else the one that serves
-        it."""
+        """Return the model's holders that were not tried: this node first, else the serving
+        node."""
         table, held = self._table, self._table.holders.get(model, ())
         return [
             node
@@ -143,14 +143,14 @@ class Nodes:
         ]
 
     def _fresh(self, nodes: list[str]) -> list[str]:
-        """Return those that have not just failed; all, if there are none."""
+        """Return the nodes that have not failed recently; all nodes if there are none."""
         since_s = time.monotonic() - FAILED_S
         return [
             node for node in nodes if self._failed_s.get(self._address(node), -math.inf) < since_s
         ] or nodes
 
     def _node_for(self, model: str, body: Mapping[str, Any], tried: set[str]) -> str:
-        """Return the node to ask; of a model that no node is known to have, this one.
+        """Return the node for a request; this node if no node is known to have the model.
 
         Raises:
             SequenceNotFound: its node is gone.
@@ -177,8 +177,8 @@ class Nodes:
 
     def _lost(self, body: Mapping[str, Any]) -> SequenceNotFound:
         self._began.pop(_key(body), None)
-        return SequenceNotFound(f'no node has sequence "{body["sequence"]}" any more',
-                                hint="open another one")  # fmt: skip
+        return SequenceNotFound(f'no node still has sequence "{body["sequence"]}"',
+                                hint="open a new sequence")  # fmt: skip
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
         """Ask every holder: requests may go to any of them."""
@@ -190,10 +190,10 @@ class Nodes:
     async def _all(
         self, nodes: Sequence[str], op: str, options: dict[str, Any]
     ) -> dict[str, Reply]:
-        """Return what each node answers that does.
+        """Return the answers of all nodes that answer.
 
         Raises:
-            PipeSwitchError: none does, or one refuses.
+            PipeSwitchError: no node answers, or a node refuses.
         """
         asked = [self._send(node, op, options) for node in nodes]
         answers = dict(
@@ -214,7 +214,8 @@ class Nodes:
         return msgspec.structs.replace(first, body={"models": models_of(bodies)})
 
     async def _ping(self, options: dict[str, Any]) -> Any:
-        """Return what the first node says that is ready, this one before others; or this one."""
+        """Return the answer of the first ready node, this one first; if none is ready, this
+        node's."""
         found: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
             with contextlib.suppress(*ELSEWHERE):
@@ -233,7 +234,7 @@ class Nodes:
     # ---- one node ------------------------------------------------------------------------------
 
     async def _send(self, node: str, op: str, options: dict[str, Any]) -> Any:
-        """Ask one node. To cancel this takes the request back, there too."""
+        """Send a request to one node. Cancelling this cancels the request there, too."""
         address = self._address(node)
         self._balance.count(node, 1)
         self._busy[address] += 1
@@ -253,7 +254,7 @@ class Nodes:
         """Return the connection to a node.
 
         Raises:
-            ServerUnavailable: it is gone, or no connection can be made.
+            ServerUnavailable: the node has left, or it cannot be reached.
         """
         facts = self._table.nodes.get(node)
         if facts is None:
@@ -263,7 +264,7 @@ class Nodes:
             try:
                 self._links[facts] = Connection(facts.address, HELLO_S, keys)
             except (OSError, RuntimeError, MemoryError) as error:
-                raise ServerUnavailable(f"no connection to {node} can be made: {error}") from error
+                raise ServerUnavailable(f"cannot connect to {node}: {error}") from error
         return self._links[facts]
 
     # ---- the table -----------------------------------------------------------------------------
@@ -274,7 +275,8 @@ class Nodes:
             self._read()
 
     def _read(self) -> bool:
-        """Return whether there is another table; a file that is no good changes nothing."""
+        """Read a changed table and return whether there is one; an unreadable file changes
+        nothing."""
         try:
             facts = self._path.stat()
             seen = facts.st_mtime_ns, facts.st_ino

@@ -209,7 +209,7 @@ class Service:
         return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
 
     async def owner(self, model: str, version: str) -> str:
-        """Return the tenant that registered a model, which callers do not see."""
+        """Return the tenant that registered a model; callers do not see it."""
         return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
 
     async def end_sequence(self, caller: Standing, name: str) -> None:

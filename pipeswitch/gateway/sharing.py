@@ -50,9 +50,9 @@ class Aside:
 
 
 class Turns(Generic[T]):
-    """What waits for one thing at a time, in turns of the callers. Pure.
+    """Queue for one resource in which callers take turns. Pure.
 
-    Urgent things go first; after ``MOST_PASSES`` of them one of the others goes too.
+    Urgent items go first; after ``MOST_PASSES`` of them one other item goes too.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Turns(Generic[T]):
         self._lines[not is_urgent].setdefault(caller, deque()).append(one)
 
     def take(self) -> T | None:
-        """Return the next one, of the caller whose last one is the longest ago; None: nothing."""
+        """Return the next item, of the caller whose last turn is longest ago; None if empty."""
         urgent, others = self._lines
         is_urgent = bool(urgent) and (not others or self._passes < MOST_PASSES)
         self._passes = self._passes + 1 if is_urgent and others else 0
@@ -78,7 +78,7 @@ class Turns(Generic[T]):
         return one
 
     def clear(self) -> list[T]:
-        """Return all that waits, and forget it."""
+        """Remove and return all waiting items."""
         found = [one for lines in self._lines for line in lines.values() for one in line]
         self._lines = {}, {}
         return found

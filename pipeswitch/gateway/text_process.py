@@ -28,10 +28,10 @@ from ..sandbox.confine import confine_worker, missing
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
-USUAL_CHARS: Final = 4  # of a token: a prompt that should not fit is tried by its beginning
+USUAL_CHARS: Final = 4  # of a usual token; of a longer prompt the beginning is tried first
 SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
-GROWTH: Final = 4  # of that beginning
-NICENESS: Final = 10  # behind workers: they have nine times as much of a processor
+GROWTH: Final = 4  # growth of that beginning from try to try
+NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
 MAX_MESSAGES: Final = 1024
 MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
 LENGTH_BYTES: Final = 4
@@ -74,7 +74,7 @@ class Drop(Said, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Reply to the model's facts: requests may come."""
+    """Reply that the process is ready, to the message with the model's facts."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -174,7 +174,7 @@ class Texts:
 
 
 def check_length(prompt: str | list[int], context: int) -> None:
-    """Raises InvalidInput: it cannot fit, as its length alone says."""
+    """Raise InvalidInput if the prompt is too long for any tokenizer to make it fit."""
     is_text = isinstance(prompt, str)
     if len(prompt) > (CHARS_PER_TOKEN * context if is_text else context - 1):
         raise _too_long(f"{len(prompt)} {'characters' if is_text else 'tokens'}", context)
@@ -182,12 +182,12 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what}: the model takes {context} tokens, with those of the answer"
+        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens"
     )
 
 
 def parsed(messages: bytes) -> list[dict[str, Any]]:
-    """Return a chat's messages as templates take them: each content is one text.
+    """Return a chat's messages in the form that templates take: each content is one text.
 
     Raises:
         InvalidInput: they are not a list of messages, or a content is not text.
@@ -195,11 +195,13 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
     try:
         chat = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
         if not 0 < len(chat) <= MAX_MESSAGES:
-            raise InvalidInput(f"{len(chat)} messages: 1 to {MAX_MESSAGES}", param="messages")
+            raise InvalidInput(
+                f"{len(chat)} messages; a chat has 1 to {MAX_MESSAGES}", param="messages"
+            )
         texts = [one.pop("content", NO_TEXT) for one in chat]
         if (rest := sum(len(raw) for one in chat for raw in one.values())) > MAX_REST_BYTES:
             raise InvalidInput(
-                f"{rest} bytes beside the messages' content: {MAX_REST_BYTES} at most",
+                f"{rest} bytes besides the messages' texts; the limit is {MAX_REST_BYTES}",
                 param="messages",
             )
         return [

@@ -51,12 +51,12 @@ from .text_process import (
 )
 
 ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
-TEXT_S: Final = 10.0  # for one reply of such a process, from when it has the request
-LEAST_SHARE: Final = 0.2  # of that time on a processor; with less the machine is busy, not the text
-START_S: Final = 60.0  # until it says hello; the most that a busy machine makes of TEXT_S
-TURN_S: Final = 10.0  # that a busy model keeps its process while others wait for one
-LOOK_S: Final = 0.25  # between two looks at who has had its turn
-TRIES: Final = 3  # of one request, where processes end while they compute it
+TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
+LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
+START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
+TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+LOOK_S: Final = 0.25  # interval between checks of turns
+TRIES: Final = 3  # for a request whose processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
@@ -67,13 +67,13 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ProcessLost(ServerUnavailable):
-    """A text process ended before it replied: another one may be asked."""
+    """A text process ended before it replied; another one may do the work."""
 
     was_computing = False  # this request
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's text process, or its wish for one."""
+    """One model's text process, or its pending request for one."""
 
     owner: str  # of the model
     caller: str = ""  # that wishes for it
@@ -84,7 +84,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 def next_place(
     held: Mapping[str, Place], wanted: Mapping[str, Place], most: int, now_s: float
 ) -> tuple[str, str] | None:
-    """Choose whose process starts next, and whose ends for it (empty: nobody's); None: wait.
+    """Choose the model whose process starts next, and the one that ends for it (empty: none); None
+    means wait.
 
     First comes the owner with the fewest processes, then the caller with the fewest wishes. An idle
     process ends for a model of its own owner, or of one that has fewer. So does a busy one after
@@ -128,7 +129,7 @@ class _Request:
 class Talk:
     """Connection to the text process of one model.
 
-    The process has one request at a time; the others wait here, in turns of their callers.
+    The process has one request at a time; the others wait here, and callers take turns.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Talk:
 
     @staticmethod
     async def open(facts: Facts, owner: str = "") -> Talk:
-        """Start a process; requests may be asked before it says hello."""
+        """Start a process; requests may be queued before it is ready."""
         with contextlib.ExitStack() as undo:
             try:
                 ours, theirs = map(undo.enter_context, socket.socketpair())
@@ -155,7 +156,9 @@ class Talk:
                     env={**harmless(os.environ), "OPENBLAS_NUM_THREADS": "1"},
                 )  # fmt: skip
             except OSError as error:
-                raise ServerUnavailable(f"no process for texts: {error}", hint=AGAIN) from error
+                raise ServerUnavailable(
+                    f"the text process cannot start: {error}", hint=AGAIN
+                ) from error
             undo.pop_all()
         theirs.close()
         return Talk(process, await asyncio.open_connection(sock=ours), facts, owner)
@@ -171,7 +174,7 @@ class Talk:
         Raises:
             InvalidInput: the prompt or a setting does not fit.
             ProcessLost: the process ended before the reply.
-            ServerUnavailable: it took too long for this request.
+            ServerUnavailable: the process took too long for this request.
         """
         if self.is_over:
             raise _lost()
@@ -185,7 +188,7 @@ class Talk:
             request.data = b""  # a caller that has hung up keeps nothing while it waits
 
     def tell(self, asked: Drop) -> None:
-        """Send what has no reply."""
+        """Send a message that has no reply."""
         if not self.is_over:
             self._writer.write(framed(_encoded(asked)))
 
@@ -196,7 +199,7 @@ class Talk:
         await self._reading
 
     def _next(self) -> None:
-        """Begin the next request, when the process has none."""
+        """Begin the next request if the process is idle."""
         while self._computing is None and not self.is_over and (request := self._turns.take()):
             if not request.reply.done():  # its caller is still there
                 self._begin(request, TEXT_S)
@@ -208,7 +211,7 @@ class Talk:
         self._clock = asyncio.get_running_loop().call_later(limit_s, self._late)
 
     def _late(self) -> None:
-        """End the process: its time is over, unless the machine was busy with others."""
+        """End the process if its time is over, unless the machine was busy with other work."""
         has_computed = self._cpu_s() - self._began_cpu_s >= LEAST_SHARE * TEXT_S
         if not has_computed and time.monotonic() - self._began_s < START_S:
             self._clock = asyncio.get_running_loop().call_later(LOOK_S, self._late)
@@ -217,7 +220,7 @@ class Talk:
         self._process.kill()
 
     def _cpu_s(self) -> float:
-        """Processor time of the process so far."""
+        """Return the processor time of the process so far."""
         with contextlib.suppress(OSError):  # it has ended
             return time.clock_gettime(~self._process.pid << 3 | PROCESS_CLOCK)
         return 0.0
@@ -249,7 +252,7 @@ class Talk:
             await asyncio.to_thread(self._process.wait)
 
     def _fail(self, request: _Request) -> None:
-        """End a request: for good if it took too long, else another process may have it."""
+        """Fail a request: finally if it took too long, else so that another process may do it."""
         lost = _lost()
         lost.was_computing = request is self._computing or not self._is_started
         is_for_good = lost.was_computing and self._is_late
@@ -261,7 +264,7 @@ class Talk:
 
 
 class Inline:
-    """The same for a model without a tokenizer: it has no text, so nothing needs a process."""
+    """Replacement for a model without a tokenizer: it has no text, so it needs no process."""
 
     is_over = False
 
@@ -294,7 +297,7 @@ class Answering:
         self._begin: Begin
         self._prompt = b""  # its ids, once they are known
         self._made: list[int] = []  # tokens of the model
-        self._told = self._used = 0  # of these, those whose text came; rows of the cache
+        self._told = self._used = 0  # tokens with text; rows of the cache
 
     async def begin(self, asked: Begin) -> None:
         """Raises InvalidInput: the prompt or a setting does not fit."""
@@ -335,7 +338,7 @@ class Answering:
         return token
 
     async def _ask(self, asked: Asked) -> None:
-        """Set ``step``. A process that ended is replaced: the next one is told all that came."""
+        """Set ``step``. If the process has ended, start a new one and send it the answer so far."""
         tries = 0
         while True:
             if self._talk is None or self._talk.is_over:
@@ -392,9 +395,9 @@ class Texts:
         asked: Callable[..., Begin],
         version: str = "",
     ) -> Answering:
-        """Return an answer of that model, whose tokens ``next`` gives.
+        """Return an answer of that model; ``next`` yields its tokens.
 
-        ``asked(own=defaults)`` is what is asked of a model whose author has these defaults.
+        ``asked(own=defaults)`` returns the request, given the defaults of the model's author.
 
         Raises:
             QueueFull: too many are under way.
@@ -413,7 +416,7 @@ class Texts:
             return answering
 
     async def enter(self, caller: Standing, turn: str, model: str, facts: Facts) -> Talk | Inline:
-        """Return the model's process, started when it is its turn, with one more answer."""
+        """Return the model's process, started in its turn, and count one more answer."""
         if not facts.has_tokenizer:
             return Inline(facts)
         talk, name = self._talks.get(facts.digest), facts.digest
@@ -434,7 +437,7 @@ class Texts:
         return talk
 
     def leave(self, talk: Talk) -> None:
-        """One answer less, after ``enter``."""
+        """Count one answer less, after ``enter``."""
         talk.answers -= 1
         if not talk.answers:
             talk.idle_since_s = time.monotonic()
@@ -470,26 +473,26 @@ class Texts:
 
 
 class _Opening:
-    """A process that is to start, and how many requests wait for it."""
+    """A process that will start, and the number of requests that wait for it."""
 
     def __init__(self, work: Coroutine[Any, Any, Talk]) -> None:
         self.task, self.waiting = asyncio.create_task(work), 0
 
 
 def turn_of(caller: Standing, peer: str) -> str:
-    """Who takes turns: a token's name, wherever it is used; else an address."""
+    """Return the name under which a caller takes turns: its token's name, else its address."""
     return f"address {peer}" if caller.tenant == ANYONE else f"token {caller.tenant}"
 
 
 def _lost() -> ProcessLost:
     return ProcessLost(
         "the process of this model's texts died, or took too long",
-        hint="its chat template or tokenizer may be why; a new one is started",
+        hint="check the model's chat template and tokenizer; a new process starts",
     )
 
 
 def _step(found: Hello | Step | Wrong | None) -> Step:
-    """Raises InvalidInput: the process says so."""
+    """Raise the error that the process reported."""
     if isinstance(found, Wrong):
         raise InvalidInput(found.message, hint=found.hint, param=found.param or None)
     if not isinstance(found, Step):
@@ -505,7 +508,7 @@ def _encoded(asked: Asked) -> bytes:
     try:
         return msgspec.msgpack.encode(asked)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidInput(f"a value of this request is none: {error}") from None
+        raise InvalidInput(f"a value of this request is not valid: {error}") from None
 
 
 def _request(name: str, step: generating.Step) -> InferRequest:

@@ -61,9 +61,9 @@ class Upstream:
         address: str = "",
         traceparent: str = "",
     ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
-        """The outputs and the bill. To cancel this takes the request back.
+        """Return the outputs and the bill. Cancelling this cancels the request.
 
-        Version 0 is the current one; ``tenant`` is who asks, from that address.
+        Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
         """
         body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
         if address:

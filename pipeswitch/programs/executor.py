@@ -55,10 +55,10 @@ class Program(Protocol):
 
 
 class PackedKernels(Protocol):
-    """Operators over packed weights, of one kind of device."""
+    """Operators over packed weights for one kind of device."""
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in]``; its layout and bytes."""
+        """Pack a weight ``[out, in]``; return its layout and bytes."""
 
     def pack_convolution(
         self,
@@ -68,10 +68,10 @@ class PackedKernels(Protocol):
         dilation: Sequence[int],
         groups: int,
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in / groups, height, width]``; its layout and bytes."""
+        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes."""
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Wrap packed bytes, where they lie, as a weight; they must outlive it."""
+        """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""
@@ -82,11 +82,11 @@ def _check_packed(
 ) -> None:
     """Refuse packed weights whose layout is not the one that these kernels make.
 
-    A kernel believes a layout, and a builder that was taken over may have written it: so each is
-    made anew, of zeros.
+    Kernels trust a layout, and a compromised builder may have written it. So each layout is
+    computed again from zeros.
     """
     if kernels is None:
-        raise RegistrationRefused("weights", "they are packed, which this device cannot read")
+        raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, made = len(graph.inputs), set[str]()
     for node in graph.nodes:
         if node.target not in TARGETS:
@@ -96,17 +96,17 @@ def _check_packed(
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
         layout = graph.packed.get(name)
         if layout is None or layout.dtype != "float32":
-            raise RegistrationRefused("weights", f"{node.target} takes a packed one")
+            raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
         zeros = torch.zeros(layout.shape)
         if node.target in (LINEAR, LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
             expected, data = kernels.pack_convolution(zeros, *node.args[at + 2 : at + 6])
         if expected != layout or data.nbytes != sizes_bytes.get(name):
-            raise RegistrationRefused(f"weight {name!r}", "it is not packed as it is here")
+            raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
         made.add(name)
     if made != graph.packed.keys():
-        raise RegistrationRefused("weights", "some are packed, and no packed call reads them")
+        raise RegistrationRefused("weights", "some packed weights are read by no packed call")
 
 
 def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -118,7 +118,7 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
         if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
-            raise BrokenContract(f"an input {list(x.shape)} for a weight {list(weight.shape)}")
+            raise BrokenContract(f"input {list(x.shape)} does not fit weight {list(weight.shape)}")
         return call(x, *rest)
 
     return checked
@@ -137,9 +137,9 @@ class GraphProgram:
         device: torch.device | str,
         kernels: PackedKernels | None = None,
     ) -> None:
-        """Compile; refused when the manifest and the graph do not belong together.
+        """Compile a graph; refuse a manifest and a graph that do not belong together.
 
-        ``kernels`` compute over packed weights, for a graph that has some.
+        ``kernels``: operators over packed weights, if the graph has some.
         """
         if graph.packed:
             _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})

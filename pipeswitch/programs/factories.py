@@ -51,10 +51,10 @@ _imported: dict[str, str] = {}  # a module that this process has imported -> dig
 
 
 def code_of(source: str, before: Container[str]) -> dict[str, str]:
-    """Return digests of the files that a factory's modules come from, by the modules' names.
+    """Return the digests of a factory's module files, by module name.
 
-    They are its package's, and others that are neither installed nor were imported ``before`` it:
-    what an operator may edit while the server runs.
+    These are its package's files, and other files that are neither installed nor imported
+    ``before`` it: the code that an operator may edit while the server runs.
     """
     package = source.partition(":")[0].partition(".")[0]
     found = {}
@@ -68,10 +68,10 @@ def code_of(source: str, before: Container[str]) -> dict[str, str]:
 
 
 def import_as_built(source: str, code: Mapping[str, str]) -> None:
-    """Import a factory's package, anew where this process has other code than it was built with.
+    """Import a factory's package; import it again if this process has other code than the build.
 
     Raises:
-        RegistrationRefused: its code has changed since.
+        RegistrationRefused: the code has changed since the build.
     """
     if any(_imported.get(name, digest) != digest for name, digest in code.items()):
         for name in {*_imported, *code}:
@@ -90,7 +90,7 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
         if _imported[name] != digest:
             raise RegistrationRefused(
                 f"source {source!r}", f"the code of {name} has changed since it was registered",
-                hint="register the model again: what is served is what was checked",
+                hint="register the model again to check and serve the new code",
             )  # fmt: skip
 
 

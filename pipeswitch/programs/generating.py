@@ -110,9 +110,9 @@ class Generating:
         return self._answer.reason
 
     def step(self) -> Step:
-        """Return the next request. A token may be followed by twice as many as came last: the
-        memory for their rows is taken before. An answer that has begun waits for that memory; one
-        that begins again takes more at once, so that it does so a few times at most."""
+        """Return the next request. It asks for up to twice as many tokens as the last one, and
+        reserves the memory for their rows. A running answer waits for that memory; an answer that
+        starts again reserves more at once, so that it restarts only a few times."""
         piece = self._ids[self._used : self._used + self._facts.piece]
         self._asked = len(piece)
         steps = min(2 * self._came, MOST_STEPS, self._most - len(self.tokens))
@@ -135,7 +135,7 @@ class Generating:
         return self._take(tokens)
 
     def resume(self, tokens: Sequence[int], used: int) -> list[Token]:
-        """Go on with an answer that another process began: its tokens so far, and the rows of the
+        """Continue an answer that another process began, from its tokens so far and the rows of the
         cache that the server has."""
         self._used = used
         return self._take(tokens)

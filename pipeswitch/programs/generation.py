@@ -111,7 +111,7 @@ def check_generation(
         _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
     for name, value in generation.sampling.items():
         if name not in DEFAULTS or not _is_default(name, value):
-            _refuse(f"a default {name[:40]!r} of {value} is none")
+            _refuse(f"a default {name[:40]!r} has the invalid value {value}")
     notes = generation.notes
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
@@ -132,10 +132,10 @@ def check_generation(
 
 
 def author_defaults(asked: Mapping[str, Any], context: int) -> tuple[dict[str, float], list[str]]:
-    """Read what an author's ``generation_config`` asks for.
+    """Read an author's ``generation_config``.
 
     Returns:
-        What holds where a request does not say, and a note on each setting that is not followed.
+        The defaults for requests, and a note on each setting that is not followed.
     """
     sampling: dict[str, float] = {}
     notes = []

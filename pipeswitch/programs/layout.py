@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
-    head_sha256: str = ""  # of the bundle's head, which has the graph; empty: of an older release
+    head_sha256: str = ""  # digest of the bundle's head with the graph; empty: older release
     batching: Batching | None = None  # None: each request runs alone
     precision: Precision | None = None  # None: exact; else the tensors are those of a derived form
     extra: dict[str, Any] = {}

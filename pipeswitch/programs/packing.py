@@ -1,4 +1,4 @@
-"""Packed weights: how their bytes are read, by which calls, in which precision. Pure, no torch."""
+"""Packed weights: their layout, the calls that read them, their precision. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CONVOLUTION_ADD: Final = "packed.convolution_add"
 """(input, other, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm):
 the activation of the sum."""
 TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, CONVOLUTION, CONVOLUTION_ADD})
-"""Calls that only a derived graph has: the build writes them, a client's bundle may not."""
+"""Calls that only a derived graph may have: the build writes them; a client's bundle may not."""
 
 PRECISIONS: Final = ("exact", "fast")
 DERIVED_FILE: Final = "derived.bundle"  # beside the plain bundle, in the folder of a program
 
 
 class PackedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the bytes of a packed weight are to be read."""
+    """Layout of a packed weight's bytes."""
 
     dtype: str
     shape: tuple[int, ...]  # of the weight as the module has it
@@ -43,4 +43,4 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mean_error: float
     agreement: float  # share of rows with the same largest class, or next token; 1.0: all
     packed_count: int  # calls over packed weights
-    plain_count: int  # calls that could have been packed, and are faster plain
+    plain_count: int  # calls that could be packed but are faster plain

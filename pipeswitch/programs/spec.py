@@ -64,7 +64,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # they are appended; -1: they take its place
     state: dict[str, tuple[str, int]] = {}
     precision: str = "exact"  # one of packing.PRECISIONS
-    max_error: float = 0.0  # of a precision, relative to the largest output; 0: the default
+    max_error: float = 0.0  # limit, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -154,7 +154,7 @@ def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
 
 
 def is_same_content(one: Manifest, other: Manifest) -> bool:
-    """Return whether two programs have the same graph and weights, as far as both tell."""
+    """Return whether two programs have the same graph and weights, as far as both are known."""
     heads = {one.head_sha256, other.head_sha256} - {""}
     return one.weights_sha256 == other.weights_sha256 and len(heads) < 2
 
@@ -210,7 +210,8 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 @functools.cache
 def fingerprint() -> str:
-    """Name what a packed layout depends on: torch, its kernels, and what the processor can do."""
+    """Return a fingerprint of what a packed layout depends on: torch, its kernels and the
+    processor's features."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -124,11 +124,12 @@ _of_imports: dict[str, TorchSettings] = {}  # a package sets what it sets once, 
 def construct_on_meta(
     source: str, code: Mapping[str, str]
 ) -> tuple[torch.nn.Module, TorchSettings]:
-    """Return what ``package.module:factory`` makes, without data, and what it has set for itself.
+    """Return the module that ``package.module:factory`` creates, without data, and the settings
+    that it has changed.
 
     Args:
         source: names the factory.
-        code: as ``code_of`` the build of the program.
+        code: the result of ``code_of`` at the build.
 
     Raises:
         RegistrationRefused: it cannot be imported, or has changed since the build.

@@ -51,7 +51,7 @@ class InferArrived(Asked, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     caller: str = ""  # who asks: Standing.tenant of its client; empty: the server's owner
-    connection: str = ""  # of that caller: a session, or an address if it came over the gateway
+    connection: str = ""  # the caller's session, or its address over the gateway
     tenant: str = ""  # Announce's: in whose file of the pool they lie
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
@@ -181,8 +181,8 @@ class Query(Asked, frozen=True):
 
 
 class ProfileAsked(Asked, frozen=True):
-    """Measure a model layer by layer on an idle device, by the asker's requests; the final answer
-    is its profile."""
+    """Measure a model layer by layer on an idle device, with the client's requests; the final
+    answer is the profile."""
 
     model: ModelName
     batches: tuple[int, ...] = ()  # empty: the one its requests come with
@@ -387,7 +387,7 @@ class CreateCommits(_Told, frozen=True):
 
 
 class LoadCommits(_Told, frozen=True):
-    """Read the commit of a job that is over from disk, then ask again with it."""
+    """Read an ended job's commit from disk, then post the request again with it."""
 
     asked: JobAsked
 
@@ -477,8 +477,8 @@ class Journal(_Told, frozen=True):
 
 
 class Interrupt(_Told, frozen=True):
-    """Write the board's stop word of that slot: between two groups its pass of a model that streams
-    steps aside; between two steps its run ends."""
+    """Write the slot's stop word on the board: a streaming model's pass steps aside between two
+    groups, and a run of several steps ends between two steps."""
 
     slot: Slot
     epoch: Epoch

@@ -92,7 +92,8 @@ class Listing:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Each name's current version, or all there are; also those that failed to come back."""
+        """Return each name's current version, or all versions, including those that could not be
+        restored."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
         for one in models:
             there[one.base].append(one)
@@ -127,7 +128,7 @@ class Listing:
 
     @staticmethod
     def _facts(model: Model) -> dict[str, Any]:
-        """Return what is known of a model that no device has and no program is known of."""
+        """Return the row of a model that has no device and no known program."""
         return {
             "name": model.base,
             "version": model.version,

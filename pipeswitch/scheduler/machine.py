@@ -169,7 +169,7 @@ class Machine:
         return next((d for d in allowed if d.state.is_daemon_ready), (allowed or self.devices)[0])
 
     def use_profile(self, name: ModelName, profile: Profile) -> None:
-        """Plan from it on each device of the identity that it was measured on."""
+        """Plan groups from the profile on each device with the identity of the measured one."""
         for device in self.devices:
             replica = device.state.replicas.get(name)
             if replica is not None and device.state.settings.identity == profile.identity:

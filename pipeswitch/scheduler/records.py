@@ -262,7 +262,7 @@ class Request:
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it alone
     is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
-    connection: str = ""  # by which its caller asked; an address, if it came over the gateway
+    connection: str = ""  # the caller's session, or its address over the gateway
 
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
@@ -470,7 +470,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run of a model that is being measured, and the times its worker reported."""
+    """One run of a model under measurement, and the times that its worker reported."""
 
     activation: Activation
     message: InferenceDone

@@ -452,5 +452,5 @@ class World:
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    """The requests whose outputs are written."""
+    """Return the requests whose outputs are written."""
     return {order.request_id, *(one.request_id for one in order.joined)}

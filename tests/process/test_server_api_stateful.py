@@ -1341,8 +1341,9 @@ def test_every_verb_of_the_protocol_has_a_rule() -> None:
     documented = set(re.findall(r"\*\*(\w+)\*\*", section))
     assert documented == set(VERBS), "the document and the table list the same verbs"
     spoken = frozenset().union(*RULES.values()) | {"models", "jobs"}  # asked after every rule
-    # test_tcp, test_keys; test_chains; test_sequences; test_generate
-    here = documented - {"caller", "events", "chain", "sequences", "generation"}
+    # test_tcp, test_keys; test_chains; test_sequences; test_generate; test_cluster
+    elsewhere = {"caller", "events", "chain", "sequences", "generation", "nodes"}
+    here = documented - elsewhere
     assert spoken == here
     assert set(BODIES) == here - {"hello", "prefetch"}
 

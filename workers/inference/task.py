@@ -204,7 +204,7 @@ class _Groups:
 
     def __call__(self, index: int) -> None:
         if self._is_timed:
-            self._view.quiesce()  # the time of its computation is wanted, not of its enqueueing
+            self._view.quiesce()  # measure its computation, not its enqueueing
         if self._landings:
             self._view.tell_computed(self._epoch, index)
         if self.begins_ms:
@@ -222,7 +222,7 @@ class _Groups:
         self.begins_ms.append(now_ms())
 
     def end(self) -> None:
-        """Note the end of the last group of a run that is timed, before its outputs are written."""
+        """Record the end of a timed run's last group, before its outputs are written."""
         self._view.quiesce()
         self.ends_ms.append(now_ms())
 

@@ -63,7 +63,7 @@ class Committer:
         self._has_state = False
         self._in_flight: Point | None = None
         self._tensors_json = b""
-        self._other_bytes = 0  # of the state area, beside a point's options
+        self._other_bytes = 0  # other bytes of the state area
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():
@@ -81,10 +81,10 @@ class Committer:
         entry: Mapping[str, Any],
         last: Point | None,
     ) -> Point:
-        """Return the state now, as a point.
+        """Return the current state as a commit point.
 
         Args:
-            last: the point before it.
+            last: the previous point.
         """
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
@@ -138,7 +138,7 @@ class Committer:
     # --------------------------------------------------------------------------- committing
 
     def outgrown_bytes(self, point: Point) -> int:
-        """Return what the state area needs for this point, 0 while that fits."""
+        """Return the size that the state area needs for this point; 0 if it fits."""
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 

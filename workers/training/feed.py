@@ -221,13 +221,13 @@ class Keepers:
     """Callbacks that keep state of their own, and have no ``state_dict()`` for it.
 
     Their attributes are captured: plain values, tensors, generators, and the state of modules (an
-    average of the weights). What is of another type is warned of once.
+    average of the weights). An attribute of another type causes one warning.
 
     Args:
         callbacks: of a trainer, in order.
-        hook: what a callback overrides that puts its state into checkpoints by itself; then it
-            counts although it has a ``state_dict()``, or is the library's own.
-        model: what is trained is captured anyway.
+        hook: method with which a callback puts its own state into checkpoints. A callback that
+        overrides it is captured even if it has a ``state_dict()`` or is the library's own.
+        model: the trained model, which is captured anyway.
     """
 
     def __init__(self, callbacks: list[Any], hook: str, model: Any) -> None:
@@ -253,10 +253,10 @@ class Keepers:
                 if has_state(now):
                     load_state(now, value)
                 else:
-                    self._warn(key, name, now, "is made later than at the start of training")
+                    self._warn(key, name, now, "is created after training has started")
 
     def _state_of(self, key: str, one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain values, and the states of what has one."""
+        """Return plain values, and the states of attributes that have one."""
         values: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for name, value in vars(one).items():
@@ -281,7 +281,7 @@ class Keepers:
         self._warned = True
         warnings.warn(
             f"job.trainer: {key.partition('.')[2]}.{name}, of type {type(value).__name__}, {why}: "
-            "a resumed script starts it over. Make it before training starts, or give the callback "
+            "it starts over in a resumed script. Create it before training, or give the callback "
             "state_dict() and load_state_dict()",
             InexactResumeWarning,
             stacklevel=2,
@@ -289,7 +289,7 @@ class Keepers:
 
 
 def _overrides(callback: Any, method: str) -> bool:
-    """It has that method, and not from the library's base class."""
+    """Return whether it has that method, and not from the library's base class."""
     kinds = (kind for kind in type(callback).__mro__ if method in vars(kind))
     return any(not kind.__module__.endswith(".callback") for kind in kinds)
 

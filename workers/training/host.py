@@ -243,7 +243,7 @@ class JobHost:
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
 
     def resumes_at(self, step: int) -> None:
-        """Report the lost steps that a process which died had not reported yet."""
+        """Report the lost steps that a dead process had not reported."""
         if self._message.restarts and self._message.log_path:
             life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
             self._unseen_steps = max(0, life.step - max(step, self._message.last_step))

@@ -109,10 +109,11 @@ def padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes the optimizer's state tensors will take, by one dry step on the meta device.
+    """Return the bytes of the optimizer's future state tensors, by one dry step on the meta device.
 
     Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
-    RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters, or what it has by now.
+    RMSprop, Adagrad, ...). Otherwise it returns an estimate: twice the parameters, or the size of
+    the current state.
     Tensors in lists: ``history_bytes``.
     """
     dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks

@@ -149,7 +149,7 @@ class TrainedObjects:
             )
 
     def refuse_other_objects(self, other: TrainedObjects) -> None:
-        """Raises InvalidInput: a later loop of the phase was given others."""
+        """Raise InvalidInput if a later loop of the phase has other objects or names."""
         pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
                  (self.schedulers, other.schedulers))  # fmt: skip
         if any(a.keys() != b.keys() or any(a[key] is not b[key] for key in a) for a, b in pairs):
@@ -160,7 +160,7 @@ class TrainedObjects:
             )
         if self.extras.keys() != other.extras.keys():
             raise InvalidInput(
-                f"the loops inside one job.epochs have other names in extra_state: "
+                f"the loops inside one job.epochs differ in these names of extra_state: "
                 f"{', '.join(sorted(self.extras.keys() ^ other.extras.keys()))}",
                 hint="pass the same extra_state to each of them",
             )

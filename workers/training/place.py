@@ -19,7 +19,7 @@ from .snapshot import DataState
 
 PAST: Final = "past/"
 LEAST_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
-MOST_PAST_BYTES: Final = 32 << 20  # of all: small models may have many phases, as folds
+MOST_PAST_BYTES: Final = 32 << 20  # limit for all phases: small models may have many (folds)
 
 
 @dataclass(frozen=True)
@@ -173,16 +173,18 @@ class ScriptPlace:
 
     @property
     def past_bytes(self) -> int:
-        """What the ends of finished phases take in a slice."""
+        """Return the bytes of the ends of finished phases in a slice."""
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the end of ``phase`` for the images of later ones; False: older ones had to go."""
+        """Keep the end of ``phase`` for later images; return False if older ends had to be
+        dropped."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MOST_PAST_BYTES)
 
     def drop_past(self, most_bytes: int) -> bool:
-        """Keep the newest ends of phases that take so much, and a few anyway; False: all stayed."""
+        """Drop the oldest ends of phases beyond the limit, but always keep a few; return False if
+        all stayed."""
         dropped = False
         while len(self.past) > LEAST_PAST_PHASES and sum(map(len, self.past.values())) > most_bytes:
             del self.past[min(self.past)]

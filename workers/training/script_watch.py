@@ -1,7 +1,8 @@
-"""What a script's loop changes and ``job.steps`` does not have: a resumed script starts it over.
+"""Detection of variables that a script's loop changes and ``job.steps`` does not capture: they
+start over in a resumed script.
 
-A variable that was there before the loop is marked (its value, its length, its version), and looked
-at again when a commit is due and when the loop ends. Nothing here is restored; it is only named.
+A variable that exists before the loop is marked (value, length, version) and compared when a commit
+is due and when the loop ends. Nothing is restored here; the variables are only named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # of the entries of a list or dict; of longer ones the length
+MOST_LOOKED_AT: Final = 64  # entries of a list or dict; of longer ones only the length
 MOST_MODULES: Final = 200
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
@@ -37,7 +38,7 @@ class ScriptWatch:
         self._marks = dict(_marks(frame, objects, loader))
 
     def changed(self, frame: FrameType | None, objects: TrainedObjects, loader: Any) -> list[str]:
-        """Return the names of what is not as it was, but for clocks and targets of ``for``."""
+        """Return the names of changed variables, except clocks and targets of ``for``."""
         if frame is None or frame.f_code is not self._code:
             return []
         now = dict(_marks(frame, objects, loader))
@@ -56,7 +57,7 @@ class ScriptWatch:
 
 
 def _known(objects: TrainedObjects, loader: Any) -> set[int]:
-    """Ids of all that is captured, and of what is in it."""
+    """Return the ids of all captured objects and of their contents."""
     todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
     known = {id(one) for one in (*objects.modules, loader, getattr(loader, "dataset", None))}
     known |= {id(one) for one in generators_of(loader).values()}
@@ -74,8 +75,8 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
 def _marks(
     frame: FrameType, objects: TrainedObjects, loader: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The script's variables: of its function, its file, of the object whose method it is, and
-    attributes of its own modules, dataset and samplers."""
+    """Return the script's variables: those of its function, its file and the object whose method it
+    is, and the attributes of its own modules, dataset and samplers."""
     known, targets = _known(objects, loader), _targets(frame.f_code)
     places = [("", frame.f_globals)]
     if frame.f_locals is not frame.f_globals:
@@ -98,7 +99,7 @@ def _marks(
 
 @functools.cache
 def _targets(code: CodeType) -> set[str]:
-    """What ``for`` loops assign: a resumed script assigns it again."""
+    """Return the targets of ``for`` loops: a resumed script assigns them again."""
     found: set[str] = set()
     is_target = False
     for step in dis.get_instructions(code):
@@ -112,7 +113,7 @@ def _targets(code: CodeType) -> set[str]:
 
 
 def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Type and value; None: of no type that is watched."""
+    """Return type and value; None if the type is not watched."""
     kind = type(value)
     if kind in (int, float):
         return (kind, value)

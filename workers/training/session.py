@@ -55,9 +55,9 @@ from .torch_private import is_left_by_error
 
 _Batch = TypeVar("_Batch")
 MOST_BODIES_TO_A_POINT: Final = 64
-GROWTH: Final = 2  # times what is needed: the state area grows rarely
+GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
 GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
-LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # of an eviction, for a body that is half done
+LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
 
 
 class TrainingSession:
@@ -94,18 +94,18 @@ class TrainingSession:
         self._epochs = 1  # of the loop over them; without one, the data once
         self._has_stepped = False  # an optimizer, since the last point
         self._loader: Any = None
-        self._script: ScriptWatch | None = None  # of the first phase of this life
+        self._script: ScriptWatch | None = None  # watch of this run's first phase
         self._frame_of_epochs = 0
         self._has_updated = saved is not None and bool(saved.values["has_updated"])
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
-        self._has_failed = False  # an error has left the last loop, and may have been caught
+        self._has_failed = False  # an error ended the last loop and may have been caught
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._over = False
         self._grows_at_ms = 0.0
-        self._evicted_at_ms: float | None = None  # seen in a body that cannot be left without loss
+        self._evicted_at_ms: float | None = None  # seen in a body that cannot end without loss
         gate.before_unwind = self._commit_before_unwinding
         gate.finishes_step = self._goes_to_point
 
@@ -145,7 +145,8 @@ class TrainingSession:
         self.close()
 
     def fail(self) -> None:
-        """Call when the script has failed: keep its last finished step, if that is still whole."""
+        """Keep the script's last finished step, if its state is still whole. Call this when the
+        script has failed."""
         if self._committer is not None and self._place.saved is None:
             with contextlib.suppress(PipeSwitchError):
                 self._commit_point()
@@ -175,7 +176,7 @@ class TrainingSession:
 
     @property
     def kept_step(self) -> int:
-        """The step of the commit that this life of the script will resume from."""
+        """Return the step of the commit from which this run of the script resumes."""
         return 0 if self._place.saved is None else self._place.saved.position.step
 
     @property
@@ -356,7 +357,8 @@ class TrainingSession:
             )
 
     def _moves(self, point: Point) -> bool:
-        """Make room for the next commits, between two bodies; True: all has moved meanwhile."""
+        """Make room for the next commits, between two bodies; return True if everything has
+        moved."""
         assert self._committer is not None
         if self._host.now_ms() < self._grows_at_ms or self._gate.is_evicting:
             return False
@@ -368,12 +370,12 @@ class TrainingSession:
         return True
 
     def _grow(self, state_bytes: int) -> None:
-        """Move into a larger slice: extra_state has outgrown the one of now, or an optimizer has.
+        """Move into a larger slice: extra_state or an optimizer has outgrown the current one.
 
-        Between two bodies only. The caller captures anew.
+        Call this only between two bodies. The caller captures the state again.
 
         Raises:
-            OutOfDeviceMemory, HostStoreFull: there is no room; all lies in a slice as before.
+            OutOfDeviceMemory, HostStoreFull: there is no room; the slice is as before.
         """
         old, objects, problem = self._layout, self._objects, None
         assert old is not None
@@ -568,7 +570,8 @@ class TrainingSession:
             self._gate.check("boundary")
 
     def _boundary(self) -> None:
-        """Capture the commit point between two bodies; an optimizer may step in few of them."""
+        """Capture the commit point between two bodies; an optimizer may step in only a few of
+        them."""
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False  # a step may have raised
         self._report()
         if not self._has_stepped:
@@ -611,7 +614,8 @@ class TrainingSession:
             self._end_phase()
 
     def _watch_script(self) -> None:
-        """Warn once of what the loop changes and a resumed script starts over."""
+        """Warn once about variables that the loop changes and that start over in a resumed
+        script."""
         if self._script is None or "script" in self._warned:
             return
         assert self._objects is not None
@@ -623,8 +627,8 @@ class TrainingSession:
             self._warned.add("script")
             self._host.report("warning", what="inexact_resume", step=self.step)
             warnings.warn(
-                f"job.steps: {', '.join(names[:6])}: the loop changes this, and job.steps does not "
-                "have it, so a resumed script starts it over. Keep numbers in a dict "
+                f"job.steps: {', '.join(names[:6])}: the loop changes this, but job.steps does not "
+                "capture it, so it starts over in a resumed script. Keep numbers in a dict "
                 "(note = {'best': 9.0}; extra_state=note); pass lists, generators and objects with "
                 "state_dict() in extra_state, networks as model",
                 InexactResumeWarning,
@@ -647,7 +651,7 @@ class TrainingSession:
         self._commit_point()
 
     def _is_whole(self, point: Point) -> bool:
-        """Nothing has moved since the point was captured."""
+        """Return whether nothing has moved since the point was captured."""
         assert self._committer is not None
         return (
             point.position == self._place.position and not self._has_stepped
@@ -704,14 +708,14 @@ class TrainingSession:
                     self._commit_failed(error)
 
     def _commit_failed(self, error: Exception) -> None:
-        """Report it: the commit before stands, and training goes on."""
+        """Report a failed commit: the previous one stays valid, and training continues."""
         self._timing.failed()
         self._host.report("commit_failed", step=self.step, text=str(error))
         if "commit" not in self._warned:
             self._warned.add("commit")
             warnings.warn(
-                f"the state behind step {self.step} was not kept: {error}. Training goes on; a "
-                "resumed script starts from the last step that was kept",
+                f"the state after step {self.step} was not kept: {error}. Training continues; a "
+                "resumed script starts from the last saved step",
                 UserWarning,
                 stacklevel=2,
             )
@@ -746,9 +750,11 @@ class TrainingSession:
         )
 
     def _goes_to_point(self) -> bool:
-        """Whether an eviction now would lose finished steps that the next commit point saves.
+        """Return whether an eviction now would lose finished steps that the next commit point
+        saves.
 
-        Not for longer than the steps since the last commit took, which is what it would save.
+        Waiting may take no longer than the steps since the last commit took, since that is the time
+        that it saves.
         """
         if self._open_loop is None or self._committer is None or self._place.saved is not None:
             return False
@@ -785,7 +791,7 @@ class TrainingSession:
         self._optimizer_depth += 1
 
     def _watch_writes(self) -> None:
-        """See whether the body wrote parameters by itself: no optimizer has stepped in it yet."""
+        """Check whether the body itself wrote parameters: no optimizer has stepped in it yet."""
         if self._point is not None and self._committer is not None:
             is_intact = self._committer.parameters_are_intact(self._point)
             if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):

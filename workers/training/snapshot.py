@@ -105,7 +105,8 @@ def named(value: Any, what: str) -> dict[str, Any]:
 
 _DICTS: Final = (dict, OrderedDict, Counter)
 NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
-"""What a script may keep plain values in: the best loss so far, a hidden state, a memory."""
+"""Containers in which a script may keep plain values: the best loss so far, a hidden state, a
+memory."""
 
 
 def has_state(value: Any) -> bool:
@@ -117,8 +118,8 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
     """Return ``extra_state`` by name. A dict or list of plain values is itself one.
 
     Args:
-        is_literal: nothing but the call refers to it, so what is assigned to the script's own
-            variables does not show in it.
+        is_literal: only the call refers to it, so it does not see later assignments to the script's
+        variables.
 
     Raises:
         InvalidInput: something in it cannot be captured.
@@ -136,9 +137,9 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
     is_literal = is_literal and isinstance(value, (Mapping, list, tuple))
     if is_literal and (lost := _values_of_now(value, "extra_state")):
         warnings.warn(
-            f"job.steps: {', '.join(lost[:4])}: a number or text is passed as it is now; what the "
-            "script assigns to its variable later is not seen, and a resumed script starts it "
-            "over. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
+            f"job.steps: {', '.join(lost[:4])}: a number or text is passed by value. What the "
+            "script assigns to its variable later is not captured and starts over in a resumed "
+            "script. Keep it in a dict: note = {'best': best}; extra_state=note; note['best'] = …",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -158,7 +159,7 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
 
 
 def _values_of_now(value: Any, path: str) -> list[str]:
-    """Paths of plain values in containers that nothing else refers to."""
+    """Return the paths of plain values in containers that nothing else refers to."""
     (alone,) = [sys.getrefcount(one) for one in [dict[str, Any]()]]
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     lost: list[str] = []
@@ -201,8 +202,8 @@ def load_state(item: Any, state: Any) -> None:
 
 
 def filled(item: Any, state: Any) -> Any:
-    """Put ``state`` into ``item``, which the script refers to; return it, or ``state`` where the
-    two are of other types."""
+    """Copy ``state`` into ``item``, which the script refers to, and return it; return ``state`` if
+    their types differ."""
     kind = type(item)
     if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
         return state
@@ -234,7 +235,7 @@ def filled(item: Any, state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Proof:
-    """The newest batch, and what it was fetched with: does a ``state_dict()`` bring it back?"""
+    """The newest batch and the state before it, to prove that a ``state_dict()`` brings it back."""
 
     random: RandomState
     generators: dict[str, Any]
@@ -243,7 +244,7 @@ class Proof:
     versions: tuple[int, ...]
 
     def values(self) -> tuple[Any, ...] | None:
-        """For ``tagged``; None where the batch cannot be told any more."""
+        """Return the values for ``tagged``; None if the batch can no longer be identified."""
         is_as_fetched = tuple(map(version, tensors_of(self.batch))) == self.versions
         mark = digest_of(self.batch) if is_as_fetched else None
         return None if mark is None else (self.random.values(), self.generators, self.own, mark)
@@ -331,7 +332,7 @@ class DataPosition:
         return DataState(generators, own, self._proof)
 
     def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
-        """Note the batch, and what it was fetched with."""
+        """Record the batch, and the state with which it was fetched."""
         if self.is_checked:
             versions = tuple(map(version, tensors_of(batch)))
             self._proof = Proof(random, before.generators, before.own, batch, versions)
@@ -366,7 +367,7 @@ class DataPosition:
         """An iterator that continues behind ``batches``; the generators are as at loop entry.
 
         Args:
-            begin: where the loop began; what is behind a wrapper is taken back to there.
+            begin: the start of the loop; the object behind a wrapper is restored to it.
 
         Raises:
             InvalidInput: the loader has fewer batches than were already used.
@@ -394,7 +395,8 @@ class DataPosition:
         return iterator
 
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
-        """An iterator behind ``batches`` that are fetched once more, from where they began."""
+        """Return an iterator after ``batches`` batches, which are fetched once more from the
+        start."""
         self._keeper.load_state_dict(begin.own)
         iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
@@ -407,10 +409,11 @@ class DataPosition:
         begins: Sequence[tuple[RandomState, DataState]],
         device: str,
     ) -> Iterator[Any] | None:
-        """An iterator whose last batch is the one that was used last; None: no way brings it back.
+        """Return an iterator whose last batch is the one that was used last; None if no way brings
+        it back.
 
-        A ``state_dict()`` may leave something out: a buffer, the generators of worker processes.
-        So it has to bring the last batch back; else the loop's batches are fetched once more.
+        A ``state_dict()`` may omit something: a buffer, or the generators of worker processes. So
+        it must bring the last batch back; otherwise the loop's batches are fetched once more.
 
         Args:
             proof: of the commit: ``Proof.values``.
@@ -428,12 +431,12 @@ class DataPosition:
                 iterator: Iterator[Any] = iter(self._loader)
                 if digest_of(_drop(iterator, count)) == mark:
                     return iterator
-            except Exception as error:  # the script's own object; the next way may do
+            except Exception as error:  # the script's own object; try the next way
                 _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
         warnings.warn(
             f"job.steps({type(self._loader).__name__}): the state_dict() of "
             f"{type(self._keeper).__name__} did not bring the last batch back, nor did fetching "
-            "all again: from here on the data are others. Let it keep its buffers and generators",
+            "all again: the data differ from here on. Make it save its buffers and generators",
             InexactResumeWarning,
             stacklevel=5,
         )
@@ -458,7 +461,7 @@ class DataPosition:
         elif type(loader) in KNOWN_LOADERS:
             return False
         else:
-            why = "its type is not known here: a resume fetches and drops all batches used so far"
+            why = "its type is unknown: a resume fetches and drops all batches used so far"
         warnings.warn(
             f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
             "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
@@ -469,7 +472,7 @@ class DataPosition:
 
 
 def _drop(iterator: Iterator[Any], batches: int) -> Any:
-    """Fetch so many batches; return the last."""
+    """Fetch a number of batches; return the last one."""
     batch = None
     for _ in range(batches):
         batch = next(iterator)
@@ -477,8 +480,8 @@ def _drop(iterator: Iterator[Any], batches: int) -> Any:
 
 
 def _state_keeper(loader: Any, depth: int = 3) -> Any:
-    """Return the loader, the dataset that it fetches in this process, or what is so in a loader
-    that it wraps, if it can store its state."""
+    """Return the loader or the dataset that it reads in this process, its own or a wrapped
+    loader's, if that can store its state."""
     in_process = getattr(loader, "num_workers", 0) == 0
     for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
         if _keeps_state(candidate):
@@ -491,13 +494,14 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """It has ``state_dict()``, which needs no arguments, and ``load_state_dict``."""
+    """Return whether it has ``load_state_dict`` and a ``state_dict()`` without required
+    arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:
         inspect.signature(candidate.state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # it does not say
+    except ValueError:  # it has no answer
         pass
     return True

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch, and of Python, that training relies on, each with its fallback.
+"""Private names of PyTorch and Python that training relies on, each with its fallback.
 
 Nothing else under ``workers/training*.py`` touches an underscore of torch. Tested on torch 2.15;
 where a name is gone, the fallback is slower or loses nothing but a warning.
@@ -16,7 +16,7 @@ RAISING: Final = (
     "CALL", "PRECALL", "RAISE", "RERAISE", "BINARY", "COMPARE", "CONTAINS", "LOAD", "STORE",
     "UNARY", "UNPACK", "DELETE", "IMPORT", "FORMAT", "FOR_ITER", "GET_ITER", "BEFORE_WITH",
 )  # fmt: skip
-"""Beginnings of the names of Python's instructions that may raise."""
+"""Prefixes of the names of Python's instructions that may raise."""
 
 
 def advance_sampler(iterator: Any, batches: int) -> bool:
@@ -87,10 +87,10 @@ def has_aliases(tensor: torch.Tensor) -> bool:
 
 
 def is_left_by_error(frame: Any) -> bool:
-    """Tell an error in a ``for`` loop's body from ``break``, where the loop's generator is closed.
+    """Return whether an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
     An error leaves the frame at the instruction that raised; ``break`` and ``return`` pop the
-    iterator by an instruction of their own. False where this Python has other ones.
+    iterator by an instruction of their own. Return False if this Python has other instructions.
 
     Args:
         frame: of the loop, or of a generator around it that is closed as well.

@@ -1,8 +1,9 @@
-"""Matrix products and convolutions over packed weights; torch's private operators are here alone.
+"""Matrix products and convolutions over packed weights; only this module uses torch's private
+operators.
 
-A packed weight lies in oneDNN's own layout, so that no call reorders it. To the rest of the system
-it is a row of bytes: it is copied, evicted and streamed as any other weight. A worker wraps those
-bytes, where they lie, as an opaque tensor of torch, as AOTInductor does with packed constants.
+A packed weight lies in oneDNN's own layout, so that no call reorders it. The rest of the system
+treats it as a row of bytes: it is copied, evicted and streamed like any other weight. A worker
+wraps those bytes in place as an opaque tensor of torch, as AOTInductor does with packed constants.
 
 The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
 """
@@ -35,7 +36,7 @@ class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
     def pack_convolution(
@@ -46,14 +47,14 @@ class CpuKernels:
         dilation: Sequence[int],
         groups: int,
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             weight.contiguous(), padding, stride, dilation, groups
         )
         return _taken_apart(packed)
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """As ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
+        """Implement ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
         create, new_capsule = _library()
         dims = len(layout.shape)
         handle = ctypes.c_void_p()
@@ -78,7 +79,7 @@ class CpuKernels:
         return tensor
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """As ``PackedKernels``."""
+        """Implement ``PackedKernels``."""
         return {
             LINEAR: torch.ops.mkldnn._linear_pointwise.default,
             LINEAR_ADD: _linear_add,
@@ -146,7 +147,7 @@ def missing() -> str:
     """Pack, wrap and compute one linear layer and one convolution.
 
     Returns:
-        Why packed weights cannot be used here; empty: they can.
+        The reason why packed weights cannot be used here; empty if they can.
     """
     try:
         found = _self_test()

@@ -54,8 +54,8 @@ def advice(reason: str) -> str:
 
 
 def refuse_engines(module: nn.Module) -> None:
-    """Refuse a module without weights as tensors: an engine of torch's has packed them, or they
-    would be made up by its first call.
+    """Refuse a module whose weights are not tensors: a torch engine has packed them, or its first
+    call would invent them.
 
     Raises:
         RegistrationRefused: names the first such layer, or all such weights.

@@ -42,12 +42,13 @@ ALIGNED_BYTES: Final = 64  # where torch's own tensors begin; the arena's begin 
 
 
 def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy weights that begin elsewhere than torch's own: kernels may give them other last bits.
+    """Copy weights that are not aligned like torch's own: kernels may compute other last bits from
+    them.
 
-    Those that a library maps from a file begin anywhere.
+    Weights that a library maps from a file may begin anywhere.
 
     Returns:
-        The weights that were copied, each with its former memory.
+        The copied weights, each with its former memory.
     """
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     found = []
@@ -112,12 +113,12 @@ def check_program(
     Args:
         program: what travels, with its weights on the host.
         plain: the module, with flat inputs and outputs, in eval mode.
-        fresh: the same as it was before its first call.
-        inputs: what it was exported with.
+        fresh: the module in its state before the first call.
+        inputs: the inputs of the export.
 
     Raises:
         RegistrationRefused: two runs of the module differ, or the program's from it.
-        NotDynamic: at other extents alone.
+        NotDynamic: they differ only at other extents.
     """
     graph, weights = program.graph, program.weights
     inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
@@ -179,7 +180,8 @@ def shapes_to_try(
     """Where a program is compared with its module, beside the extents it was exported with.
 
     One dimension after the other: a batch of 1, or 2 if that is the example's, for extents of 1
-    broadcast; the ends and the middle of the other ranges. And wherever torch could not tell.
+    broadcast; the ends and the middle of the other ranges. Also all extents that torch could not
+    decide.
     """
     small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
              for dim in dims}  # fmt: skip
@@ -203,7 +205,7 @@ def compare_at(
     specs: Sequence[ValueSpec],
     examples: Sequence[torch.Tensor],
 ) -> None:
-    """Compare the program with the module as it was, at other extents than ``given``.
+    """Compare the program with the fresh module at other extents than ``given``.
 
     Raises:
         NotDynamic: they differ there, or the module does not take them; a batch it does not take
@@ -229,10 +231,10 @@ def compare_at(
 def refuse_state(
     now: Compute, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], values: Values
 ) -> None:
-    """Look for the cause of an answer that is not the fresh module's.
+    """Find the cause of an answer that differs from the fresh module's.
 
     Raises:
-        RegistrationRefused: the module answers so ``now``, after its earlier calls.
+        RegistrationRefused: the module gives this answer ``now``, after its earlier calls.
     """
     try:
         is_explained = all_same(on_clones(now, inputs), found)
@@ -297,9 +299,9 @@ def on_other_values(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return inputs of other values than the example's that ``plain`` takes, and its answer.
 
-    A signature does not say what an integer means (an index, a length). Those of an example that
-    are not all alike say which there may be; else more and more cautious ones are tried, and
-    last the example's own.
+    A signature does not say what an integer means (an index, a length). If the example's integers
+    are not all alike, they give the possible values. Otherwise increasingly cautious values are
+    tried, and last the example's own.
 
     Raises:
         Exception: the module's own, if it does not take these extents.

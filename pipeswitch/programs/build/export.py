@@ -311,10 +311,10 @@ def _traceable(module: Any, example: Example) -> Any:
 
 @contextlib.contextmanager
 def _served(module: nn.Module) -> Iterator[list[str]]:
-    """Let the module be as it is served: in eval mode, its parameters frozen (products of matrices
-    choose their kernel by that too), its weights aligned.
+    """Put the module in the state in which it is served: in eval mode, with frozen parameters (they
+    affect the choice of matmul kernels) and aligned weights.
 
-    Aligned memory stays the module's, so that it goes on to compute what is served; unless others
+    The module keeps the aligned memory, so that it still computes what is served, unless others
     share the former memory. The notes say so.
     """
     modes = [(child, child.training) for child in module.modules()]

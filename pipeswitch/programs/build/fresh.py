@@ -1,8 +1,8 @@
-"""A module as it was before its first call: what a call leaves behind shows against that.
+"""A module in its state before the first call, to detect what a call leaves behind.
 
-A module that keeps something of a call (a cache, a hidden state, the scale of the first data) has
-no one answer to a request. Two runs on the same inputs may well agree, and a graph that is traced
-after them holds what they left as a constant.
+A module that keeps something from a call (a cache, a hidden state, the scale of the first data)
+does not have one answer to a request. Two runs on the same inputs may still agree, and a graph that
+is traced after them contains the kept state as a constant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .encoder import Program
 
 _LIBRARIES: Final = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "transformers"}
-"""Packages whose own globals are no model's memory."""
+"""Packages whose globals do not count as a model's memory."""
 _ABSENT: Final = object()
 _AROUND: Final[dict[type, str]] = {
     **dict.fromkeys((MethodType, staticmethod, classmethod), "__func__"),
@@ -36,14 +36,14 @@ _AROUND: Final[dict[type, str]] = {
     **dict.fromkeys((FunctionType, functools._lru_cache_wrapper), "__wrapped__"),
     property: "fget",
 }
-"""What may stand around a function, and the attribute that holds the function."""
+"""Types that may wrap a function, and the attribute that holds the function."""
 
 
 class Fresh:
-    """Runs a module each time as it was when this object was made, whatever it keeps by then.
+    """Runner of a module that restores its initial state before each call.
 
-    Restored are the attributes of the module and of plain objects in it, and what its code can
-    reach: globals, class attributes, closures, default arguments; an ``lru_cache`` is emptied.
+    It restores the attributes of the module and of plain objects in it, and all that its code can
+    reach: globals, class attributes, closures, default arguments. It empties each ``lru_cache``.
     Parameters and buffers are shared, not copied: what writes to them shows in their bytes.
     """
 
@@ -51,7 +51,7 @@ class Fresh:
         """Keep the state of ``module``; ``call`` runs it on flat inputs (default: the module).
 
         Attributes:
-            now: runs it as it has become.
+            now: runs the module in its current state.
         """
         self.now = call or (lambda inputs: list(module(*inputs)))
         reach = _Reach(module)
@@ -65,7 +65,7 @@ class Fresh:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Let the module be as it was; afterwards it is again what it had become."""
+        """Restore the initial state for the block, and the current state afterwards."""
         now = [place.get() for place in self._places]
         for cache in self._caches:
             cache.cache_clear()
@@ -104,7 +104,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is its ``__dict__`` and nothing else, and no library's but a module."""
+    """Return whether an object is only its ``__dict__``, and is a module or not a library's."""
     kind: Any = type(value)
     ways = ("__new__", "__reduce__", "__reduce_ex__")
     has_own = any(getattr(kind, name) is not getattr(object, name) for name in ways)
@@ -144,7 +144,7 @@ class _Place:
 
 
 class _Reach:
-    """What the code of a module can read or write, the code of libraries left out."""
+    """Collect what a module's code can read or write, without library code."""
 
     def __init__(self, module: nn.Module) -> None:
         self.places: dict[tuple[int, str], _Place] = {}
@@ -212,13 +212,13 @@ class _Reach:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that the code and functions inside it read or write."""
+    """Return the names that the code and functions inside it read or write."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _globals(code: CodeType) -> set[str]:
-    """Those of ``_names`` that are globals, not attributes."""
+    """Return the subset of ``_names`` that are globals, not attributes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     own = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
     return own.union(*map(_globals, inner))

@@ -1,7 +1,7 @@
-"""From a verified graph to one with packed weights and fused calls.
+"""Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine: both forms are timed on what the example
-computes. Positions are those of nodes in the plain graph; a new weight is named, ``{"w": name}``,
+A call is packed only if that is faster on this machine: both forms are timed on the example's
+values. Positions are those of nodes in the plain graph; a new weight is named, ``{"w": name}``,
 until the derived graph is numbered.
 """
 
@@ -20,7 +20,7 @@ from ..executor import PackedKernels
 from ..graph import CompiledGraph, resolve
 from ..packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
 
-ROUNDS: Final = 7  # of a timing; the least counts
+ROUNDS: Final = 7  # rounds of a timing; the minimum counts
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""
@@ -46,7 +46,7 @@ class Derived:
     graph: Graph
     weights: list[torch.Tensor]  # uint8 where packed
     packed_count: int  # calls over packed weights
-    plain_count: int  # calls that could have been packed, and are faster plain
+    plain_count: int  # calls that could be packed but are faster plain
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def fused(
 
 
 class _Trace:
-    """One run of the graph, call by call: the shapes of all values, and what products take."""
+    """Run the graph once, call by call; record the shapes of all values and the inputs of
+    products."""
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -186,7 +187,7 @@ class _Fusing:
         return self._graph.first_node_value + position
 
     def _reader(self, position: int) -> int | None:
-        """The one call that reads a call's value, if it is not part of another chain."""
+        """Return the only call that reads a call's value, if it is not part of another chain."""
         readers = self._readers.get(self._value(position), [])
         if len(readers) != 1 or self._value(position) in self._graph.results:
             return None
@@ -207,9 +208,9 @@ class _Fusing:
         )
 
     def _addend(self, chain: _Chain, at: int) -> Any:
-        """The other operand of a sum of equal shapes; None: it is no such sum.
+        """Return the other operand of a sum of equal shapes; None if it is not such a sum.
 
-        ``x.add_(product)`` writes to ``x``, which others may read: it stays as it is.
+        ``x.add_(product)`` writes to ``x``, which others may read, so it is not fused.
         """
         node, own = self._graph.nodes[at], {"v": self._value(chain.members[-1])}
         if len(node.args) != 2 or node.kwargs or own not in node.args:
@@ -307,7 +308,7 @@ class _Fusing:
     def _folded(
         self, node: Node, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight and bias of a convolution whose BatchNorm is part of it."""
+        """Return weight and bias of a convolution with its BatchNorm folded in."""
         gamma, beta, mean, variance = (
             None if one is None else self._weights[one["v"] - len(self._graph.inputs)].double()
             for one in node.args[1:5]
@@ -325,7 +326,7 @@ class _Fusing:
         return self._graph.weights[index]
 
     def _timed(self, chain: _Chain, form: _Form, x: torch.Tensor) -> tuple[float, ...]:
-        """Milliseconds of the chain's plain calls, and of its packed one."""
+        """Return the milliseconds of the chain's plain calls and of its packed call."""
         targets = tuple(self._graph.nodes[one].target for one in chain.members)
         key = (targets, *form.key)
         if key not in self._times:
@@ -413,7 +414,7 @@ class _Fusing:
 
 
 def _activation(node: Node) -> Activation | None:
-    """How a packed call applies what a node computes; None: it cannot."""
+    """Return how a packed call applies a node's activation; None if it cannot."""
     name = node.target.split(".")[1].removesuffix("_")
     rest = [*node.args[1:], *node.kwargs.values()]
     if not all(isinstance(one, int | float | str) for one in rest):

@@ -218,10 +218,11 @@ def _opened(
     """The signature with the extents that requests choose, and inputs of other values than the
     example's: at its extents, at the ends and in the middle of the ranges.
 
-    An output's extent is the dimension that it always is; else room for the largest that was seen.
+    An output's extent is a dimension if it always equals it; else there is room for the largest
+    extent seen.
 
     Raises:
-        RegistrationRefused: it does not run at an end of a range.
+        RegistrationRefused: the module does not run at an end of a range.
     """
     shapes = [tuple(shape) for shape, _ in loaded.inputs.values()]
     axes = asked_axes(list(loaded.inputs), shapes, {} if loaded.is_wish else loaded.dynamic)
@@ -263,7 +264,7 @@ def _opened(
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where operators write to, also where they write the bytes that were there."""
+    """Mode that records where operators write, even if the bytes stay the same."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -285,7 +286,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OneCopy:
-    """The copy of a module that a worker would have: each call finds what the last one left."""
+    """Copy of a module as in a worker: each call sees the state that the last one left."""
 
     def __init__(self, manifest: Manifest, loaded: Loaded, image: torch.Tensor) -> None:
         self.manifest = manifest
@@ -305,14 +306,14 @@ class _OneCopy:
         self.lie_over(arena.untyped_storage())
 
     def lie_over(self, storage: torch.UntypedStorage) -> None:
-        """Have the weights in ``storage`` from now on."""
+        """Use the weights in ``storage`` from now on."""
         self._first_address = storage.data_ptr()
         self._bound = self._program.bind(lambda tensor: tensor_over(storage, tensor, 0))
 
     def run(
         self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
     ) -> list[torch.Tensor]:
-        """Run as ``BoundProgram.run``; groups arrive in ``arena`` when they are waited for.
+        """Run as ``BoundProgram.run`` does; a group arrives in ``arena`` when the run waits for it.
 
         Raises:
             RegistrationRefused: the module writes to its weights.
@@ -404,7 +405,7 @@ def _verify(
 
 
 def _read_only(image: torch.Tensor) -> torch.UntypedStorage:
-    """The image in memory that nothing can write to."""
+    """Return the image in read-only memory."""
     descriptor = os.memfd_create("weights")
     try:
         os.truncate(descriptor, max(1, image.nbytes))

@@ -2,7 +2,7 @@
 
 ``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the
 convolution before it, and fuses activations and residual additions into both (``fusing``).
-Nothing of it is taken from a client: a bundle stays plain, and what is packed is derived here.
+No packed data comes from a client: a bundle stays plain, and this module derives the packed form.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def derive(
     manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
     kernels: PackedKernels,
 ) -> Manifest:  # fmt: skip
-    """Return the manifest of the program in that precision, whose file is written into ``folder``.
+    """Write the program in that precision into ``folder`` and return its manifest.
 
-    Where nothing becomes faster it is the plain program's, with a note.
+    If nothing becomes faster, return the plain program's manifest with a note.
 
     Raises:
         RegistrationRefused: the derived form differs from the plain one by more than
@@ -66,7 +66,7 @@ def derive(
     plain_ms, ms = least_ms([lambda: plain(inputs[0]), lambda: fast(inputs[0])])
     if ms >= plain_ms:
         path.unlink()
-        why = f"it takes {ms:.2f} ms in place of {plain_ms:.2f}"
+        why = f"it takes {ms:.2f} ms instead of {plain_ms:.2f}"
         return with_note(manifest, f"precision {name}: {why}; it stays exact")
     precision = Precision(
         name="fast", fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
@@ -104,7 +104,7 @@ def with_note(manifest: Manifest, note: str) -> Manifest:
 def _written(
     manifest: Manifest, bundle: Bundle, derived: Derived, path: Path, bucket_bytes: int
 ) -> tuple[Manifest, torch.Tensor]:
-    """Write the derived bundle; its manifest, and the image of its region."""
+    """Write the derived bundle; return its manifest and the image of its region."""
     graph = derived.graph
     tensors = [
         (name, str(data.dtype).removeprefix("torch."), tuple(data.shape))
@@ -140,7 +140,7 @@ def _compared(
                 continue
             if bool((ours.isfinite() != theirs.isfinite()).any()):
                 raise RegistrationRefused(
-                    f"precision {name!r}", f"output {number} is no longer finite",
+                    f"precision {name!r}", f"output {number} is not finite",
                     hint="register it with precision exact",
                 )  # fmt: skip
             is_real = theirs.isfinite()
@@ -154,7 +154,7 @@ def _compared(
     if max(errors) > limit:
         raise RegistrationRefused(
             f"precision {name!r}",
-            f"its answers differ by {max(errors):.1e} of the largest output, more than {limit:g}",
-            hint="register it with precision exact, or with a larger max_error",
+            f"the error is {max(errors):.1e} of the largest output, the limit {limit:g}",
+            hint="register it with precision exact or a larger max_error",
         )
     return max(errors), max(means), min(agreed)

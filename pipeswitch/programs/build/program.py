@@ -104,7 +104,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
 
 
 def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
-    why = "its module runs as it is" if manifest.mode == "module" else packed.missing()
+    why = "module mode has no graph to change" if manifest.mode == "module" else packed.missing()
     if why:
         return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
     return derive(
@@ -132,7 +132,7 @@ def _build_bundle(
         )  # fmt: skip
     if spec.weights and weights is None:
         raise RegistrationRefused(
-            f"weights {spec.weights!r}", "a bundle brings its own", hint="leave weights out"
+            f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
         )
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
@@ -342,11 +342,11 @@ def _verify_graph(
     examples: Sequence[torch.Tensor],
     is_same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
-    """Compare at each of ``shapes`` with the module as it was before its first call.
+    """Compare the program with the fresh module at each of ``shapes``.
 
     Raises:
-        RegistrationRefused: it differs at the first, or because of an earlier call.
-        NotDynamic: at another one alone, or the module does not take that.
+        RegistrationRefused: they differ at the first shape, or because of an earlier call.
+        NotDynamic: they differ only at another shape, or the module does not accept it.
     """
     given = shapes[0]
 

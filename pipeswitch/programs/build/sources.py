@@ -87,7 +87,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)  # what was decided on the way
 
     def __post_init__(self) -> None:
-        """Keep the module's state: it has not been called yet."""
+        """Save the module's state; it has not been called yet."""
 
         def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             try:
@@ -107,7 +107,7 @@ class Loaded:
         return self.module(*self.arguments(inputs), **without_cache(self.module))
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the module answers that was never called before, in order."""
+        """Return the answers of a module that was never called before, in order."""
         return self.fresh(inputs)
 
 
@@ -318,7 +318,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
-    """Refuse weights that would be made up."""
+    """Refuse a checkpoint with missing weights, which would be random."""
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise RegistrationRefused(
@@ -474,7 +474,7 @@ def _load_file(module: nn.Module, path: str) -> None:
     for name in state.keys() & own.keys():
         if state[name].is_floating_point() != own[name].is_floating_point():
             given, wanted = (dtype_name(v[name].dtype, part) for v in (state, own))
-            raise RegistrationRefused(part, f"{name} is {given}, the module's is {wanted}")
+            raise RegistrationRefused(part, f"{name} is {given}; the module expects {wanted}")
     try:
         found = target.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a shape differs
@@ -483,7 +483,7 @@ def _load_file(module: nn.Module, path: str) -> None:
     for names in _tied_names(target):
         present = [state[name] for name in names if name in state]
         if not all(torch.equal(one, present[0]) for one in present):
-            reason = f"{', '.join(names)} are one weight of the module, but differ in the file"
+            reason = f"{', '.join(names)} share one weight in the module but differ in the file"
             raise RegistrationRefused(part, reason)
         missing -= set(names if present else ())
     if missing or found.unexpected_keys:
@@ -493,7 +493,7 @@ def _load_file(module: nn.Module, path: str) -> None:
 
 
 def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Names without what wrappers of torch's and Lightning's put before them, if none fits."""
+    """Strip the prefixes that torch's and Lightning's wrappers add, if no name fits."""
     while state and not state.keys() & own.keys():
         wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), "")
         if not wrapper:
@@ -503,7 +503,7 @@ def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter: a file may hold a tied one once."""
+    """Return all names of each parameter: a file may contain a tied one only once."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)

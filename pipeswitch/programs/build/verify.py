@@ -29,7 +29,7 @@ def compare(
 ) -> str:
     """Return what differs between group-wise and plain execution; empty when nothing does.
 
-    ``expected`` is what ``plain`` answers, if that is known.
+    ``expected``: the answer of ``plain``, if known.
     """
     opened: list[int] = []
     expected = on_clones(plain, inputs) if expected is None else expected

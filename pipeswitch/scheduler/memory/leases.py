@@ -52,12 +52,12 @@ class Slices:
         return region
 
     def refuse_too_large(self, owner: Owner, size_bytes: int) -> None:
-        """Raises OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned."""
+        """Raise OutOfDeviceMemory if the slice does not fit in an arena with only pinned models."""
         if not self._arena.can_ever_hold(size_bytes):
             largest = self._arena.largest_for_all_bytes
             raise OutOfDeviceMemory(
                 f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
-                f"optimizer state, the arena can give {gib(largest)}",
+                f"optimizer state; the arena has room for {gib(largest)}",
                 hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
                 requested_bytes=size_bytes,
                 largest_free_bytes=largest,
@@ -177,10 +177,11 @@ class Leases:
         self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
-        """Grant slices to jobs that wait; not while requests do, whose models may need the room.
+        """Grant slices to waiting jobs, but not while requests wait, since their models may need
+        the room.
 
-        A job that would fit, had nobody pinned a model since it committed, waits: to fail would
-        lose its work.
+        A job that no longer fits because models were pinned after its commit waits: failing it
+        would lose its work.
 
         Yields:
             A job that must leave before the next can have its slice, and why.
@@ -226,7 +227,7 @@ class Leases:
             self._device.signal(job.slot, granted, commits_of=job.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return whether the memory that a job waits for is not that of pinned models."""
+        """Return whether a job waits for memory other than that of pinned models."""
         return self._arena.can_ever_hold(job.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:

@@ -147,8 +147,8 @@ class Arena:
         models whose homes overlap would throw each other out for ever.
 
         A pinned model lies as high as it can, so that what the pinned ones leave is one piece.
-        Where one came to lie lower, it moves when a request, a job or another pinned model finds
-        no place otherwise.
+        A pinned model that lies lower moves if a request, a job or another pinned model finds no
+        place otherwise.
         """
         costs = self.costs(for_request=for_request, mover=replica)
         if replica.landings is not None:
@@ -174,7 +174,7 @@ class Arena:
         return best
 
     def window_after_packing(self, size_bytes: int, costs: Costs) -> Window | None:
-        """Return a window that is there once the pinned models lie at the end of the arena.
+        """Return a window that exists once the pinned models lie at the end of the arena.
 
         Its victims are those in the window and the pinned models that move; ``bring_pinned`` sends
         these again, to the places that were chosen here.
@@ -325,7 +325,7 @@ class Arena:
 
     @property
     def largest_for_all_bytes(self) -> int:
-        """What the pinned models leave of the arena: wherever they lie, they move together."""
+        """Return the size of the arena without the pinned models, which can move together."""
         pinned = (self._device.replicas[name] for name in self._device.pinned)
         return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
 
@@ -450,7 +450,7 @@ class Store:
 
 
 def _without_jobs(costs: Costs) -> Costs:
-    """The same prices, where nothing but idle models may leave."""
+    """Return the same prices with only idle models as victims."""
     return [None if cost is None or any(cost[:3]) else cost for cost in costs]
 
 

@@ -126,14 +126,14 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model whose entry in the journal cannot be used."""
+        """List a model with an unusable journal entry as failed."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, "its entry is damaged")
         self.failed[name] = model
 
     def drop_failed(self, models: Iterable[Model]) -> None:
-        """Give up models that could not be brought back, for good."""
+        """Remove models that could not be restored, for good."""
         for model in models:
             del self.failed[model.name]
             self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))

@@ -1,4 +1,4 @@
-"""From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
+"""Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
 1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
    client what is newest when the name's earlier publications are through. A script's waits too
@@ -39,7 +39,7 @@ from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
 from .registry import Registry
 from .versions import Versions
 
-MOST_COPIES: Final = 8  # of one name that wait to be built: each is a model's weights on disk
+MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 
 
 @dataclass

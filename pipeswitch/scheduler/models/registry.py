@@ -419,7 +419,7 @@ class Registry:
 
 
 def _why_it_ended(status: int) -> str:
-    """Say why a builder ended that reported nothing itself."""
+    """Return why a builder ended without a report."""
     if status in OUT_OF_TIME:
         return "building and verifying it took longer than [workers] build_timeout allows"
     text = f"the builder process ended with status {status} before it was done"

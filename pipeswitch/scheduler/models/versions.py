@@ -78,7 +78,7 @@ class Versions:
         return [m for m in self.all_of(name) if m.manifest and m.state.state is not leaving]
 
     def missing(self, name: ModelName, which: int | str) -> InvalidInput:
-        """Return what the asker for a version reads that is not there."""
+        """Return the error for a version that does not exist."""
         present = ", ".join(str(model.version) for model in self.present(name))
         return InvalidInput(
             f'"{name}" has no version {which}: it has {present}',

@@ -17,8 +17,8 @@ class Priority(Order):
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the
        one that waited longest first;
-    3. models already on the device, the computing one no sooner than others since changing between
-       them is free: reuse of residency is worth more than any order;
+    3. models already on the device: reuse of residency is worth more than any order. The running
+    model has no preference, since a change between resident models is free;
     4. the earlier deadline;
     5. the earlier arrival.
     """

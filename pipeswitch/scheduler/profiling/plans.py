@@ -1,4 +1,4 @@
-"""The groups each model is sent in: planned from a profile, byte buckets without."""
+"""Layer groups of each model: planned from its profile, or byte buckets without one."""
 
 from __future__ import annotations
 

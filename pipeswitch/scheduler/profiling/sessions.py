@@ -1,6 +1,7 @@
-"""A model measured on an idle device, by requests of the client that wants its profile.
+"""Measurement of a model on an idle device, with requests of the client that wants its profile.
 
-1. Only that client uses the device: no other request and no job, else it reads ``DeviceBusy``.
+1. Only that client uses the device. If another request or a job comes, the client gets
+``DeviceBusy``.
 2. The model gets the groups of the next run, and leaves the device if that run is to be cold.
 3. The client is asked for a request. It is served like any other; only its worker waits for the
    device after each group (``RunInference.is_timed``).
@@ -32,7 +33,7 @@ from ..records import MeasuredRun, Replica
 from ..states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
 
 MAX_BATCHES: Final = 8
-MAX_RETRIES: Final = 20  # of one run in a row
+MAX_RETRIES: Final = 20  # consecutive retries of one run
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Profiling:
         if self._session is not None:
             raise errors.DeviceBusy(
                 f'"{self._session.replica.name}" is being measured',
-                hint="measure one model after the other",
+                hint="measure one model at a time",
             )
         _check_idle(device.state)
         assert replica.model.manifest is not None
@@ -118,7 +119,7 @@ class Profiling:
         return replica
 
     def cancel(self, token: Token) -> None:
-        """The client does not want it any more, or has gone."""
+        """End the measurement: the client cancelled it or disconnected."""
         if self._session is not None and self._session.token == token:
             self._fail(self._session, errors.Cancelled("cancelled by the caller"))
 
@@ -128,7 +129,7 @@ class Profiling:
             self._fail(self._session, error)
 
     def pump(self) -> int:
-        """Take the last run's times and ask for the next request, as far as that is possible."""
+        """Record the last run's times and ask for the next request, if possible."""
         session = self._session
         if session is None:
             return MEASURED
@@ -149,7 +150,7 @@ class Profiling:
 
     @staticmethod
     def _check(session: Session) -> None:
-        """The model can still be measured.
+        """Check that the model can still be measured.
 
         Raises:
             ModelNotFound, ServerUnavailable, DeviceBusy.
@@ -158,7 +159,7 @@ class Profiling:
         is_there = session.device.state.replicas.get(replica.name) is replica
         if not is_there or state is ModelState.LEAVING:
             raise errors.ModelNotFound(
-                f'"{replica.name}" is no longer there', hint="pipeswitch models"
+                f'model "{replica.name}" was unregistered', hint="pipeswitch models"
             )
         if state is not ModelState.READY:
             raise errors.ServerUnavailable(f'"{replica.name}": {replica.model.reason}')
@@ -169,7 +170,7 @@ class Profiling:
 
         Raises:
             DeviceBusy: another client's request was answered as well.
-            ServerUnavailable: run after run was not the one that was wanted.
+            ServerUnavailable: several runs in a row were not as planned.
         """
         state = session.device.state
         if state.served == served_count:
@@ -187,11 +188,11 @@ class Profiling:
         session.retries += 1
         if session.retries > MAX_RETRIES:
             raise errors.ServerUnavailable(
-                f'"{session.replica.name}" could not be measured: no run was as it was asked for'
+                f'"{session.replica.name}" could not be measured: no run was as planned'
             )
 
     def _next(self, session: Session) -> None:
-        """Ask for the next request when the device is at rest; after the last run it is finished.
+        """Ask for the next request when the device is at rest, or finish after the last run.
 
         Raises:
             DeviceBusy: others use the device.
@@ -218,7 +219,7 @@ class Profiling:
 
     @staticmethod
     def _place(session: Session, trial: Trial) -> None:
-        """Give the model its groups; it leaves the device where it is not to lie there."""
+        """Set the model's groups, and evict it for a cold run."""
         replica, residents = session.replica, session.device.residents
         has_other_groups = replica.plan != trial.plan
         is_there = replica.residency.state is not Residency.HOST
@@ -230,7 +231,7 @@ class Profiling:
             count = len(trial.plan)
             raise errors.OutOfDeviceMemory(
                 f'"{replica.name}" needs {count} arrival words to be measured layer by layer',
-                hint="unregister models that are not needed",
+                hint="unregister models that you do not need",
                 requested_bytes=4 * count,
                 largest_free_bytes=0,
             )
@@ -280,12 +281,12 @@ def _check_no_job(state: DeviceState) -> None:
             raise _busy(f'job "{job.name}" uses', hint=f"pipeswitch jobs pause {job.name}")
 
 
-def _busy(who: str, hint: str = "measure when no client sends requests") -> errors.DeviceBusy:
-    return errors.DeviceBusy(f"{who} the device, and a model is measured alone", hint=hint)
+def _busy(who: str, hint: str = "run it while no client sends requests") -> errors.DeviceBusy:
+    return errors.DeviceBusy(f"{who} the device, and profiling needs it alone", hint=hint)
 
 
 def _is_at_rest(state: DeviceState) -> bool:
-    """A worker is free, and no process starts, cleans up or loads a program beside the run."""
+    """Return whether a worker is free and no process starts, cleans up or loads a program."""
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
@@ -296,14 +297,14 @@ def _is_at_rest(state: DeviceState) -> bool:
 
 
 def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
-    """The end of the copy that the run read was not told yet."""
+    """Return whether the end of the run's copy is not reported yet."""
     is_cold = not measured.activation.was_resident
     is_same = replica.residency_epoch == measured.activation.residency_epoch
     return is_cold and is_same and replica.is_being_sent
 
 
 def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None:
-    """Return the run's times; None: it was not the run that was wanted."""
+    """Return the run's times, or None if the run had another batch or residency than planned."""
     activation, done, sent = measured.activation, measured.message, replica.transmission
     if activation.batch != trial.batch or activation.was_resident == trial.is_cold:
         return None

@@ -1,4 +1,4 @@
-"""Fair queues: which caller of a device has the next turn, and which connection of that caller.
+"""Fair queues over a device's callers, and over the connections of each caller.
 
 Start-time fair queueing inside each priority (docs/adr/0037-turns-by-tenant.md): a member's *tag*
 is the time it was given over its weight, and the smallest goes first. The *clock* is the tag of the
@@ -66,10 +66,11 @@ class Charge(NamedTuple):
 
 
 class FairQueue(Generic[S]):
-    """Members that take turns. A decision looks at the members that are next, not at all."""
+    """Fair queue of members. A decision looks only at the members that are next, never at all
+    members."""
 
     def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
-        """``make``: returns a new member of that name."""
+        """``make``: creates a member with a name."""
         self._max_wait_ms = max_wait_ms
         self._make = make
         self._of: dict[str, S] = {}
@@ -84,7 +85,7 @@ class FairQueue(Generic[S]):
         return iter(self._of.values())
 
     def of(self, caller: str) -> S:
-        """Return the member of that name; make it if there is none."""
+        """Return the member with that name; create it if there is none."""
         if caller not in self._of:
             self._made += 1
             self._of[caller] = member = self._make(caller)
@@ -108,16 +109,16 @@ class FairQueue(Generic[S]):
         self._changed[share] = None
 
     def in_turns(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
-        """Return the members that wait, by urgency; of each, the first one has the next turn.
+        """Return the waiting members by urgency; within an urgency the first one has the next turn.
 
-        They are looked at as they are taken, until a request comes or leaves. An urgency is raised
-        by one for each ``max_wait`` in which it had no turn: not by the age of requests, since the
-        member that asks the most has the oldest.
+        The iterators are lazy and valid until a request comes or leaves. An urgency is raised by
+        one for each ``max_wait`` in which it had no turn. The age of requests does not count, since
+        the member with the most requests has the oldest.
 
         Args:
             switch_ms: the time to bring the model that a member wants to the device. Others go
-                before it for so long: models that do not fit together would else change places
-                for each request.
+            before it for that time. Otherwise models that do not fit together would swap for each
+            request.
         """
         self._update(now_ms)
         by: dict[float, Iterator[S]] = {}
@@ -140,7 +141,7 @@ class FairQueue(Generic[S]):
     def _by_tag(
         self, order: list[tuple[float, int, S]], switch_ms: Callable[[S], float], now_ms: float
     ) -> Iterator[S]:
-        """The members that may have a turn, each as far behind as its switch costs."""
+        """Yield the members that may have a turn, each delayed by the cost of its switch."""
         behind: list[tuple[float, int, S]] = []  # a heap
         for tag, number, share in order:
             while behind and behind[0][0] <= tag:
@@ -159,7 +160,7 @@ class FairQueue(Generic[S]):
         return True
 
     def _update(self, now_ms: float) -> None:
-        """Put members that have changed in their places; forget idle ones that have nothing."""
+        """Sort changed members into their places; drop idle members without state."""
         for share in self._changed:
             if share.place is not None:
                 urgency, entry = share.place
@@ -182,7 +183,7 @@ class FairQueue(Generic[S]):
             self._forget(oldest)
 
     def _has_nothing(self, share: S, now_ms: float) -> bool:
-        """Whether the idle member would have the same turns if it were new."""
+        """Return whether a new member would have the same turns as this idle one."""
         return not share.running and self._ahead_ms(share) <= 0.0
 
     def _ahead_ms(self, share: S) -> float:
@@ -196,7 +197,7 @@ class FairQueue(Generic[S]):
         del self._idle[share], self._of[share.caller]
 
     def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
-        """Charge a turn of the first one's for its parts; return with which urgency it was."""
+        """Charge the first member's turn to its parts; return the urgency of the turn."""
         first = next(iter(parts))
         urgency, tag = first.urgency, first.tags[first.urgency]
         self._clock[urgency], self._had_at_ms[urgency] = max(self._clock[urgency], tag), now_ms
@@ -232,7 +233,7 @@ class Accounts(FairQueue[Account]):
         self.again_at_ms = math.inf
 
     def used_ms(self) -> dict[str, float]:
-        """Return the time that each caller ever had, by its runs that are over."""
+        """Return the total time of each caller's finished runs."""
         return self._forgotten_ms | {account.caller: account.used_ms for account in self}
 
     def connections(self) -> FairQueue[Share]:
@@ -271,8 +272,8 @@ class Accounts(FairQueue[Account]):
         return False
 
     def _has_nothing(self, share: Account, now_ms: float) -> bool:
-        """Whether nothing is known of it but the time that it used: it was away for longer than it
-        had the device before others, and is not held to anything."""
+        """Return whether only the used time of an account must be kept: it was idle for longer than
+        its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.rests_until_ms, share.barred_until_ms)
         deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)

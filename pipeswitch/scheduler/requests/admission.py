@@ -184,7 +184,7 @@ class Admission:
         return self._full(event, model)
 
     def _gone(self, event: InferArrived) -> PipeSwitchError:
-        """Return what the frontend answers that has heard that the version left."""
+        """Return the error that the frontend gives once it knows that the version was removed."""
         name, version = split_name(event.model)
         if not event.lineage and self._versions.present(name):
             return self._versions.missing(name, version)

@@ -198,8 +198,8 @@ class Dispatch:
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
         9. Steps that go on by themselves end when a request waits, dispatched or not.
-        10. Its model is on its way: one that ends before the device needs that goes first, if the
-           policy lets it overtake.
+        10. Its model is being copied: a request that ends before the device needs that model goes
+        first, if the policy lets it overtake.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -371,7 +371,7 @@ class Dispatch:
         return True
 
     def _is_link_busy(self) -> bool:
-        """Say whether a copy for a request is under way; one that is cancelled does not count."""
+        """Return whether a copy for a request is under way; a cancelled one does not count."""
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: Replica) -> Worker:

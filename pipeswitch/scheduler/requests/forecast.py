@@ -29,15 +29,16 @@ from ..records import Request
 from ..states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
-MOST_AHEAD: Final = 4  # requests among which the next cold one is looked for
-MOST_BLOCKED: Final = 8  # models without memory that are looked past, each at the price of a search
+MOST_AHEAD: Final = 4  # requests that are searched for the next cold one
+MOST_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
 MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
-ROUNDING_MS: Final = 1e-6  # then a look finds it too late
+ROUNDING_MS: Final = 1e-6  # later a check would be too late
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
-    """Return when a request ends that comes now, or that waits and is next; without a margin."""
+    """Return when a request ends that arrives now, or that is next in the queue, without a
+    margin."""
     is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
     if sorts_by and not is_next:
         return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[request.token]
@@ -54,12 +55,12 @@ def predicted_end_ms(device: DeviceState, request: Request) -> float:
 
 
 def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> dict[Token, float]:
-    """Return when each one ends, if nothing else comes.
+    """Return when each request ends if no other arrives.
 
     Simulates dispatcher and link for one caller whose requests are sorted. A request is dispatched
     when the one before it begins: the first whose model is there, is coming, or can be sent since
-    the link is free. Until it begins, absent models that are wanted next come. Of ``before`` what
-    can be joined is, at the best.
+    the link is free. Until it begins, absent models that are needed next are copied. Requests of
+    ``before`` are joined in the best possible way.
     """
     overtakes = device.core.judge.sorts_by == "deadline"
     at_ms = begins_ms = device.core.now_ms
@@ -159,8 +160,8 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def is_refused(device: DeviceState, request: Request) -> bool:
-    """Whether a request that comes would be late, or make one of its caller's late that was
-    accepted before and would be in time without it."""
+    """Return whether a new request would be late, or would make an accepted request of its caller
+    late that would be in time without it."""
     sorts_by = device.core.judge.sorts_by
     if not sorts_by or not _is_asked(device, request):
         return is_hopeless(device, request)
@@ -184,7 +185,8 @@ def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
-    """Return until when a request that is next can be in time though its model is absent."""
+    """Return the latest time at which the next request, whose model is absent, can still be in
+    time."""
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
@@ -198,7 +200,8 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Whether a run of the request is known to end in that time; one that may be joined is not."""
+    """Return whether a request's run is known to end in that time; false for one that may be
+    joined."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_joined = device.replicas[request.model].built.batching is not None
     return not is_joined and 0.0 < run_ms <= idle_ms
@@ -268,8 +271,8 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:
-    """Return what copy and computing take together, if nothing else is in the way. Groups are
-    computed as they come: the last one, which is like the others, after it came."""
+    """Return the time of copy and computing together on an idle device. Groups are computed as they
+    arrive; the last one, which is like the others, is computed after its arrival."""
     manifest, own_ms = (
         device.replicas[request.model].manifest,
         _run_ms(device, request.model, request.batch)[0],
@@ -279,7 +282,7 @@ def _sent_ms(device: DeviceState, request: Request) -> float:
 
 
 def _link_free_at_ms(device: DeviceState) -> float:
-    """When the copies that travel have come."""
+    """Return when the running copies end."""
     free_ms = device.core.now_ms
     for name in device.sending:
         load_ms = device.predictions.safe(name, 1).load_ms

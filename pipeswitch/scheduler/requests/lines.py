@@ -219,11 +219,11 @@ class Line:
 
 
 class Lines:
-    """All requests that wait, in lines; each connection's lines in the order of their heads.
+    """All waiting requests, in lines; each connection's lines are in the order of their heads.
 
     Callers take turns (``Accounts``), and so do the connections of one caller, unless the policy
-    sorts all of a caller's requests by one thing. Which of a connection's own requests goes next is
-    the policy's to say, age and windows included. A line is ranked again when a request comes or
+    sorts all of a caller's requests by one key. The policy decides which of a connection's own
+    requests goes next, age and windows included. A line is ranked again when a request comes or
     leaves, when its model comes to the device or leaves it, when its model starts or ends computing
     (if the policy ranks by that), and when time alone changes its rank.
     """
@@ -271,8 +271,8 @@ class Lines:
         self._stale[line] = None
 
     def _split(self, account: Account, newcomer: str) -> None:
-        """A second connection of the caller begins to wait: from now on they take turns. The first
-        one had the turns until now, so the newcomer has the next one."""
+        """Start turns when a second connection of the caller begins to wait. The first connection
+        had all turns so far, so the new one has the next."""
         account.connections = queue = self._accounts.connections()
         queue.of(newcomer)
         for lines in self._lines.values():
@@ -308,9 +308,9 @@ class Lines:
                 account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """How many of its model and priority go before one that comes now, at the least, and a
-        batch that none of them is smaller than: those of its line, and of other connections of its
-        caller that wait for nothing else the ones with earlier turns."""
+        """Return the minimum number of requests of its model and priority that go before a new one,
+        and a lower bound of their batch. These are the requests of its line, and those with earlier
+        turns of its caller's other connections that wait for nothing else."""
         account = self._accounts.of(request.caller)
         own, priority = request.connection if self._has_connections else "", request.priority
         lines, queue = self._lines.get(request.model, {}), account.connections
@@ -333,8 +333,8 @@ class Lines:
         return sum([one for one, _ in found]), min([rows for _, rows in found], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """All of its model and priority, itself too, in turns: one of each caller's, and of each of
-        the caller's connections, by key."""
+        """Yield all requests of its model and priority, itself included, in turns over the callers
+        and over each caller's connections, by key."""
         by: dict[Account, list[Line]] = {}
         for (account, _, priority), line in self._lines[request.model].items():
             if priority == request.priority:
@@ -374,7 +374,7 @@ class Lines:
                 yield waiting, line.entries[number][3]
 
     def _connections(self, account: Account, view: View) -> list[Iterator[Share]]:
-        """Those of a caller that wait, in turns."""
+        """Yield a caller's waiting requests, in turns."""
         assert account.connections is not None
 
         def switch_ms(share: Share) -> float:
@@ -387,7 +387,8 @@ class Lines:
         return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
     def _places(self, account: Account, view: View) -> Iterator[Place]:
-        """One caller's, its connections in turns, and of each as the policy puts them in order."""
+        """Yield one caller's requests: its connections take turns, and the policy orders each
+        connection's requests."""
         if account.connections is None:
             yield from self._of_connection(account, next(iter(self._ranked[account])), view)
             return
@@ -517,7 +518,8 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
 
 
 def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
-    """The first of each, then the second of each, and so on; a stream is taken when it is due."""
+    """Yield the first of each stream, then the second of each, and so on; a stream is read when it
+    is due."""
     left: deque[Iterator[S]] = deque()
     for stream in streams:
         for one in stream:

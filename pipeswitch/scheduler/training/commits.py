@@ -39,7 +39,7 @@ class Commits:
         """Give a job the area that was loaded for it.
 
         Raises:
-            HostStoreFull: there is no room for it.
+            HostStoreFull: the host store has no room for it.
         """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
             raise HostStoreFull(

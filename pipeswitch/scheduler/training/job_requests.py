@@ -127,6 +127,11 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
+            if not job.entry:  # it is listed so that its loss is seen
+                raise errors.InvalidInput(
+                    f'the script of job "{job.name}" is not known: its journal entry was damaged',
+                    hint=f"pipeswitch jobs rm {job.name}, then pipeswitch train SCRIPT",
+                )
             if event.loaded is not None and not job.commit_slot_bytes:
                 failed_at = job.step  # a commit sets it back: the next dispatch counts what is lost
                 self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)

@@ -162,14 +162,15 @@ class Jobs:
         restarts: int = 0, steps_recomputed: int = 0, last_step: int = 0,
         defaults: tuple[tuple[str, str], ...] = (), why: str = "",
     ) -> None:  # fmt: skip
-        """A job the journal remembers, with its commit area loaded from disk (0: none).
+        """Restore a job of the journal, with its commit area loaded from disk (0: none).
 
         Args:
-            restarts: with the one that the server's end has cost it.
-            steps_recomputed: without those that its next dispatch counts.
-            last_step: of the process that the server's end has ended.
-            placed: where it was, if it has ever moved. A device that is gone is no limit.
-            why: what is to be told of its restart; empty if nothing was damaged.
+            restarts: including the one that the server's end caused.
+            steps_recomputed: excluding those that its next dispatch counts.
+            last_step: last step of the process that ended with the server.
+            placed: its last device, if it has ever moved. A device that no longer exists is
+            ignored.
+            why: note for the user about its restart; empty if nothing was damaged.
         """
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
@@ -191,9 +192,15 @@ class Jobs:
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
-        job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
-                         int(record["priority"]), str(record["tenant"]), str(record["share"]),
-                         tuple(map(str, record.get("devices", ()))))  # fmt: skip
+        job = self.adopt(
+            name,
+            str(record["entry"]),
+            tuple(map(str, record["args"])),
+            int(record["priority"]),
+            str(record["tenant"]),
+            str(record.get("share", "")),
+            tuple(map(str, record.get("devices", ()))),
+        )
         job.defaults = tuple((str(key), str(value)) for key, value in record.get("defaults", ()))
         job.state.state = state  # without a story: that was another server's
         job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])

@@ -38,10 +38,10 @@ from .jobs import Jobs
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 LEAST_GRACE_MS: Final = 1000.0
-MOST_MISSED: Final = 4  # graces that a job may use up in a row; then it is paused
-FORGIVEN_AFTER: Final = 100  # stops in time, and earlier missed ones count no more
-STARVED_CYCLES: Final = 5  # that a job waits for activations of others,
-STARVED_STEPS: Final = 5  # and steps that one of these makes meanwhile: it keeps them between two
+MOST_MISSED: Final = 4  # missed graces in a row before a job is paused
+FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
+STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
+STARVED_STEPS: Final = 5  # and steps of the keeper meanwhile: it keeps them between steps
 WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
@@ -281,8 +281,9 @@ class Training:
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace is over.
 
-        Requests wait for as long. So each grace that a job uses up leaves it a quarter of that, a
-        second at least, and after ``MOST_MISSED`` of them it is paused (``worker_died``).
+        Requests wait meanwhile. So each time that a job uses up its grace, the next grace is a
+        quarter of it, but at least a second. After ``MOST_MISSED`` times the job is paused
+        (``worker_died``).
         """
         core, device = self._core, self._device
         grace_ms = max(min(grace_ms, LEAST_GRACE_MS), grace_ms / 4**job.stops_missed)
@@ -319,8 +320,8 @@ class Training:
             self.evict(leaves.name, f"job {first.name} is next")
 
     def _relieve_starved(self) -> None:
-        """Where a job keeps activations from step to step, that others need to begin, it leaves:
-        its process holds them. It comes back, from its last step, when it is its turn."""
+        """Evict a job that keeps activations from step to step if others need their memory to
+        begin: its process holds them. It comes back in its turn, from its last step."""
         core, in_place = self._core, self._in_place()
         for job in in_place:
             if not job.is_blocked:
@@ -336,11 +337,11 @@ class Training:
             if not keepers:
                 continue
             keeper = min(keepers, key=lambda other: other.evictions)
-            job.why = f"waits for activations that job {keeper.name} keeps between its steps"
+            job.why = f"waits for memory of activations that job {keeper.name} keeps"
             due_ms = job.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
                 job.blocked_at_ms = core.now_ms  # if that does not help, another one is next
-                self.evict(keeper.name, f"keeps activations that job {job.name} waits for")
+                self.evict(keeper.name, f"keeps activations whose memory job {job.name} waits for")
             else:
                 core.look_again(due_ms, JOBS)
 
