@@ -515,8 +515,15 @@ class Connection(asyncio.BufferedProtocol):
             self._queue_up(self._work, bytearray(), head)
             self._stop_reading()  # its body would be a waste
             return
+        try:
+            self._body = bytearray() if length is None else _untouched(length)
+        except MemoryError:
+            self._error = QueueFull(
+                "the gateway is short of memory for a body of this length",
+                hint="send again in a moment",
+            )
+            return
         self._head = head
-        self._body = bytearray() if length is None else _untouched(length)
         self._forget_head()
         self._marked_bytes = self._raw_bytes = 0
         self.since_s = time.monotonic()

@@ -568,6 +568,19 @@ def test_a_body_that_memory_is_too_short_to_inflate_is_refused(
     assert rig.server.shared.waiting.held == 0
 
 
+def test_a_body_whose_length_memory_is_too_short_for_is_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untouched(size: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(http, "_untouched", untouched)
+    connection, wire = rig.connect()
+    feed(connection, post("/", b"x"))
+    assert [status for status, _ in answers(wire)] == [429]
+    assert rig.server.shared.waiting.held == rig.server.unfinished_bytes == 0
+
+
 def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
     rig.gate = asyncio.Event()
     for peer, status in (("10.0.0.1", None), ("10.0.0.1", 429), ("10.0.0.2", None)):
