@@ -1,6 +1,6 @@
 """Write the state diagrams of ``states.md`` again: ``python docs/diagrams.py``.
 
-They are generated from ``pipeswitch/scheduler/states.py``; a test compares them.
+They are generated from ``pipeswitch/scheduler/state/states.py``; a test compares them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.scheduler import states
+from pipeswitch.scheduler.state import states
 
 DOCUMENT = Path(__file__).parent / "states.md"
 TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {

@@ -10,7 +10,7 @@ from typing import Final
 from .config import POLICY_GROUP
 from .errors import ConfigError
 from .scheduler.policies import MAKERS, Maker, Policy
-from .scheduler.requests.lines import FAILURES, Judge, described, settings_of
+from .scheduler.policies.guard import FAILURES, Judge, described, settings_of
 
 HINT = (
     "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, returns a Policy"

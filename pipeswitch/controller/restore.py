@@ -17,7 +17,7 @@ from ..programs.chains import Chain
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..scheduler.events import ChainAsked, RegisterAsked, Token
-from ..scheduler.models.versions import split_name
+from ..scheduler.state.versions import split_name
 from .entries import Entry
 from .server import Server
 

@@ -30,7 +30,7 @@ from ..scheduler.events import (
     Prepared,
     TakeResult,
 )
-from ..scheduler.models.versions import split_name
+from ..scheduler.state.versions import split_name
 from ..shares import Shares
 from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor

@@ -13,8 +13,7 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Asked, Command, Publish, Token
-from .records import Model
-from .requests.lines import Judge
+from .policies.guard import Judge
 
 E = TypeVar("E", bound=Asked)
 P = TypeVar("P")  # a part
@@ -199,9 +198,9 @@ class Core:
     def publish(self, topic: str, /, **body: Any) -> None:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
-    def tenant_of(self, model: Model) -> str:
-        """Whose workers serve it: where tenants are separate, its owner's."""
-        return model.tenant if self.settings.separates_tenants else ""
+    def tenant_of(self, owner: str) -> str:
+        """Return the tenant whose workers run a program of this owner; "" if tenants share them."""
+        return owner if self.settings.separates_tenants else ""
 
     @property
     def is_draining(self) -> bool:

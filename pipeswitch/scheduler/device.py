@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from ..ipc import messages as msg
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
-from .device_state import DeviceState
 from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
+from .memory.commits import Commits
 from .memory.leases import Leases, Slices
 from .memory.ledgers import Arena, Store
+from .memory.plans import Plans
 from .memory.residency import Residents
 from .processes.fleet import Fleet
 from .processes.health import Health
-from .profiling.plans import Plans
-from .records import Worker
 from .requests.dispatch import Dispatch, Turns
 from .requests.endings import Endings
-from .states import MODEL_AWAITED, TASK_ON_WORKER, Residency, TaskState, WorkerEvent, WorkerState
-from .training.commits import Commits
+from .state.device_state import DeviceState
+from .state.records import Worker
+from .state.states import (
+    MODEL_AWAITED,
+    TASK_ON_WORKER,
+    Residency,
+    TaskState,
+    WorkerEvent,
+    WorkerState,
+)
 from .training.jobs import Home, Jobs
 from .training.training import Training
 

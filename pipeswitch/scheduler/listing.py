@@ -14,17 +14,17 @@ from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
 from .core import Core, takes
 from .device import Device
-from .device_state import DeviceState
 from .events import Query
 from .machine import Machine
 from .memory.ledgers import gib
-from .memory.regions import Owner
-from .models.versions import Versions, version_name
+from .memory.plans import plan_row, stream_of
 from .processes.stages import Process, Stages
-from .profiling.plans import plan_row, stream_of
-from .records import Job, Model, Replica, Worker
-from .requests.accounts import Account
-from .states import ModelState, Residency, TaskState, WorkerState
+from .state.device_state import DeviceState
+from .state.fair_queue import Account
+from .state.records import Job, Model, Replica, Worker
+from .state.regions import Owner
+from .state.states import ModelState, Residency, TaskState, WorkerState
+from .state.versions import Versions, version_name
 from .training.jobs import activations_row
 
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent

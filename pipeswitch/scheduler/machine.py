@@ -10,117 +10,11 @@ from ..planning.profile import Profile
 from ..programs.chains import Chain
 from .core import Core, SchedulerSettings
 from .device import Device
-from .device_state import DeviceState
-from .limits import kinds_of, limit
 from .memory.ledgers import Store
-from .policies import Prediction
-from .policies.placement import PLACEMENTS, Place, best
-from .profiling.plans import stream_of
-from .records import Job, Model, Replica, Request, Served
-from .states import TASK_FINAL
+from .memory.placing import Placing
+from .memory.plans import stream_of
+from .state.records import Model, Replica, Served
 from .training.jobs import Jobs
-
-
-class Placing:
-    """A request is placed when it comes, and anew when it waits while a device has nothing to do; a
-    job when it comes and whenever it has left its device.
-
-    A device whose memory daemon is not there takes nothing while another one can, and one whose
-    pinned models leave no place neither.
-    """
-
-    def __init__(self, devices: Sequence[Device], placement: str) -> None:
-        self._devices = devices
-        self._rank = PLACEMENTS[placement]
-
-    def request(self, model: Model, request: Request) -> tuple[Device, str]:
-        """The device, and why: empty where there is but one. It does not wait for itself."""
-        if len(self._devices) == 1:
-            return self._devices[0], ""
-        for device in self._devices:
-            if device.state.measuring == model.name:
-                return device, "it is measured there"
-        living = self._living(model.devices)
-        able = [
-            device for device in living
-            if device.arena.may_take(device.state.replicas[model.name], request.size_bytes)
-        ]  # fmt: skip
-        places = [self._place(device, model, request) for device in _ready(able or living)]
-        found = best(places, self._rank)
-        return self._devices[found.device], found.reason
-
-    def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
-        """Where the fewest other jobs are; it stays at ``home`` rather than go to an equal one.
-
-        Args:
-            counts: of each device, the jobs there that are not over.
-        """
-        is_counted = home is not None and job.state.state not in TASK_FINAL
-
-        def order(state: DeviceState) -> tuple[int, bool, int]:
-            others = counts[state.index] - (is_counted and state.index == home)
-            return others, state.index != home, state.index
-
-        places = [one.state for one in _ready(self._living(job.allowed))]
-        if all(state.is_given_up for state in places):  # those of its kind can go on with it
-            names = [one.state.settings.device for one in self._devices]
-            alike = limit(kinds_of(job.allowed), names)
-            places = [one.state for one in _ready(self._living(alike))]
-        return min(places, key=order).index
-
-    def _living(self, names: tuple[str, ...]) -> list[Device]:
-        allowed = [one for one in self._devices if not names or one.state.settings.device in names]
-        return [one for one in allowed if not one.state.is_given_up] or allowed
-
-    def _place(self, device: Device, model: Model, request: Request) -> Place:
-        state, replica = device.state, device.state.replicas[model.name]
-        waiting, switch_ms = len(state.queue) + len(state.early), 0.0
-        if not replica.is_on_device:
-            switch_ms = self._predict(state, model.name, request.batch).load_ms
-        return Place(
-            device=state.index,
-            is_resident=replica.is_on_device,
-            is_busy=state.is_busy,
-            waiting=len(state.tasks) + waiting - (request.token in state.queue),
-            queue_ms=self._queue_ms(state, request),
-            switch_ms=switch_ms,
-            free_bytes=device.arena.regions.largest_free_bytes,
-            size_bytes=request.size_bytes,
-        )
-
-    def _queue_ms(self, state: DeviceState, request: Request) -> float:
-        """Until what computes and waits there is done, itself apart."""
-        now_ms, total_ms = state.core.now_ms, 0.0
-        for task in state.tasks:
-            compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
-            spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
-            total_ms += max(0.0, compute_ms - spent_ms)
-        own = request.model if request.token in state.queue else None
-        for name in state.queue.models():
-            replica, count = state.replicas[name], state.queue.count(name) - (name == own)
-            one = self._of_last(state, replica.model)
-            total_ms += count * one.compute_ms
-            total_ms += 0.0 if replica.is_on_device or not count else one.load_ms
-        return total_ms
-
-    def _of_last(self, state: DeviceState, model: Model) -> Prediction:
-        return self._predict(state, model.name, max(1, model.last_batch))
-
-    def _predict(self, state: DeviceState, name: str, batch: int) -> Prediction:
-        """As measured there, else as on any other device: nothing is fast for being unknown."""
-        own = state.predictions.predict(name, batch)
-        if own.compute_ms and own.load_ms:
-            return own
-        others = [one.state.predictions.predict(name, batch) for one in self._devices]
-        return Prediction(
-            own.load_ms or max(one.load_ms for one in others),
-            own.compute_ms or max(one.compute_ms for one in others),
-            own.p95_ms or max(one.p95_ms for one in others),
-        )
-
-
-def _ready(devices: list[Device]) -> list[Device]:
-    return [one for one in devices if one.state.is_daemon_ready] or devices
 
 
 class Machine:
@@ -139,7 +33,11 @@ class Machine:
             Device(core, one, self.store, self.jobs, one.device if len(devices) > 1 else "")
             for one in devices
         ]
-        self.placing = Placing(self.devices, core.settings.placement)
+        self.placing = Placing(
+            [one.state for one in self.devices],
+            [one.arena for one in self.devices],
+            core.settings.placement,
+        )
         self.jobs.place = self.placing.job
 
     @property

@@ -35,14 +35,14 @@ from .machine import Machine
 from .models.builds import BuildQueue
 from .models.publishing import Publishing
 from .models.registry import Registry
-from .models.versions import Versions
+from .moves import Moves
 from .policies import Policy, make_policy
+from .policies.guard import Judge
 from .processes.pings import Pings
 from .profiling.sessions import Profiling
 from .requests.admission import Admission
-from .requests.lines import Judge
+from .state.versions import Versions
 from .training.job_requests import JobRequests
-from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
 # changed. One that is not named here may change everything.
@@ -78,8 +78,13 @@ class Scheduler:
         judge.when_failed(self._policy_failed)
         self.core = Core(settings, judge)
         self.machine = Machine(self.core, devices)
-        self.versions = Versions(self.core, self.machine)
-        self.admission = Admission(self.core, self.machine, self.versions)
+        self.versions = Versions(self.core, self.machine.models, self.machine.served)
+        self.admission = Admission(
+            self.core,
+            self.versions,
+            self.machine.placing,
+            [device.dispatch for device in self.machine.devices],
+        )
         self.builds = BuildQueue(self.core, self.machine)
         self.registry = Registry(
             self.core, self.machine, self.admission, self.versions, self.builds
@@ -87,7 +92,7 @@ class Scheduler:
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
         self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
-        self.pings = Pings(self.core, self.machine)
+        self.pings = Pings(self.core, [device.health for device in self.machine.devices])
         self.profiling = Profiling(self.core, self.machine, self.versions)
         self.listing = Listing(
             self.core, self.machine, self.versions, self.admission.stages,

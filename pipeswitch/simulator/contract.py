@@ -10,7 +10,7 @@ from typing import Final
 from ..ipc.messages import ModelName
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
-from ..scheduler.requests.lines import settings_of
+from ..scheduler.policies.guard import settings_of
 from ..scheduler.scheduler import Scheduler
 from .costs import Costs, Link
 from .programs import program_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..ipc.messages import Epoch, GroupCopy, ModelName, RunInference, TransmitModel
-from ..scheduler.device_state import WORD_BYTES
+from ..scheduler.state.device_state import WORD_BYTES
 from .programs import Program
 
 

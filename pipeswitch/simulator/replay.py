@@ -19,10 +19,10 @@ from ..planning.windows import Job, Memory, run
 from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
-from ..scheduler.device_state import WORD_BYTES
+from ..scheduler.memory.commits import HEADER_BYTES
 from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.training.commits import HEADER_BYTES
+from ..scheduler.state.device_state import WORD_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, Program, manifest_of

@@ -30,7 +30,7 @@ from ..ipc.messages import (
     Turn,
     WorkerReady,
 )
-from ..scheduler.records import NO_EPOCH
+from ..scheduler.state.records import NO_EPOCH
 from .clock import Move
 from .device import Span, User, Violation, region_of, require
 from .process import Process

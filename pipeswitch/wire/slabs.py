@@ -2,7 +2,7 @@
 
 A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
 with its free neighbours at once, so freeing everything leaves one hole. The holes are kept, unlike
-in ``scheduler/memory/regions.py``, which looks through all regions: 0.1 ms where 16 requests wait.
+in ``scheduler/state/regions.py``, which looks through all regions: 0.1 ms where 16 requests wait.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.memory.regions import Owner, Region, Regions
-from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
-from pipeswitch.scheduler.requests.accounts import Accounts, Charge
-from pipeswitch.scheduler.requests.predictions import Predictions
-from pipeswitch.scheduler.requests.queue import Queue
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
+from pipeswitch.scheduler.state.predictions import Predictions
+from pipeswitch.scheduler.state.queue import Queue
+from pipeswitch.scheduler.state.records import Activation, Job, Model, Replica, Request, Worker
+from pipeswitch.scheduler.state.regions import Owner, Region, Regions
+from pipeswitch.scheduler.state.states import Residency
 
 from .frozen import Add, Codec, Next, Still
 
@@ -162,6 +162,7 @@ class Brain:
         machine = scheduler.machine
         known = {
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
+            "versions": ("models",), "admission": ("_models",),
         }  # fmt: skip
         parts = [*vars(scheduler).items(), ("store", machine.store)]
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
@@ -224,7 +225,8 @@ class Brain:
         the slots'."""
         core, machine = self.scheduler.core, self.scheduler.machine
         core.now_ms, due_ms, core.has_left, core.drain_at_ms, models, store, devices = frozen
-        machine.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
+        machine.models.clear()
+        machine.models.update({t[0]: self._models.thaw(t, n, t[0]) for t in models})
         core.wakeups = Wakeups(due_ms)
         core.last_epoch = last_epoch
         core.counts = Counter()

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from pipeswitch.planning.streaming import Landings
-from pipeswitch.scheduler.states import StateMachine
+from pipeswitch.scheduler.state.states import StateMachine
 
 Add = Callable[[int], None]
 Next = Callable[[], int]
@@ -110,8 +110,8 @@ class Codec:
         self._lines_in.append(f"d[{name!r}] = " + into.format(f"t[{index}]"))
 
     def _machine(self, name: str, annotation: str) -> None:
-        import pipeswitch.scheduler.records as records
-        import pipeswitch.scheduler.states as states
+        import pipeswitch.scheduler.state.records as records
+        import pipeswitch.scheduler.state.states as states
 
         state, event = annotation.removeprefix("StateMachine[").removesuffix("]").split(", ")
         kind: type[Enum] = getattr(records, state)

@@ -14,10 +14,10 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.memory.ledgers import WORDS
-from pipeswitch.scheduler.memory.regions import Owner
-from pipeswitch.scheduler.records import Job
-from pipeswitch.scheduler.requests.queue import Queue
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.queue import Queue
+from pipeswitch.scheduler.state.records import Job
+from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.device import Violation, require

@@ -15,8 +15,8 @@ from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests.forecast import MARGIN_MS
-from pipeswitch.scheduler.requests.predictions import OLD_MS, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.predictions import OLD_MS, Predictions
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import Program, program_of
 from pipeswitch.simulator.world import World

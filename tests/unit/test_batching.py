@@ -25,8 +25,8 @@ from pipeswitch.programs.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests import batching
-from pipeswitch.scheduler.requests.predictions import Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
 

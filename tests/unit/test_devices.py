@@ -15,9 +15,9 @@ from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.memory.ledgers import Store
 from pipeswitch.scheduler.policies import make_policy
-from pipeswitch.scheduler.records import Model, Replica, Request
-from pipeswitch.scheduler.requests.lines import Judge
-from pipeswitch.scheduler.states import ModelEvent, Residency, TaskState
+from pipeswitch.scheduler.policies.guard import Judge
+from pipeswitch.scheduler.state.records import Model, Replica, Request
+from pipeswitch.scheduler.state.states import ModelEvent, Residency, TaskState
 from pipeswitch.scheduler.training.job_requests import JobRequests
 from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator.programs import program_of

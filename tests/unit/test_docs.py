@@ -13,7 +13,7 @@ import pytest
 
 from pipeswitch import Timing
 from pipeswitch.ipc import messages
-from pipeswitch.scheduler import states
+from pipeswitch.scheduler.state import states
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "profiles/README.md"])

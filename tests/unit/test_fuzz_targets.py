@@ -58,7 +58,7 @@ BROKEN = {
     "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
-    "worker": "pipeswitch.scheduler.device_state.DeviceState.job_of",
+    "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
     "gateway": "pipeswitch.gateway.http.Connection.look",
 }
@@ -120,7 +120,7 @@ def test_each_verb_gets_past_its_checks() -> None:
 
 def test_a_worker_of_the_stage_computes_and_trains() -> None:
     from pipeswitch.ipc.messages import JobEnded
-    from pipeswitch.scheduler.states import TaskState
+    from pipeswitch.scheduler.state.states import TaskState
     from tests.fuzz import workers
 
     stage = workers.Stage()

@@ -46,7 +46,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies shares wire",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
-    "policies": "config errors scheduler scheduler/policies",
+    "policies": "config errors scheduler/policies",
     "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
@@ -76,6 +76,27 @@ MAY_IMPORT: Mapping[str, str] = {
     "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
     "programs/build scheduler simulator testing wire",
 }
+
+# The same inside the scheduler: what it remembers lies below what decides. Files beside the folders
+# that the table does not name are the top room, "".
+IN_SCHEDULER: Mapping[str, str] = {
+    "events": "",
+    "limits": "",
+    "policies": "",
+    "core": "events policies",
+    "state": "core events policies",
+    "memory": "core events limits policies state",
+    "training": "core events limits memory policies state",
+    "processes": "core events state training",
+    "requests": "core events memory policies processes state training",
+    "device": "core events memory processes requests state training",
+    "machine": "core device memory state training",
+    "models": "core events limits machine requests state",
+    "profiling": "core device events machine state",
+    "": "core device events limits machine memory models policies processes profiling requests "
+    "state training",
+}
+TABLES: Mapping[str, Mapping[str, str]] = {"": MAY_IMPORT, "scheduler": IN_SCHEDULER}
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,
 # starts a thread or a process, or touches a device.
@@ -138,14 +159,29 @@ def arrows() -> dict[str, set[str]]:
     }
 
 
-def room_of(module: str) -> str:
-    """The longest line of the table that a module lies in."""
-    path = FILES[module].relative_to(ROOT)
+def room_of(module: str, inside: str = "") -> str | None:
+    """The longest line of a table that a module lies in; None: it lies outside of that folder."""
+    path, table = FILES[module].relative_to(ROOT), TABLES[inside]
     outside = path.parts[0] != "pipeswitch"
     place = "/".join(path.with_suffix("").parts[0 if outside else 1 :])
-    while place and (place + "/" if outside else place) not in MAY_IMPORT:
+    if inside:
+        if not place.startswith(f"{inside}/"):
+            return None
+        place = place.removeprefix(f"{inside}/")
+    while place and (place + "/" if outside else place) not in table:
         place = place.rpartition("/")[0]
     return place + "/" if outside and place else place
+
+
+def found_arrows(inside: str = "") -> dict[str, set[str]]:
+    """For each room the other rooms of its table that its modules import."""
+    found: dict[str, set[str]] = {room: set() for room in TABLES[inside]}
+    for module, others in arrows().items():
+        room = room_of(module, inside)
+        if room is not None:
+            rooms = {room_of(other, inside) for other in others}
+            found[room] |= {other for other in rooms if other is not None} - {room}
+    return found
 
 
 def reachable(modules: Iterable[str]) -> set[str]:
@@ -172,22 +208,28 @@ def test_every_package_is_installed() -> None:
     assert {*settings["tool"]["setuptools"]["packages"]} == packages
 
 
-def test_no_arrow_of_the_table_runs_up() -> None:
-    rooms = list(MAY_IMPORT)
-    for room, below in MAY_IMPORT.items():
+@pytest.mark.parametrize("inside", TABLES)
+def test_no_arrow_of_the_table_runs_up(inside: str) -> None:
+    rooms = list(TABLES[inside])
+    for room, below in TABLES[inside].items():
         for other in below.split():
             assert rooms.index(other) < rooms.index(room), f"{room} -> {other}"
 
 
-def test_a_room_imports_exactly_what_the_table_says() -> None:
-    found: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
-    for module, others in arrows().items():
-        found[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
-    table = {room: set(below.split()) for room, below in MAY_IMPORT.items()}
+@pytest.mark.parametrize("inside", TABLES)
+def test_a_room_imports_exactly_what_the_table_says(inside: str) -> None:
+    found = found_arrows(inside)
+    table = {room: set(below.split()) for room, below in TABLES[inside].items()}
     new = [f"{a} -> {b}" for a, others in found.items() for b in sorted(others - table[a])]
     assert not new, "arrows that the table does not have"
     unused = [f"{a} -> {b}" for a, others in table.items() for b in sorted(others - found[a])]
     assert not unused, "no import needs these any more: take them out of the table"
+
+
+@pytest.mark.parametrize("inside", TABLES)
+def test_no_two_rooms_import_each_other(inside: str) -> None:
+    found = found_arrows(inside)
+    assert not [(a, b) for a in found for b in found[a] if a in found[b]]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeswitch import errors
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.states import ModelState, TaskState
+from pipeswitch.scheduler.state.states import ModelState, TaskState
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
 
 STEPS = st.lists(

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.scheduler import policies
-from pipeswitch.scheduler.records import Request
-from pipeswitch.scheduler.requests.accounts import Accounts
-from pipeswitch.scheduler.requests.lines import Judge
-from pipeswitch.scheduler.requests.queue import Queue
+from pipeswitch.scheduler.policies.guard import Judge
+from pipeswitch.scheduler.state.fair_queue import Accounts
+from pipeswitch.scheduler.state.queue import Queue
+from pipeswitch.scheduler.state.records import Request
 
 MODELS = ("a", "b", "c", "d")
 MAX_WAIT_MS = 100.0

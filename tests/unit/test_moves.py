@@ -15,9 +15,9 @@ from pipeswitch.devices.cpu.kind import CpuKind
 from pipeswitch.ipc.messages import JobName, LeaseRequest, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.records import Job
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import MoveState, TaskState
+from pipeswitch.scheduler.state.records import Job
+from pipeswitch.scheduler.state.states import MoveState, TaskState
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World

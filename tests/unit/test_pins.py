@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.states import TASK_FINAL, Residency
+from pipeswitch.scheduler.state.states import TASK_FINAL, Residency
 from pipeswitch.simulator.costs import Training
 from tests.unit.fleet_model import MIB, QUIET, Faults, World
 

@@ -14,9 +14,9 @@ from pipeswitch.ipc.messages import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
-from pipeswitch.scheduler.records import Model
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import ModelEvent, TaskState
+from pipeswitch.scheduler.state.records import Model
+from pipeswitch.scheduler.state.states import ModelEvent, TaskState
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -404,6 +404,6 @@ def test_a_listing_looks_through_the_models_once_however_many_there_are() -> Non
 
     server = Server()
     machine = server.scheduler.machine
-    machine.models = Counted(machine.models)
+    machine.models = server.scheduler.versions.models = Counted(machine.models)
     assert [row["versions"] for row in server.scheduler.listing.models()] == [[1]] * 4
     assert len(passes) == 1

@@ -29,9 +29,9 @@ from pipeswitch.scheduler.policies import (
     Waiting,
     make_policy,
 )
-from pipeswitch.scheduler.requests.lines import Judge
-from pipeswitch.scheduler.requests.predictions import KEPT_BATCHES, Predictions
+from pipeswitch.scheduler.policies.guard import Judge
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.predictions import KEPT_BATCHES, Predictions
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 
 from pipeswitch.scheduler.core import DUE, HUNG, Wakeups
-from pipeswitch.scheduler.records import Request
-from pipeswitch.scheduler.requests.queue import SPARE_DEADLINES, Queue
+from pipeswitch.scheduler.state.queue import SPARE_DEADLINES, Queue
+from pipeswitch.scheduler.state.records import Request
 
 
 def request(token: int, model: str = "m", deadline_at_ms: float | None = None) -> Request:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.memory.regions import Cost, Owner, Region, Regions
+from pipeswitch.scheduler.state.regions import Cost, Owner, Region, Regions
 
 OWNERS = [Owner("model", f"o{index}") for index in range(8)]
 A, B, C, NEW = (Owner("model", name) for name in ("a", "b", "c", "new"))

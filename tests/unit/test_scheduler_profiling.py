@@ -16,9 +16,9 @@ from pipeswitch.ipc.messages import RunInference, SlabTensor, TransmitModel
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.memory.regions import Owner
 from pipeswitch.scheduler.requests.endings import batch_of
-from pipeswitch.scheduler.states import Residency, TaskState
+from pipeswitch.scheduler.state.regions import Owner
+from pipeswitch.scheduler.state.states import Residency, TaskState
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, manifest_of
 
 BATCH = 4

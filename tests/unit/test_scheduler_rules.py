@@ -15,11 +15,11 @@ from pipeswitch.ipc import messages as msg
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.memory.regions import Owner
 from pipeswitch.scheduler.models.publishing import MOST_COPIES
-from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
+from pipeswitch.scheduler.state.records import Replica
+from pipeswitch.scheduler.state.regions import Owner
+from pipeswitch.scheduler.state.states import ModelState, Residency, TaskState, WorkerState
 from pipeswitch.scheduler.training.training import (
     FORGIVEN_AFTER,
     MOST_MISSED,
@@ -184,7 +184,7 @@ class Rig:
     def pool_of(self, name: str) -> str:
         """Whose file of the pool the frontend was told to use for a model's requests."""
         replica = self.state.replicas.get(name)
-        return "" if replica is None else self.core.tenant_of(replica.model)
+        return "" if replica is None else self.core.tenant_of(replica.model.tenant)
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
         epoch = self.state.replicas[name].residency_epoch

@@ -18,9 +18,9 @@ from pipeswitch.programs.stages import stage
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.processes.stages import Stages
-from pipeswitch.scheduler.records import Request
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import TaskState
+from pipeswitch.scheduler.state.records import Request
+from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.test_scheduler_rules import Rig
 
 STAGE = stage("pkg:fn", {"image": (((1, 9), 3), "uint8")})

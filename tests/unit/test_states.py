@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.errors import InvalidTransition
-from pipeswitch.scheduler import states
+from pipeswitch.scheduler.state import states
 
 Table = Mapping[Any, enum.Enum]
 TABLES: list[tuple[Table, enum.Enum]] = [

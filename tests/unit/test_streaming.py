@@ -22,9 +22,9 @@ from pipeswitch.programs.graph import last_readers
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.profiling import plans
+from pipeswitch.scheduler.memory import plans
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.state.states import Residency
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World

@@ -17,7 +17,8 @@ from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
-from pipeswitch.scheduler.requests.accounts import (
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.fair_queue import (
     HALF_MS,
     LONG_MS,
     MAX_IDLE,
@@ -25,7 +26,6 @@ from pipeswitch.scheduler.requests.accounts import (
     Account,
     Accounts,
 )
-from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World

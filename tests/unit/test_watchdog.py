@@ -15,7 +15,7 @@ import pytest
 
 from pipeswitch.config import Config
 from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
-from pipeswitch.scheduler.requests.lines import Judge
+from pipeswitch.scheduler.policies.guard import Judge
 from pipeswitch.watchdog import LOOKS, LoopWatchdog, Notifier, PolicyWatchdog, TurnLooks
 
 UNIT = Path(__file__).parents[2] / "packaging/pipeswitch.service"

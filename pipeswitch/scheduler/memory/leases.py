@@ -8,13 +8,13 @@ from typing import Final, Literal
 from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ...ipc import messages as msg
 from ..core import PLACES
-from ..device_state import DeviceState
 from ..policies.job_orders import JOB_ORDERS
-from ..records import Job, Worker
-from ..states import MoveEvent, MoveState, TaskEvent, TaskState
-from ..training.commits import Commits
+from ..state.device_state import DeviceState
+from ..state.records import Job, Worker
+from ..state.regions import Owner, Region
+from ..state.states import MoveEvent, MoveState, TaskEvent, TaskState
+from .commits import Commits
 from .ledgers import Arena, Store, gib
-from .regions import Owner, Region
 from .residency import Residents
 
 

@@ -12,11 +12,11 @@ from ...programs.groups import last_groups
 from ...programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
 from ...shares import left
 from ..core import Core
-from ..device_state import WORD_BYTES, DeviceState
 from ..policies import Resident, View
-from ..records import Model, Replica
-from ..states import Residency, TaskState
-from .regions import Cost, Costs, Owner, Region, Regions, Window
+from ..state.device_state import WORD_BYTES, DeviceState
+from ..state.records import Model, Replica
+from ..state.regions import Cost, Costs, Owner, Region, Regions, Window
+from ..state.states import Residency, TaskState
 
 WORDS = Owner("words")
 

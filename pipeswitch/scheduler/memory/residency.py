@@ -10,12 +10,12 @@ from ...planning.streaming import Landings
 from ...programs.groups import regrouped
 from ...programs.layout import REGION_ALIGN_BYTES, aligned
 from ..core import MEASURED, PLACES, QUEUE, TURN, WORKERS
-from ..device_state import DeviceState
 from ..events import Span, Spans
-from ..records import Replica
-from ..states import ModelState, Residency, ResidencyEvent
+from ..state.device_state import DeviceState
+from ..state.records import Replica
+from ..state.regions import Window
+from ..state.states import ModelState, Residency, ResidencyEvent
 from .ledgers import WHOLE, Arena, Rest, Streamed
-from .regions import Window
 
 
 class Residents:
@@ -109,7 +109,7 @@ class Residents:
                 arena_offset_bytes=replica.home_bytes,
                 region_bytes=replica.region_bytes,
                 waits=landings.waits if landings is not None else (),
-                tenant=core.tenant_of(replica.model),
+                tenant=core.tenant_of(replica.model.tenant),
                 groups=tuple(
                     msg.GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,

@@ -8,7 +8,7 @@ from ...shares import left
 from ..core import Core
 from ..events import KillBuild, StartBuild
 from ..machine import Machine
-from ..records import Registration
+from ..state.records import Registration
 
 
 class BuildQueue:

@@ -15,7 +15,7 @@ from ...programs.layout import Manifest
 from ..core import Core, takes
 from ..events import Announce, ChainAsked, Journal, Retract, UnregisterAsked
 from ..machine import Machine
-from .versions import PRESENT, Versions
+from ..state.versions import PRESENT, Versions
 
 
 class Chains:
@@ -59,7 +59,7 @@ class Chains:
             raise errors.AlreadyExists(f'"{event.model}" is a model', hint=hint)
         chain = chain_of(event.model, event.steps, event.returns, self._models())
         members = [self._versions.current(ModelName(step.model)) for step in chain.steps]
-        if len({core.tenant_of(model) for model in members if model is not None}) > 1:
+        if len({core.tenant_of(model.tenant) for model in members if model is not None}) > 1:
             raise errors.InvalidInput(
                 f'chain "{event.model}": its models are several clients\', who are kept apart here',
                 hint="register them as one client",

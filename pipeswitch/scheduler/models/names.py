@@ -9,10 +9,10 @@ from ...ipc.messages import ModelName
 from ..core import Core, takes
 from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
 from ..machine import Machine
-from ..records import Model, Registration
 from ..requests.admission import Admission
-from ..states import ModelEvent, ModelState, Residency, ResidencyEvent
-from .versions import PRESENT, Versions, split_name
+from ..state.records import Model, Registration
+from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
+from ..state.versions import PRESENT, Versions, split_name
 
 
 class Names:

@@ -31,13 +31,13 @@ from ...ipc import messages as msg
 from ...programs.layout import BUNDLE_FILE
 from ...programs.matching import match
 from ..core import ALL, Core, takes
-from ..device_state import DeviceState
 from ..events import DropPublished, PublishAsked, Token
 from ..machine import Machine
-from ..records import NO_EPOCH, Job, Model, Registration, Worker
-from ..states import MODEL_AWAITED, TASK_FINAL, ModelState
+from ..state.device_state import DeviceState
+from ..state.records import NO_EPOCH, Job, Model, Registration, Worker
+from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
+from ..state.versions import Versions
 from .registry import Registry
-from .versions import Versions
 
 MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 

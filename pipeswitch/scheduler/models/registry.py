@@ -15,13 +15,13 @@ from .. import events as ev
 from .. import limits
 from ..core import PLACES, QUEUE, TURN, Core, takes
 from ..machine import Machine
-from ..records import Model, Registration, Replica
 from ..requests.admission import Admission, changed_on_the_way
-from ..states import ModelEvent, ModelState
+from ..state.records import Model, Registration, Replica
+from ..state.states import ModelEvent, ModelState
+from ..state.versions import AT, Versions, split_name, version_name
 from .builds import BuildQueue
 from .chains import Chains
 from .names import Names, not_found
-from .versions import AT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 CRASHED: Final = -11  # SIGSEGV

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, PrepareModel, Slot
 from ..core import MEASURED, QUEUE, TURN, WORKERS
-from ..device_state import DeviceState
 from ..events import SpawnDaemon, ToWorker, Warn
-from ..records import NO_TURN, Worker
-from ..states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
+from ..state.device_state import DeviceState
+from ..state.records import NO_TURN, Worker
+from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
 MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
@@ -227,7 +227,7 @@ class Fleet:
             replica = device.replicas[name]
             assert replica.manifest is not None
             worker.preparing = name
-            tenant = core.tenant_of(replica.model)
+            tenant = core.tenant_of(replica.model.tenant)
             device.claim(worker, is_code=replica.is_code, tenant=tenant)
             self._device.emit(
                 ToWorker(
@@ -256,7 +256,7 @@ class Fleet:
             and replica.manifest is not None
             and worker.warm.get(replica.name) != replica.version
             and self._device.fits(
-                worker, is_code=replica.is_code, tenant=self._core.tenant_of(replica.model)
+                worker, is_code=replica.is_code, tenant=self._core.tenant_of(replica.model.tenant)
             )
             and (replica.name, replica.version) not in worker.unpreparable
         ]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...ipc.messages import Epoch, Ping, Slot
-from ..device_state import DeviceState
-from ..records import Worker
-from ..states import WORKER_SERVES
+from ..state.device_state import DeviceState
+from ..state.records import Worker
+from ..state.states import WORKER_SERVES
 
 SILENT_AFTER_MS: Final = 1000.0  # a process silent until then is as good as dead to the asker
 
@@ -32,6 +32,7 @@ class Health:
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
         self._device = device
+        self.label = device.label
         self._probe: Probe | None = None
 
     def daemon_answered(self, epoch: Epoch) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ServerUnavailable
 from ..core import PINGS, WORKERS, Core, takes
 from ..events import PingAsked, Token
-from ..machine import Machine
-from .health import SILENT_AFTER_MS
+from .health import SILENT_AFTER_MS, Health
 
 
 class Pings:
     """The rounds over all devices, one at a time: clients that ask meanwhile share the next, so a
     flood is no flood."""
 
-    def __init__(self, core: Core, machine: Machine) -> None:
+    def __init__(self, core: Core, devices: Sequence[Health]) -> None:
         self._core = core
-        self._devices = machine.devices
+        self._devices = devices
         self._asked_at_ms = 0.0
         self._answering: list[Token] = []  # of the round that is under way
         self._waiting: list[Token] = []
@@ -33,7 +33,7 @@ class Pings:
             self._answering, self._waiting = self._waiting, []
             self._asked_at_ms = self._core.now_ms
             for device in self._devices:
-                device.health.ask()
+                device.ask()
             self._conclude()  # no process may be there to be asked
         return PINGS | WORKERS if self._answering else PINGS  # one that has left is not waited for
 
@@ -42,7 +42,7 @@ class Pings:
         if not self._answering:
             return
         silent_at_ms = self._asked_at_ms + SILENT_AFTER_MS
-        is_complete = all(device.health.is_complete for device in self._devices)
+        is_complete = all(device.is_complete for device in self._devices)
         if not is_complete and core.now_ms < silent_at_ms:
             core.look_again(silent_at_ms, PINGS)
             return
@@ -50,12 +50,12 @@ class Pings:
 
     def _report(self) -> dict[str, Any]:
         """Less the client's own part of the way. Ready is a server of which a device is."""
-        reports = [device.health.report() for device in self._devices]
+        reports = [device.report() for device in self._devices]
         daemons_ms = [one["daemon_ms"] for one in reports]
         return {
             "ready": any(one["ready"] for one in reports),
             "why": "; ".join(
-                f"{device.state.label} {one['why']}".lstrip()
+                f"{device.label} {one['why']}".lstrip()
                 for device, one in zip(self._devices, reports, strict=True)
                 if one["why"]
             ),

@@ -14,8 +14,8 @@ from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, 
 from ...ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
 from .. import events as ev
 from ..core import QUEUE, STAGES, Core
-from ..records import NO_EPOCH, Request
-from ..states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
+from ..state.records import NO_EPOCH, Request
+from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
 
 
 @dataclass

@@ -25,12 +25,12 @@ from ...programs.groups import cut, layer_bytes, plan_in_force
 from ...programs.layout import Manifest
 from ..core import ALL, MEASURED, Core, takes
 from ..device import Device
-from ..device_state import DeviceState
 from ..events import Answer, ProfileAsked, SaveProfile, Token
 from ..machine import Machine
-from ..models.versions import Versions
-from ..records import MeasuredRun, Replica
-from ..states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
+from ..state.device_state import DeviceState
+from ..state.records import MeasuredRun, Replica
+from ..state.states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
+from ..state.versions import Versions
 
 MAX_BATCHES: Final = 8
 MAX_RETRIES: Final = 20  # consecutive retries of one run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
@@ -10,26 +12,30 @@ from ...programs.dims import BATCH, values_of
 from ...shares import left
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
-from ..device import Device
-from ..device_state import DeviceState
 from ..events import Answer, CancelAsked, InferArrived, Prepared
-from ..machine import Machine
-from ..models.versions import Versions, split_name
+from ..memory.placing import Placing
 from ..processes.stages import Stages
-from ..records import Model, Request
-from ..states import MODEL_AWAITED, ModelState, TaskEvent
+from ..state.device_state import DeviceState
+from ..state.records import Model, Request
+from ..state.states import MODEL_AWAITED, ModelState, TaskEvent
+from ..state.versions import Versions, split_name
 from . import forecast
+from .dispatch import Dispatch
 from .endings import batch_of, quarantined
 
 
 class Admission:
     """Which requests may wait."""
 
-    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+    def __init__(
+        self, core: Core, versions: Versions, placing: Placing, dispatches: Sequence[Dispatch]
+    ) -> None:
         self._core = core
         self._versions = versions
-        self._machine = machine
-        self._states = [device.state for device in machine.devices]
+        self._models = versions.models
+        self._placing = placing
+        self._dispatches = dispatches
+        self._states = placing.states
         self.stages = Stages(core)
 
     def arrived(self, event: InferArrived) -> None:
@@ -45,7 +51,7 @@ class Admission:
         if refusal is not None:
             core.refuse(event.token, refusal)
             return
-        model = self._machine.models[event.model]
+        model = self._models[event.model]
         request = Request(
             token=event.token,
             request_id=event.request_id,
@@ -68,14 +74,15 @@ class Admission:
         if model.stage is None or not model.stage.function:
             self._queue(request, model)
         else:
-            born = self._machine.served[model.base].born
-            self.stages.take(request, model.stage.function, born, event.tenant)
+            served = self._versions.served(model.base)
+            assert served is not None
+            self.stages.take(request, model.stage.function, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
         """Its model's outputs lie in the pool: the function behind that makes the answer."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
-        served, model = self._machine.served.get(name), self._versions.current(name)
+        served, model = self._versions.served(name), self._versions.current(name)
         if served is None or model is None or model.stage is None or not model.stage.after:
             core.refuse(event.token, changed_on_the_way(event.model))
             return
@@ -99,7 +106,7 @@ class Admission:
             bill = Bill(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
             self._core.emit(Answer(token=request.token, outputs=event.inputs, timing=bill))
             return
-        model = self._machine.models.get(request.model)
+        model = self._models.get(request.model)
         error: PipeSwitchError | None = None
         if model is None or model.built.digest != event.digest:
             error = changed_on_the_way(request.model)
@@ -124,12 +131,11 @@ class Admission:
             request.padded = tuple([values.pop(name) for name in built.pads])
             request.fixed = tuple([values[name] for name in values if name != BATCH])
         is_early = model.state.state in MODEL_AWAITED
-        place, request.placed = self._machine.placing.request(model, request)
-        device = place.state
+        device, request.placed = self._placing.request(model, request)
         if request.sequence:
             device.replicas[request.model].away.requests.pop(request.sequence, None)
         if device.settings.admission == "off":
-            if not is_early and place.dispatch.at_once(request):
+            if not is_early and self._dispatches[device.index].at_once(request):
                 return
         elif not is_early:
             if forecast.is_refused(device, request):
@@ -148,7 +154,7 @@ class Admission:
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
         """One that asked for no version goes to the current one if its own has left meanwhile, or
         is of another one's share."""
-        model = self._machine.models.get(event.model)
+        model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.lineage != model.split.born:
                 return event
@@ -162,7 +168,7 @@ class Admission:
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core = self._core
-        model = self._machine.models.get(event.model)
+        model = self._models.get(event.model)
         if (core.drain_at_ms is not None and not event.is_later) or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
@@ -170,7 +176,7 @@ class Admission:
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
         is_same = model.manifest is not None and model.manifest.digest == event.digest
-        if not is_same or core.tenant_of(model) != event.tenant:
+        if not is_same or core.tenant_of(model.tenant) != event.tenant:
             return changed_on_the_way(event.model)
         lost = self._lost(model)
         if lost is not None:
@@ -225,7 +231,7 @@ class Admission:
     def cancel(self, event: CancelAsked) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
         self._core.going_on.discard(event.token)
-        for state in (device.state for device in self._machine.devices):
+        for state in self._states:
             request = state.queue.get(event.token) or state.early.get(event.token)
             if request is not None:
                 state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
@@ -234,15 +240,15 @@ class Admission:
 
     def stored(self, model: Model) -> None:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
-        for device in self._machine.devices:
-            for request in device.state.early.of(model.name):
-                self._place(device.state, request)
+        for state in self._states:
+            for request in state.early.of(model.name):
+                self._place(state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
         """Its bytes cannot be had: requests that came before that read the reason."""
-        for device in self._machine.devices:
-            for request in device.state.early.of(model.name):
-                device.state.refuse(request, TaskEvent.ERROR, error)
+        for state in self._states:
+            for request in state.early.of(model.name):
+                state.refuse(request, TaskEvent.ERROR, error)
 
     def rehome(self) -> int:
         """What waits where no memory daemon is goes to where one is.
@@ -250,9 +256,9 @@ class Admission:
         Not before the workers there are reaped: one of them may still write a request's outputs.
         What has no place any more beside the pinned models goes to where it has one.
         """
-        states = [device.state for device in self._machine.devices]
-        for device in self._machine.devices if len(states) > 1 else ():
-            self._avoid_pinned(device)
+        states = self._states
+        for state in states if len(states) > 1 else ():
+            self._avoid_pinned(state)
         ready = [state.is_daemon_ready for state in states]
         wants = QUEUE | PLACES if len(states) > 1 else 0
         if all(ready) or not any(ready):
@@ -260,18 +266,17 @@ class Admission:
         for state in states:
             if not state.is_daemon_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
-                    lost = self._lost(self._machine.models[request.model])
+                    lost = self._lost(self._models[request.model])
                     if lost is not None:
                         state.refuse(request, TaskEvent.ERROR, lost)
                         continue
                     self._place(state, request)
         return wants
 
-    def _avoid_pinned(self, device: Device) -> None:
-        state = device.state
+    def _avoid_pinned(self, state: DeviceState) -> None:
         for name in list(state.queue.unchecked) if state.pinned else ():
             requests = state.queue.of(name)
-            if device.arena.may_take(state.replicas[name], requests[0].size_bytes):
+            if self._placing.has_place(state, name, requests[0].size_bytes):
                 continue
             for request in requests:
                 self._place(state, request)
@@ -279,7 +284,7 @@ class Admission:
     def relieve(self) -> int:
         """What came last and waits for a task's end goes to a device that has nothing to do, where
         it would compute sooner: the others are then less far from their turn."""
-        states = [device.state for device in self._machine.devices]
+        states = self._states
         if len(states) == 1:
             return 0
         wants = QUEUE | TURN | PLACES | WORKERS
@@ -293,16 +298,16 @@ class Admission:
 
     def _place(self, state: DeviceState, request: Request) -> None:
         """One that waited there already; where it is best off there, it keeps its place."""
-        model = self._machine.models[request.model]
-        place, placed = self._machine.placing.request(model, request)
+        model = self._models[request.model]
+        place, placed = self._placing.request(model, request)
         is_early = model.state.state in MODEL_AWAITED
-        if place.state is state and is_early == (request.token in state.early):
+        if place is state and is_early == (request.token in state.early):
             return
         request.placed = placed
         state.queue.discard(request)
         state.early.discard(request)
         del state.requests[request.token]
-        place.state.take(request, is_early=is_early)
+        place.take(request, is_early=is_early)
 
 
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:

@@ -17,8 +17,8 @@ from operator import add
 from typing import Final, NamedTuple
 
 from ...programs.layout import MOST_JOINED_BYTES
-from ..device_state import DeviceState
-from ..records import Away, Replica, Request
+from ..state.device_state import DeviceState
+from ..state.records import Away, Replica, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are the same

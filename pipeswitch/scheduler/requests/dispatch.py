@@ -10,15 +10,16 @@ from typing import Final
 from ...errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages import Epoch, JobName, JoinedRequest, ModelName, RunInference, Turn
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
-from ..device_state import DeviceState
 from ..events import Interrupt, RaiseTurn, ToWorker
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
-from ..records import NO_EPOCH, Activation, Replica, Request, Worker
-from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
+from ..state.device_state import DeviceState
+from ..state.fair_queue import Charge
+from ..state.policy_queue import shown
+from ..state.records import NO_EPOCH, Activation, Replica, Request, Worker
+from ..state.states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from ..training.training import Training
-from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
 from .forecast import (
@@ -31,7 +32,6 @@ from .forecast import (
     too_late,
     waits_for_copy_ms,
 )
-from .lines import shown
 
 
 class Turns:
@@ -378,7 +378,7 @@ class Dispatch:
         """A free worker: one that knows the model, then one that is just learning it, then one
         that must; last, one that is busy with another model's program, or is to be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
-        tenant = self._core.tenant_of(replica.model)
+        tenant = self._core.tenant_of(replica.model.tenant)
 
         def order(worker: Worker) -> tuple[int, bool, int]:
             is_warm = worker.warm.get(name) == version
@@ -479,7 +479,7 @@ class Dispatch:
         epoch = core.next_epoch()
         for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        tenant = core.tenant_of(replica.model)
+        tenant = core.tenant_of(replica.model.tenant)
         device.claim(worker, is_code=is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch

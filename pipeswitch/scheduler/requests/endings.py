@@ -10,11 +10,11 @@ from ...programs.dims import BATCH
 from ...programs.layout import Manifest
 from ...wire.bill import Bill
 from ..core import DUE, MEASURED
-from ..device_state import DeviceState
 from ..events import Answer, Span, Spans
 from ..memory.residency import Residents
-from ..records import Activation, MeasuredRun, Model, Replica, Request, Worker
-from ..states import ModelEvent, ModelState, TaskEvent, WorkerEvent
+from ..state.device_state import DeviceState
+from ..state.records import Activation, MeasuredRun, Model, Replica, Request, Worker
+from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import ended, failed
 
 

@@ -23,10 +23,10 @@ from typing import Final
 from ...errors import DeadlineExceeded
 from ...ipc.messages import ModelName
 from ...programs.dims import BATCH
-from ..device_state import DeviceState
 from ..events import Token
-from ..records import Request
-from ..states import Residency
+from ..state.device_state import DeviceState
+from ..state.records import Request
+from ..state.states import Residency
 
 SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
 MOST_AHEAD: Final = 4  # requests that are searched for the next cold one

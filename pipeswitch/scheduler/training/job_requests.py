@@ -9,9 +9,9 @@ from ... import errors
 from .. import limits
 from ..core import Core, takes
 from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
-from ..records import Job
-from ..states import TASK_FINAL, TaskEvent, TaskState
-from .commits import Commits
+from ..memory.commits import Commits
+from ..state.records import Job
+from ..state.states import TASK_FINAL, TaskEvent, TaskState
 from .jobs import Jobs
 
 

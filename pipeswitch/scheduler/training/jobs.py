@@ -13,11 +13,11 @@ from ...errors import (
 from ...ipc.messages import Epoch, JobName, JobReport
 from .. import limits
 from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
-from ..device_state import DeviceState
 from ..events import CountSharers, Journal, RemoveJob
-from ..records import Job
-from ..states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
-from .commits import Commits
+from ..memory.commits import Commits
+from ..state.device_state import DeviceState
+from ..state.records import Job
+from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
 WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)

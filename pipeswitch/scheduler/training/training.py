@@ -18,12 +18,13 @@ from ...ipc.messages import (
     Turn,
 )
 from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
-from ..device_state import DeviceState
 from ..events import ToWorker
+from ..memory.commits import Commits
 from ..memory.leases import Leases, Slices
 from ..policies.job_orders import JOB_ORDERS
-from ..records import NO_TURN, Job, Worker
-from ..states import (
+from ..state.device_state import DeviceState
+from ..state.records import NO_TURN, Job, Worker
+from ..state.states import (
     TASK_ON_WORKER,
     WORKER_FREE,
     MoveState,
@@ -32,7 +33,6 @@ from ..states import (
     WorkerEvent,
     WorkerState,
 )
-from .commits import Commits
 from .jobs import Jobs
 
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's

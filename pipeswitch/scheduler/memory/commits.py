@@ -8,11 +8,11 @@ from typing import Final
 from ...errors import HostStoreFull, ServerUnavailable
 from ...ipc import messages as msg
 from ..core import JOBS
-from ..device_state import DeviceState
 from ..events import CreateCommits, DropCommits, LoadedCommit
-from ..memory.ledgers import Arena, Store
-from ..records import NO_EPOCH, Job, Worker
-from ..states import TASK_FINAL, MoveState
+from ..state.device_state import DeviceState
+from ..state.records import NO_EPOCH, Job, Worker
+from ..state.states import TASK_FINAL, MoveState
+from .ledgers import Arena, Store
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
 NO_COPY: Final = (NO_EPOCH, 0)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import PipeSwitchError
-from ..ipc.messages import (
+from ...errors import PipeSwitchError
+from ...ipc.messages import (
     Choosing,
     Epoch,
     InferenceDone,
@@ -18,15 +18,15 @@ from ..ipc.messages import (
     TransmitEnded,
     Turn,
 )
-from ..planning.grouping import Plan
-from ..planning.profile import Profile
-from ..planning.streaming import Landings
-from ..programs.layout import Manifest
-from ..programs.stages import Stage
-from .events import Token
-from .memory.regions import Owner
-from .policies.job_orders import JobView
-from .requests.accounts import Charge
+from ...planning.grouping import Plan
+from ...planning.profile import Profile
+from ...planning.streaming import Landings
+from ...programs.layout import Manifest
+from ...programs.stages import Stage
+from ..events import Token
+from ..policies.job_orders import JobView
+from .fair_queue import Charge
+from .regions import Owner
 from .states import (
     MODEL_TRANSITIONS,
     MOVE_TRANSITIONS,

@@ -57,7 +57,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
 
-from ..errors import InvalidTransition
+from ...errors import InvalidTransition
 
 
 class Name(enum.Enum):
@@ -373,7 +373,7 @@ class StateMachine(Generic[State, Event]):
 
 def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
     """A Mermaid state diagram generated from a table (docs/states.md shows these)."""
-    lines = [f"%% {name}: generated from pipeswitch/scheduler/states.py", "stateDiagram-v2"]
+    lines = [f"%% {name}: generated from pipeswitch/scheduler/state/states.py", "stateDiagram-v2"]
     merged: dict[tuple[str, str], list[str]] = {}
     for (source, event), target in table.items():
         merged.setdefault((source.value, target.value), []).append(event.value)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import OutOfDeviceMemory
-from ...ipc.messages import JobName, Moved, MoveTask, Slot, Turn
-from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS, Core
-from ..device import Device
-from ..events import HandOver
-from ..limits import kinds_of
-from ..memory.regions import Owner
-from ..records import Job, Worker
-from ..states import TASK_ON_WORKER, MoveEvent, MoveState, TaskState, WorkerEvent
-from .jobs import Jobs
-from .training import JOBS_TENANT, MAX_IN_PLACE
+from ..errors import OutOfDeviceMemory
+from ..ipc.messages import JobName, Moved, MoveTask, Slot, Turn
+from .core import JOBS, PLACES, QUEUE, TURN, WORKERS, Core
+from .device import Device
+from .events import HandOver
+from .limits import kinds_of
+from .state.records import Job, Worker
+from .state.regions import Owner
+from .state.states import TASK_ON_WORKER, MoveEvent, MoveState, TaskState, WorkerEvent
+from .training.jobs import Jobs
+from .training.training import JOBS_TENANT, MAX_IN_PLACE
 
 CAN_TAKE = "cpu"  # kind of device whose slices a process can map in each other's place
 

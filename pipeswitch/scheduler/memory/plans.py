@@ -11,12 +11,12 @@ from ...planning.profile import Found, Profile
 from ...planning.streaming import pass_ms
 from ...programs.groups import layer_bytes, plan_in_force
 from ..core import ALL, MEASURED
-from ..device_state import DeviceState
 from ..events import Warn
-from ..memory.ledgers import gib
-from ..memory.residency import Residents
-from ..records import Replica
-from ..states import Residency
+from ..state.device_state import DeviceState
+from ..state.records import Replica
+from ..state.states import Residency
+from .ledgers import gib
+from .residency import Residents
 
 PLANNED: Final = "planned"
 

@@ -14,9 +14,8 @@ from ...errors import InvalidInput
 from ...ipc.messages import Epoch, ModelName
 from ..core import Core
 from ..events import Announce, Journal
-from ..machine import Machine
-from ..records import Model, Served
-from ..states import ModelState, VersionEvent, VersionState
+from .records import Model, Served
+from .states import ModelState, VersionEvent, VersionState
 
 AT: Final = "@"  # between a name and a number; no name that a client may choose has it
 SPREAD: Final = 0.6180339887498949  # from each request's place to the next's: never the same
@@ -37,12 +36,15 @@ def split_name(name: str) -> tuple[ModelName, int]:
 class Versions:
     """The book of names."""
 
-    def __init__(self, core: Core, machine: Machine) -> None:
+    def __init__(
+        self, core: Core, models: dict[ModelName, Model], served: dict[ModelName, Served]
+    ) -> None:
         self._core = core
-        self._machine = machine
+        self.models = models
+        self._served = served
 
     def served(self, name: ModelName) -> Served | None:
-        return self._machine.served.get(name)
+        return self._served.get(name)
 
     def current(self, name: ModelName) -> Model | None:
         """The model that a name stands for."""
@@ -54,7 +56,7 @@ class Versions:
         return self.current(name) or next(reversed(self.all_of(name)), None)
 
     def of(self, name: ModelName, version: int) -> Model | None:
-        return self._machine.models.get(version_name(name, version))
+        return self.models.get(version_name(name, version))
 
     def resolve(self, name: ModelName, version: int = 0) -> ModelName:
         """What the version is called; 0: the current one. Unknown names stay what they are."""
@@ -65,7 +67,7 @@ class Versions:
 
     def all_of(self, name: ModelName) -> list[Model]:
         """Its versions that are there, the newest last."""
-        found = [model for model in self._machine.models.values() if model.base == name]
+        found = [model for model in self.models.values() if model.base == name]
         return sorted(found, key=lambda model: model.version)
 
     def is_current(self, model: Model) -> bool:
@@ -99,27 +101,27 @@ class Versions:
         """
         if there:
             self._open(name, current if current in there else max(there), last, spec_digest)
-            self._machine.served[name].shares.update(one for one in shares if one[0] in there)
+            self._served[name].shares.update(one for one in shares if one[0] in there)
 
     def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
         born = self._core.next_epoch()
-        self._machine.served[name] = Served(name, current, last, spec_digest, born)
+        self._served[name] = Served(name, current, last, spec_digest, born)
 
     def opened(self, model: Model, spec_digest: str) -> None:
         """A version begins to exist; the first of a name is what the name stands for."""
-        served = self._machine.served.get(model.base)
+        served = self._served.get(model.base)
         if served is None:
             self._open(model.base, model.version, model.version, spec_digest)
         else:
             served.last = max(served.last, model.version)
         if self.is_current(model):
             self._chosen(model, "registered")
-            served = self._machine.served[model.base]
+            served = self._served[model.base]
             model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
         """Requests that come from now on are this version's; the one that was theirs before."""
-        served = self._machine.served[model.base]
+        served = self._served[model.base]
         before = self.current(model.base)
         if before is not None:
             before.serving.apply(VersionEvent.REPLACED, cause)
@@ -139,7 +141,7 @@ class Versions:
     def split(self, model: Model, percent: int) -> bool:
         """So many of a hundred requests that name no version are this one's, until another becomes
         the current one. False: it is that itself, or more than all would be given away."""
-        served, current = self._machine.served[model.base], self.current(model.base)
+        served, current = self._served[model.base], self.current(model.base)
         every = {**served.shares, model.version: percent}
         shares = {version: share for version, share in every.items() if share}
         if current is None or model is current or sum(shares.values()) > 100:
@@ -161,7 +163,7 @@ class Versions:
 
     def share(self, model: Model) -> int:
         """Percent of the requests that name no version."""
-        shares = self._machine.served[model.base].shares
+        shares = self._served[model.base].shares
         given = 100 - sum(shares.values()) if self.is_current(model) else 0
         return shares.get(model.version, given)
 
@@ -172,11 +174,11 @@ class Versions:
                 model=model.name,
                 manifest=model.manifest,
                 priority=model.priority,
-                tenant=self._core.tenant_of(model),
+                tenant=self._core.tenant_of(model.tenant),
                 base=model.base,
                 version=model.version,
                 is_current=self.is_current(model),
-                lineage=self._machine.served[model.base].born,
+                lineage=self._served[model.base].born,
                 stage=model.stage,
             )
         )
@@ -199,11 +201,11 @@ class Versions:
 
     def gone(self, model: Model) -> None:
         """It is no model any more. Its name ends with the last version."""
-        served, successor = self._machine.served[model.base], self.successor(model.base)
+        served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
             served.last -= 1  # it never was one
         if not self.all_of(model.base):
-            del self._machine.served[model.base]
+            del self._served[model.base]
             if served.last > 1:
                 self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
         elif served.current == model.version and successor is not None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from ...ipc.messages import ModelName
 from ..events import Token
 from ..policies import View, Waiting
+from ..policies.guard import Judge
 from ..policies.policy import SortsBy
-from ..records import Request
-from .accounts import Accounts
-from .lines import IsResident, Judge, Lines
+from .fair_queue import Accounts
+from .policy_queue import IsResident, Lines
+from .records import Request
 
 SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..errors import PipeSwitchError
-from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
-from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
-from .events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
-from .policies import View
+from ...errors import PipeSwitchError
+from ...ipc.messages import BindTenant, JobName, Message, ModelName, Slot
+from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
+from ..events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
+from ..policies import View
+from .fair_queue import Accounts
+from .policy_queue import IsResident
+from .predictions import Predictions
+from .queue import Queue
 from .records import Activation, Job, MeasuredRun, Model, Replica, Request, Worker
-from .requests.accounts import Accounts
-from .requests.lines import IsResident
-from .requests.predictions import Predictions
-from .requests.queue import Queue
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
 WORD_BYTES = 4  # of one group's arrival

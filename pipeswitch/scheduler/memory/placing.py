@@ -1,0 +1,121 @@
+"""Which device serves a request, and which one a job trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ipc.messages import ModelName
+from ..limits import kinds_of, limit
+from ..policies import Prediction
+from ..policies.placement import PLACEMENTS, Place, best
+from ..state.device_state import DeviceState
+from ..state.records import Job, Model, Request
+from ..state.states import TASK_FINAL
+from .ledgers import Arena
+
+
+class Placing:
+    """Choice of a device. A request is placed on arrival, and again when it waits while another
+    device is idle; a job is placed on arrival and whenever it has left its device.
+
+    A device whose memory daemon is not running gets nothing while another device has one, and
+    neither does a device whose pinned models leave no room.
+    """
+
+    def __init__(
+        self, states: Sequence[DeviceState], arenas: Sequence[Arena], placement: str
+    ) -> None:
+        self.states = states
+        self._arenas = arenas
+        self._rank = PLACEMENTS[placement]
+
+    def request(self, model: Model, request: Request) -> tuple[DeviceState, str]:
+        """Return the device and the reason, which is empty on a machine with one device. The
+        request itself does not count as waiting."""
+        if len(self.states) == 1:
+            return self.states[0], ""
+        for state in self.states:
+            if state.measuring == model.name:
+                return state, "it is measured there"
+        living = self._living(model.devices)
+        able = [state for state in living if self.has_place(state, model.name, request.size_bytes)]
+        places = [self._place(state, model, request) for state in _ready(able or living)]
+        found = best(places, self._rank)
+        return self.states[found.device], found.reason
+
+    def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:
+        """Return whether the model fits there beside the pinned ones."""
+        return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
+
+    def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
+        """Return the device with the fewest other jobs; ``home`` wins over an equal one.
+
+        Args:
+            counts: the number of jobs of each device that are not over.
+        """
+        is_counted = home is not None and job.state.state not in TASK_FINAL
+
+        def order(state: DeviceState) -> tuple[int, bool, int]:
+            others = counts[state.index] - (is_counted and state.index == home)
+            return others, state.index != home, state.index
+
+        places = _ready(self._living(job.allowed))
+        if all(state.is_given_up for state in places):  # those of its kind can go on with it
+            names = [state.settings.device for state in self.states]
+            places = _ready(self._living(limit(kinds_of(job.allowed), names)))
+        return min(places, key=order).index
+
+    def _living(self, names: tuple[str, ...]) -> list[DeviceState]:
+        allowed = [one for one in self.states if not names or one.settings.device in names]
+        return [one for one in allowed if not one.is_given_up] or allowed
+
+    def _place(self, state: DeviceState, model: Model, request: Request) -> Place:
+        replica = state.replicas[model.name]
+        waiting, switch_ms = len(state.queue) + len(state.early), 0.0
+        if not replica.is_on_device:
+            switch_ms = self._predict(state, model.name, request.batch).load_ms
+        return Place(
+            device=state.index,
+            is_resident=replica.is_on_device,
+            is_busy=state.is_busy,
+            waiting=len(state.tasks) + waiting - (request.token in state.queue),
+            queue_ms=self._queue_ms(state, request),
+            switch_ms=switch_ms,
+            free_bytes=self._arenas[state.index].regions.largest_free_bytes,
+            size_bytes=request.size_bytes,
+        )
+
+    def _queue_ms(self, state: DeviceState, request: Request) -> float:
+        """Return when the running and waiting requests there end, without this one."""
+        now_ms, total_ms = state.core.now_ms, 0.0
+        for task in state.tasks:
+            compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
+            spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
+            total_ms += max(0.0, compute_ms - spent_ms)
+        own = request.model if request.token in state.queue else None
+        for name in state.queue.models():
+            replica, count = state.replicas[name], state.queue.count(name) - (name == own)
+            one = self._of_last(state, replica.model)
+            total_ms += count * one.compute_ms
+            total_ms += 0.0 if replica.is_on_device or not count else one.load_ms
+        return total_ms
+
+    def _of_last(self, state: DeviceState, model: Model) -> Prediction:
+        return self._predict(state, model.name, max(1, model.last_batch))
+
+    def _predict(self, state: DeviceState, name: str, batch: int) -> Prediction:
+        """Predict from measurements on this device, else from the slowest other one: an unknown
+        model is not assumed to be fast."""
+        own = state.predictions.predict(name, batch)
+        if own.compute_ms and own.load_ms:
+            return own
+        others = [one.predictions.predict(name, batch) for one in self.states]
+        return Prediction(
+            own.load_ms or max(one.load_ms for one in others),
+            own.compute_ms or max(one.compute_ms for one in others),
+            own.p95_ms or max(one.p95_ms for one in others),
+        )
+
+
+def _ready(states: list[DeviceState]) -> list[DeviceState]:
+    return [one for one in states if one.is_daemon_ready] or states

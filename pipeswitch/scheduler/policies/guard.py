@@ -1,0 +1,162 @@
+"""Guard of a policy: its answers are checked before they are used.
+
+An answer that cannot be used, or an exception, replaces the policy by ``priority``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import index
+from typing import Any
+
+from . import Policy, Resident, View, Waiting, make_policy
+from .policy import SortsBy
+
+PLAIN = (float, int)
+FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
+Failed = Callable[[str, str], None]  # told the policy's name and what happened
+
+
+class Judge:
+    """Asks a policy that may be a user's; what it answers is checked before it is believed, and
+    made plain numbers: no code of the user's is called where they are compared.
+
+    Attributes:
+        generation: how many policies failed; what an earlier one ranked is void.
+    """
+
+    def __init__(self, policy: Policy, max_wait_ms: float) -> None:
+        self.max_wait_ms = max_wait_ms
+        self._failed: Failed = lambda name, why: None
+        self.generation = 0
+        self._use(policy)
+
+    def _use(self, policy: Policy) -> None:
+        self.patience_ms, self.window = settings_of(policy)
+        self.sorts_by: SortsBy = policy.order.sorts_by
+        self.ranks_runs = policy.order.ranks_runs
+        self.policy = policy
+
+    def when_failed(self, failed: Failed) -> None:
+        """Whom to tell."""
+        self._failed = failed
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.key(request))
+        except FAILURES as error:
+            self._replace("key", error)
+            return self.key(request)
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.rank(head, view))
+        except FAILURES as error:
+            self._replace("rank", error)
+            return self.rank(head, view)
+
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
+        try:
+            return _numbers((self.policy.order.stays_until_ms(head, view),))[0]
+        except FAILURES as error:
+            self._replace("stays_until_ms", error)
+            return self.stays_until_ms(head, view)
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        try:
+            return bool(self.policy.order.may_overtake(request, blocked, view))
+        except FAILURES as error:
+            self._replace("may_overtake", error)
+            return self.may_overtake(request, blocked, view)
+
+    def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
+        try:
+            places = self.policy.order.arrange(heads, counts, view)
+            order = [int(index(one)) for one in islice(places, len(heads) + 1)]
+            if sorted(order) != list(range(len(heads))):
+                raise ValueError(f"{order} are not the {len(heads)} heads, each once")
+            return order
+        except FAILURES as error:
+            self._replace("arrange", error)
+            return list(range(len(heads)))
+
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        try:
+            cost = self.policy.eviction.cost(resident, view)
+            if type(cost) is tuple and len(cost) == 1 and type(cost[0]) is float and cost[0] >= 0.0:
+                return cost  # as ours are: one for each region, in each search
+            cost = _numbers(cost)
+            if min(cost, default=0.0) < 0.0:
+                raise ValueError(f"{cost} is below 0")
+            return cost
+        except FAILURES as error:
+            self._replace("cost", error)
+            return self.cost(resident, view)
+
+    def _replace(self, where: str, error: BaseException) -> None:
+        """Once for each policy; ``priority`` itself must not fail."""
+        if self.generation:
+            raise error
+        self.generation += 1
+        name = self.policy.name
+        self._use(make_policy("priority", max_wait_ms=self.max_wait_ms))
+        self._failed(name, f"{where} raised {described(error)}")
+
+
+def described(error: BaseException) -> str:
+    """Its type and its text, which may be a user's code too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except FAILURES:
+        return f"{type.__repr__(type(error))}, which has no text"
+
+
+def settings_of(policy: Policy) -> tuple[float, int]:
+    """The ``patience_ms`` and ``window`` of its order, if they can be used.
+
+    Raises:
+        ValueError: one of them is no number that it may be, or its name is no text.
+    """
+    name, patience_ms, window = policy.name, policy.order.patience_ms, policy.order.window
+    if type(name) is not str:
+        raise ValueError(f"its name is {name!r}, no text")
+    if type(window) is not int or window < 0:
+        raise ValueError(f"window is {window!r}, no whole number of lines")
+    if isinstance(patience_ms, bool) or not isinstance(patience_ms, PLAIN):
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
+    if not 0 <= (patience_ms := float(patience_ms)) <= math.inf:
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
+    return patience_ms, window
+
+
+def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
+    """As plain numbers, which can be compared.
+
+    Raises:
+        TypeError: they are no tuple of numbers.
+        ValueError, OverflowError: one of them is not a number to compare, or to add.
+    """
+    if type(values) is not tuple:
+        raise TypeError(f"{values!r} is no tuple")
+    for value in values:
+        kind = type(value)
+        if kind is int:
+            float(value)  # else it could not be added to one
+        elif kind is not float:
+            return _numbers(tuple(map(_plain, values)))
+        elif value != value:
+            raise ValueError("a number is nan")
+    return values
+
+
+def _plain(value: object) -> float | int:
+    """A float or an int itself, whatever class of its own it had."""
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"{value!r} is no number")
+    return int(value) if isinstance(value, int) else float(value)

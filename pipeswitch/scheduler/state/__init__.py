@@ -1,0 +1,1 @@
+"""What the scheduler remembers: records, states, queues, names, ranges. They decide nothing."""
