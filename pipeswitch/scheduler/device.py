@@ -210,19 +210,20 @@ class Device:
             return  # processes are killed next; nothing is decided any more
         self._check_requests()
         for replica in state.replicas.values():
-            users = [task for task in state.tasks if task.model == replica.name]
+            users = [task for task in state.owner.tasks if task.model == replica.name]
             assert replica.users == len(users), f"{replica.name}: {replica.users} users"
         for name, job in state.jobs.items():
             if job.state.state in (TaskState.RUNNING, TaskState.TRANSMITTING, TaskState.STOPPING):
-                assert state.training == name, f"{name} runs without the turn"
+                assert state.owner.job == name, f"{name} runs without the turn"
             is_on_worker = job.state.state in TASK_ON_WORKER
             assert (job.slot is not None) == is_on_worker, (name, job.slot, list(job.state.story))
             assert sum(w.job == name for w in state.workers.values()) <= 1, f"{name} runs twice"
             if job.slot is not None:
                 assert state.workers[job.slot].job == name, f"{name} is not on its worker"
-        if state.training is not None:
-            slot = state.jobs[state.training].slot
-            assert slot is not None, f"{state.training} left with the turn"
+        state.owner.check()
+        if state.owner.job is not None:
+            slot = state.jobs[state.owner.job].slot
+            assert slot is not None, f"{state.owner.job} left with the turn"
 
     def _check_requests(self) -> None:
         state = self.state
@@ -237,7 +238,7 @@ class Device:
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"
             assert request.state.state is TaskState.QUEUED, request.state.story
-        tasks = state.tasks
+        tasks = state.owner.tasks
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
         for account in state.accounts:
             runs = sum(account in task.charge.parts for task in tasks if task.charge)
@@ -251,7 +252,6 @@ class Device:
             worker = state.workers[activation.slot]
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
             assert worker.task_epoch == activation.epoch, f"worker {worker.slot} has another task"
-        if state.current is not None:
-            for token in state.current.tokens:
+        if state.owner.running is not None:
+            for token in state.owner.running.tokens:
                 assert state.requests[token].state.state is TaskState.RUNNING
-            assert state.training is None, f"{state.training} computes beside {state.current.model}"

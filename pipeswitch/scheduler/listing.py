@@ -304,7 +304,7 @@ class Listing:
     def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
         device = on.state
         slot = next(
-            (task.slot for task in device.tasks if task.model == replica.name),
+            (task.slot for task in device.owner.tasks if task.model == replica.name),
             None,
         )
         stored = self._machine.store.regions.get(replica.owner)
@@ -331,7 +331,8 @@ class Listing:
             return "failed"
         if replica.model.state.state not in (ModelState.READY, ModelState.LEAVING):
             return str(replica.model.state.state.value)
-        if is_active and device.current and device.current.model == replica.name:
+        running = device.owner.running
+        if is_active and running is not None and running.model == replica.name:
             return "active"
         if replica.is_being_sent:
             return "transmitting"
@@ -379,7 +380,7 @@ class Listing:
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
         device = on.state
         task = worker.job or next(
-            (task.model for task in device.tasks if task.slot == worker.slot), ""
+            (task.model for task in device.owner.tasks if task.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(
@@ -465,8 +466,8 @@ class Listing:
     def _device_s(self, device: DeviceState) -> dict[str, float]:
         """Seconds of each kind, with what is under way."""
         spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
-        if device.training is not None:
-            began_at_ms = device.jobs[device.training].cycle_began_at_ms
+        if device.owner.job is not None:
+            began_at_ms = device.jobs[device.owner.job].cycle_began_at_ms
             spent_us["train"] += round((self._core.now_ms - began_at_ms) * 1000.0)
         return {kind: us / 1e6 for kind, us in spent_us.items()}
 

@@ -18,7 +18,7 @@ from ..ipc.messages import JobName, Moved, MoveTask, Slot, Turn
 from .core import JOBS, PLACES, QUEUE, TURN, WORKERS, Core
 from .device import Device
 from .events import HandOver
-from .limits import kinds_of
+from .memory.placing import kinds_of
 from .state.records import Job, Worker
 from .state.regions import Owner
 from .state.states import TASK_ON_WORKER, MoveEvent, MoveState, TaskState, WorkerEvent

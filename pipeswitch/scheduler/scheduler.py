@@ -38,7 +38,7 @@ from .models.registry import Registry
 from .moves import Moves
 from .policies import Policy, make_policy
 from .policies.guard import Judge
-from .processes.pings import Pings
+from .processes.health import Pings
 from .profiling.sessions import Profiling
 from .requests.admission import Admission
 from .state.versions import Versions

@@ -160,7 +160,7 @@ class Stage(World):
         if number != BUSY:
             return msg.Slot(number)
         state = self.state
-        busy = [a.slot for a in (state.current, state.upcoming) if a is not None]
+        busy = [a.slot for a in (state.owner.running, state.owner.pending) if a is not None]
         busy += [worker.slot for worker in state.workers.values() if worker.job is not None]
         return busy[0] if busy else msg.Slot(0)
 
@@ -190,7 +190,7 @@ class Stage(World):
         if worker is None:
             return message
         job = self.state.jobs.get(worker.job) if worker.job is not None else None
-        now = {"epoch": worker.task_epoch, "next_turn": worker.may_raise,
+        now = {"epoch": worker.task_epoch, "next_turn": self.state.owner.promised.get(slot, 0),
                "turn": job.turn if job is not None else 0}  # fmt: skip
         fields = {key: number for key, number in now.items() if getattr(message, key, 1) == 0}
         return msgspec.structs.replace(message, **fields)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Activation, Job, Model, Replica, Request, Worker
 from pipeswitch.scheduler.state.regions import Owner, Region, Regions
-from pipeswitch.scheduler.state.states import Residency
+from pipeswitch.scheduler.state.states import OwnerState, Residency
 
 from .frozen import Add, Codec, Next, Still
 
@@ -48,8 +49,8 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
-    "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
-    "aside", "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
+    "replicas", "requests", "queue", "early", "jobs", "workers", "owner",
+    "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served", "spent_us",  # are only shown
@@ -173,7 +174,7 @@ class Brain:
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
         self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
         self._workers = _Records(WORKER, (None, Worker(0)))
-        self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, 0, "", 0.0, False)))
+        self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, (), "", 0.0, False)))
 
     def freeze(self, e: Add) -> Any:
         """The scheduler's state as a tuple; its epochs go to ``e``.
@@ -197,16 +198,17 @@ class Brain:
     def _freeze_device(self, device: Device, e: Add) -> Any:
         state, fleet = device.state, device.fleet
         requests, jobs, replicas = self._requests, self._jobs, self._replicas[state.index]
-        workers, tasks = self._workers, self._tasks
+        workers, tasks, owner = self._workers, self._tasks, state.owner
+        promised = sorted(owner.promised.items())
         return (
             tuple([requests.freeze(request, e) for request in state.requests.values()]),
             tuple([request.token for request in state.queue]),
             tuple([jobs.freeze(job, e) for job in state.jobs.values()]),
             tuple([workers.freeze(worker, e) for worker in state.workers.values()]),
-            None if state.current is None else tasks.freeze(state.current, e),
-            None if state.upcoming is None else tasks.freeze(state.upcoming, e),
-            None if state.aside is None else tasks.freeze(state.aside, e),
-            state.training,
+            None if owner.running is None else tasks.freeze(owner.running, e),
+            None if owner.pending is None else tasks.freeze(owner.pending, e),
+            None if owner.yielded is None else tasks.freeze(owner.yielded, e),
+            (owner.state._value_, owner.job, tuple([(slot, e(-t)) for slot, t in promised])),
             state.is_daemon_ready,
             state.is_given_up,
             _freeze_regions(device.arena.regions, e),
@@ -215,7 +217,7 @@ class Brain:
             fleet._daemon_respawn_at_ms,
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
-            state.accounts.freeze(state.current, state.upcoming, state.aside),
+            state.accounts.freeze(owner.running, owner.pending, owner.yielded),
         )
 
     def thaw(
@@ -242,7 +244,7 @@ class Brain:
         self, device: Device, frozen: Any, n: Next, generations: Sequence[int]
     ) -> None:
         core, state, fleet = self.scheduler.core, device.state, device.fleet
-        (requests, queue, jobs, workers, current, upcoming, aside, state.training,
+        (requests, queue, jobs, workers, running, pending, yielded, holder,
          state.is_daemon_ready, state.is_given_up, arena, fleet.is_daemon_alive,
          fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
          accounts) = frozen  # fmt: skip
@@ -258,10 +260,13 @@ class Brain:
         for worker, generation in zip(state.workers.values(), generations[1:], strict=True):
             worker.generation = generation
         state.daemon_generation = generations[0]
-        state.current = None if current is None else self._tasks.thaw(current, n)
-        state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
-        state.aside = None if aside is None else self._tasks.thaw(aside, n)
-        state.accounts.thaw(accounts, state.current, state.upcoming, state.aside)
+        state.owner = owner = DeviceOwner()
+        owner.running = None if running is None else self._tasks.thaw(running, n)
+        owner.pending = None if pending is None else self._tasks.thaw(pending, n)
+        owner.yielded = None if yielded is None else self._tasks.thaw(yielded, n)
+        owner.state, owner.job = OwnerState(holder[0]), holder[1]
+        owner.promised = {slot: n() for slot, _ in holder[2]}
+        state.accounts.thaw(accounts, owner.running, owner.pending, owner.yielded)
         state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)
         state.replicas = {}

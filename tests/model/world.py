@@ -537,7 +537,7 @@ class World(simulator.World):
         state = device.state
         owners = {region.owner for region in device.arena.regions} - {WORDS} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
-        require(state.training is None and state.current is None, "a task at rest")
+        require(state.owner.job is None and state.owner.running is None, "a task at rest")
         alive = [w for w in state.workers.values() if w.is_alive]
         is_missing = len(alive) <= self.scope.standby and not state.is_given_up
         require(not is_missing, "a worker is missing at rest")

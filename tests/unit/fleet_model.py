@@ -251,11 +251,9 @@ class World(simulator.World):
     def _describe(self, device: Device) -> str:
         state, turn = device.state, self.scenes[device.state.index].device.turn
         jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in state.jobs.values()]
-        workers = [
-            (w.slot, w.state.state.value, w.job, w.may_raise) for w in state.workers.values()
-        ]
+        workers = [(w.slot, w.state.state.value, w.job) for w in state.workers.values()]
         return (
-            f"current={state.current} upcoming={state.upcoming} training={state.training} "
+            f"owner={state.owner.story} tasks={state.owner.tasks} promised={state.owner.promised} "
             f"queue={[r.model for r in state.queue]} jobs={jobs} workers={workers} "
             f"arena={list(device.arena.regions)} turn={turn}"
         )
@@ -274,7 +272,7 @@ class World(simulator.World):
                 is_idle_model = owner.kind in ("model", "rest") and owner.name in state.replicas
                 require(owner.kind == "words" or is_idle_model, f"leaked {region}")
             require(all(m.users == 0 for m in state.replicas.values()), "a lease at rest")
-            require(state.training is None and state.current is None, "a task at rest")
+            require(state.owner.job is None and state.owner.running is None, "a task at rest")
 
     # -- clients -------------------------------------------------------------------------------
 

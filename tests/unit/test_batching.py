@@ -296,7 +296,7 @@ def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
     server = Server()
     tokens = server.ask_behind(3)
     server.run(server.now_ms + COMPUTE_MS)  # the second of "other" computes
-    upcoming = server.scheduler.machine.devices[0].state.upcoming
+    upcoming = server.scheduler.machine.devices[0].state.owner.pending
     server.workers[upcoming.slot].end(-9)
     server.run(server.now_ms + 5000.0)
     assert server.joined() == [tokens, tokens]
@@ -382,7 +382,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     server = Server()
     tokens = server.ask_behind(2)
     server.run(server.now_ms + 2 * COMPUTE_MS + 1.0)
-    task = server.scheduler.machine.devices[0].state.current
+    task = server.scheduler.machine.devices[0].state.owner.running
     worker = server.workers[task.slot]
     done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
                          ended_at_ms=0.0, stall_ms=0.0)  # fmt: skip

@@ -125,7 +125,7 @@ class Counted(Rig):
 
     def computed(self) -> None:
         """The task that computes ends, and its worker is free at once."""
-        task = self.state.current
+        task = self.state.owner.running
         self.worker(task.slot, InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0, ended_at_ms=1.0,
             stall_ms=0.0, is_clean=True, group_begins_at_ms=(0.0, 0.5),
@@ -134,7 +134,7 @@ class Counted(Rig):
     def switch(self, name: str, job: Any) -> None:
         """A model is sent while a job steps aside for it, and the job goes on."""
         self.infer(name)
-        turn = self.state.upcoming.turn
+        turn = self.state.owner.pending.turn
         parked = Parked(epoch=job.epoch, turn=job.turn, next_turn=turn, where="forward",
                         asked_at_ms=0.0, parked_at_ms=1.0)  # fmt: skip
         self.worker(job.slot, parked)

@@ -86,7 +86,11 @@ def test_a_request_on_one_device_leaves_the_other_idle(machine: Machine) -> None
     first, second = machine.devices
     request = machine.ask(second, 1)
     assert request.state.state is TaskState.RUNNING
-    assert (first.state.current, first.state.upcoming, len(first.state.queue)) == (None, None, 0)
+    assert (first.state.owner.running, first.state.owner.pending, len(first.state.queue)) == (
+        None,
+        None,
+        0,
+    )
     assert first.state.replicas["m"].residency.state is Residency.HOST
     assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
     assert [len(list(device.arena.regions)) for device in machine.devices] == [1, 2]
@@ -117,7 +121,7 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     assert [order.job for order in machine.sent(msg.RunJob)] == ["j"]
     machine.ask(second, 1)
     assert not machine.sent(msg.StopTask)
-    assert (first.state.training, second.state.training) == ("j", None)
+    assert (first.state.owner.job, second.state.owner.job) == ("j", None)
     machine.ask(first, 2)
     assert [order.epoch for order in machine.sent(msg.StopTask)] == [first.state.jobs["j"].epoch]
     machine.check()
@@ -130,6 +134,6 @@ def test_a_daemon_that_dies_takes_its_own_device_alone(machine: Machine) -> None
     first.daemon_exited(ev.DaemonExited(generation=1, status=-9))
     assert first.state.replicas["m"].residency.state is Residency.HOST
     assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
-    assert second.state.current is not None
+    assert second.state.owner.running is not None
     assert (first.state.is_ready, second.state.is_ready) == (False, True)
     second.check()

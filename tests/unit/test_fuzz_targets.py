@@ -131,7 +131,7 @@ def test_a_worker_of_the_stage_computes_and_trains() -> None:
     stage.take(workers._says(workers.Who.HONEST, workers.BUSY))
     assert stage.state.jobs[workers.JOBS[0]].state.state is TaskState.RUNNING
     stage.take(infer)
-    assert stage.state.upcoming is not None
+    assert stage.state.owner.pending is not None
     ended = next(m for m in workers.worker_messages() if isinstance(m, JobEnded))
     for slot in range(2):
         stage.take(workers._hostile(slot, ended))

@@ -81,20 +81,19 @@ MAY_IMPORT: Mapping[str, str] = {
 # that the table does not name are the top room, "".
 IN_SCHEDULER: Mapping[str, str] = {
     "events": "",
-    "limits": "",
     "policies": "",
     "core": "events policies",
     "state": "core events policies",
-    "memory": "core events limits policies state",
-    "training": "core events limits memory policies state",
+    "memory": "core events policies state",
+    "training": "core events memory policies state",
     "processes": "core events state training",
     "requests": "core events memory policies processes state training",
     "device": "core events memory processes requests state training",
     "machine": "core device memory state training",
-    "models": "core events limits machine requests state",
+    "models": "core events machine memory requests state",
     "profiling": "core device events machine state",
-    "": "core device events limits machine memory models policies processes profiling requests "
-    "state training",
+    "": "core device events machine memory models policies processes profiling requests state "
+    "training",
 }
 TABLES: Mapping[str, Mapping[str, str]] = {"": MAY_IMPORT, "scheduler": IN_SCHEDULER}
 

@@ -54,7 +54,7 @@ class Server(World):
     def trained_ms(self, name: str) -> float:
         state = self.scheduler.machine.devices[0].state
         job = state.jobs[JobName(name)]
-        running_ms = self.now_ms - job.cycle_began_at_ms if state.training == name else 0.0
+        running_ms = self.now_ms - job.cycle_began_at_ms if state.owner.job == name else 0.0
         return job.trained_ms + running_ms
 
 

@@ -55,11 +55,11 @@ class Frontend(Rig):
         """What computes ends, if its model is there or comes now; a job steps aside."""
         for job in self.state.jobs.values():
             if job.state.state is TaskState.STOPPING:
-                self.park(job, self.state.upcoming.turn)
-        for task in self.state.tasks[:1]:
+                self.park(job, self.state.owner.pending.turn)
+        for task in self.state.owner.tasks[:1]:
             if self.state.replicas[task.model].is_being_sent:
                 self.arrived(task.model)
-            if self.state.current is not None:
+            if self.state.owner.running is not None:
                 self.done()
 
     def do(self, what: str, number: int) -> None:

@@ -99,7 +99,7 @@ def _seen(scheduler: Any) -> Any:
             {w.slot: (w.state.state, w.task_epoch) for w in state.workers.values()},
             [(a.caller, dict(a.tags), a.running, a.waiting, a.seen_at_ms) for a in state.accounts],
             dict(state.accounts._clock), state.accounts._had_at_ms,
-            repr((state.current, state.upcoming)),
+            repr((state.owner.running, state.owner.pending)),
         )
         for state in (device.state for device in scheduler.machine.devices)
     ]  # fmt: skip

@@ -195,7 +195,7 @@ def test_a_model_that_is_unregistered_or_a_drain_ends_its_measurement(rig: Rig) 
         (ev.DrainAsked(token=None, grace_ms=1e6), ServerUnavailable),
     ):
         measurement = rig.world.profile("a" if error is ModelNotFound else "b")
-        rig.until(lambda: rig.state.current is not None)
+        rig.until(lambda: rig.state.owner.running is not None)
         rig.world.handle(end)
         assert isinstance(rig.refused(measurement), error)
         rig.rest()
@@ -204,8 +204,8 @@ def test_a_model_that_is_unregistered_or_a_drain_ends_its_measurement(rig: Rig) 
 def test_a_worker_that_dies_while_it_is_measured_costs_one_run(rig: Rig) -> None:
     rig.register("a")
     rig.world.profile("a")
-    rig.until(lambda: rig.state.current is not None)
-    rig.world.workers[rig.state.current.slot].end(-9)
+    rig.until(lambda: rig.state.owner.running is not None)
+    rig.world.workers[rig.state.owner.running.slot].end(-9)
     rig.rest()
     assert rig.state.replicas["a"].plan_source == "planned"
 

@@ -194,7 +194,7 @@ class Rig:
 
     def done(self) -> None:
         """The computing task ends well and its worker cleans up."""
-        task = self.state.current
+        task = self.state.owner.running
         self.worker(task.slot, msg.InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
@@ -259,7 +259,7 @@ class Rig:
     def switch(self, job: Any, model: str = "a") -> None:
         """A request of a model that is there, for which the job steps aside."""
         self.infer(model)
-        self.park(job, self.state.upcoming.turn)
+        self.park(job, self.state.owner.pending.turn)
         self.done()
 
     def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
@@ -377,7 +377,7 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     job = rig.start_training()
     slot, epoch, turn = job.slot, job.epoch, job.turn
     token = rig.infer("a")
-    rig.park(job, rig.state.upcoming.turn)
+    rig.park(job, rig.state.owner.pending.turn)
     assert job.state.state is TaskState.SUSPENDED
     assert not rig.commands(ev.RaiseTurn), "the parked worker has raised it itself"
     rig.done()
@@ -392,7 +392,7 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    task = rig.state.upcoming
+    task = rig.state.owner.pending
     rig.worker(task.slot, msg.InferenceDone(
         epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
         ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
@@ -405,9 +405,9 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    first = rig.state.upcoming
+    first = rig.state.owner.pending
     rig.worker_exits(first.slot)
-    second = rig.state.upcoming
+    second = rig.state.owner.pending
     assert second.epoch > first.epoch
     rig.park(job, first.turn)  # raised for nobody
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [second.turn]
@@ -419,7 +419,7 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     rig.register("a")
     job = rig.start_training()
     rig.infer("a")
-    first = rig.state.upcoming
+    first = rig.state.owner.pending
     epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
     rig.done()
@@ -439,7 +439,7 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
     assert rig.sent(msg.RunInference)
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
-    assert rig.state.current.model == "b"
+    assert rig.state.owner.running.model == "b"
 
 
 def test_low_priority_requests_do_not_protect_their_model_from_a_high_one() -> None:
@@ -463,10 +463,10 @@ def test_a_lower_priority_does_not_slip_in_front_of_one_that_waits_for_memory(ri
     rig.infer("small")
     rig.infer("big", priority=0)
     rig.infer("other", priority=2)
-    assert rig.state.upcoming is None, "'other' would keep the place of 'big' in use"
+    assert rig.state.owner.pending is None, "'other' would keep the place of 'big' in use"
     rig.arrived("small")
     rig.done()
-    assert rig.state.current.model == "big"
+    assert rig.state.owner.running.model == "big"
 
 
 def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig: Rig) -> None:
@@ -477,14 +477,14 @@ def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig
     rig.arrived("small")
     rig.infer("big")
     rig.infer("other")
-    assert rig.state.upcoming.model == "other"
+    assert rig.state.owner.pending.model == "other"
     rig.now_ms = 2000.0
     rig.done()
     rig.infer("small")
-    assert rig.state.upcoming is None
+    assert rig.state.owner.pending is None
     rig.arrived("other")
     rig.done()
-    assert rig.state.current.model == "big"
+    assert rig.state.owner.running.model == "big"
 
 
 def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -> None:
@@ -573,7 +573,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered(rig: Rig) -> None:
 def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a", deadline_ms=50.0)
-    task = rig.state.current
+    task = rig.state.owner.running
     rig.tick(60.0)
     assert not rig.commands(ev.KillWorker)
     rig.tick(50.0 + rig.core.settings.deadline_grace_ms)
@@ -593,7 +593,7 @@ def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_be
     rig.now_ms = limit_ms - 1.0
     rig.done()
     token = rig.infer("a")
-    task = rig.state.current
+    task = rig.state.owner.running
     while not rig.commands(ev.KillWorker):
         due = rig.scheduler.next_wakeup_ms()
         assert due is not None
@@ -612,7 +612,7 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
     rig.now_ms += 1.0
     rig.infer("a", caller="greedy")
     rig.now_ms += 50.0
-    rig.worker_exits(rig.state.current.slot)
+    rig.worker_exits(rig.state.owner.running.slot)
     assert rig.state.accounts.of("greedy").used_ms == 50.0
 
 
@@ -629,13 +629,13 @@ def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
         token = rig.infer(name, caller=caller)
         rig.arrived(name)
         while token not in rig.answers:
-            if rig.state.current is None:
+            if rig.state.owner.running is None:
                 until_ms = rig.state.accounts.of(caller).barred_until_ms
                 bars_s.append(math.ceil((until_ms - rig.now_ms) / 1000.0))
                 rig.infer("other", caller="alice")
                 rig.done()
                 rig.tick(until_ms)
-            rig.worker_restarts(rig.state.current.slot)
+            rig.worker_restarts(rig.state.owner.running.slot)
         assert isinstance(rig.error(token), errors.WorkerLost)
     assert bars_s == ([1, 2, 4, 8, 8] if caller else [])
 
@@ -644,7 +644,7 @@ def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
     rig.register("a")
     for _ in range(rig.core.settings.max_deaths):
         token = rig.infer("a")
-        task = rig.state.current
+        task = rig.state.owner.running
         rig.tick(rig.now_ms + rig.core.settings.max_compute_ms)
         rig.worker_restarts(task.slot)
         assert isinstance(rig.error(token), errors.DeadlineExceeded)
@@ -668,7 +668,7 @@ def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> Non
     rig.infer("a")
     rig.now_ms = limit_ms - 1
     rig.done()
-    assert rig.state.current is not None
+    assert rig.state.owner.running is not None
     rig.tick(2 * limit_ms - 2)
     assert not rig.commands(ev.KillWorker)
 
@@ -735,7 +735,7 @@ def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
 def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.state.current
+    task = rig.state.owner.running
     data = {"type": "ValueError"}
     failed = msg.InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
     rig.worker(task.slot, failed)
@@ -748,12 +748,12 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     rig.register("a")
     rig.infer("a")
     token = rig.infer("a")
-    current, upcoming = rig.state.current, rig.state.upcoming
+    current, upcoming = rig.state.owner.running, rig.state.owner.pending
     rig.worker(
         upcoming.slot, msg.InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
     )
     assert isinstance(rig.error(token), errors.TaskFailed)
-    assert rig.state.current is current
+    assert rig.state.owner.running is current
     assert not rig.commands(ev.RaiseTurn)
 
 
@@ -763,7 +763,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
 def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.state.current
+    task = rig.state.owner.running
     rig.worker_exits(task.slot)
     (run,) = rig.sent(msg.RunInference)
     assert run.epoch > task.epoch
@@ -776,14 +776,14 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     rig.register("a")
     first, second, third = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for _ in range(3):
-        rig.worker_restarts(rig.state.current.slot)
+        rig.worker_restarts(rig.state.owner.running.slot)
     assert isinstance(rig.error(rig.infer("a")), errors.ModelQuarantined)
     refused = [token for token in (first, second, third) if token in rig.answers]
     assert refused
     assert all(
         isinstance(rig.error(one), errors.WorkerLost | errors.ModelQuarantined) for one in refused
     )
-    while rig.state.current is not None:  # what was dispatched before may still end
+    while rig.state.owner.running is not None:  # what was dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
     rig.ask(ev.PinAsked, model="a", pin=True)
@@ -796,8 +796,8 @@ def test_a_death_while_waiting_for_the_turn_counts_for_nobody(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.infer("a")
     for _ in range(5):
-        rig.worker_restarts(rig.state.upcoming.slot)
-    rig.park(job, rig.state.upcoming.turn if rig.state.upcoming else 0)
+        rig.worker_restarts(rig.state.owner.pending.slot)
+    rig.park(job, rig.state.owner.pending.turn if rig.state.owner.pending else 0)
     rig.done()
     assert rig.error(token) is None
 
@@ -807,7 +807,7 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
     for _ in range(4):
         token = rig.infer("a")
         for _ in range(2):
-            rig.worker_restarts(rig.state.current.slot)
+            rig.worker_restarts(rig.state.owner.running.slot)
         rig.done()
         assert rig.error(token) is None
 
@@ -840,7 +840,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
 def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.state.current
+    task = rig.state.owner.running
     rig.arrived("a", is_complete=False)
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [task.slot]
     rig.worker_exits(task.slot)
@@ -996,7 +996,7 @@ def starved() -> tuple[Rig, Any, Any]:
     rig.worker(keeper.slot, msg.Back(epoch=keeper.epoch, turn=keeper.turn))
     rig.worker(other.slot, msg.Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
     rig.park(other, where="copies")
-    assert rig.state.training == "keeper"
+    assert rig.state.owner.job == "keeper"
     return rig, keeper, other
 
 
@@ -1026,7 +1026,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
     assert "job keeper keeps" in why(other)
     assert "job other waits" in why(keeper)
     rig.worker_exits(rig.job_ends(keeper, "preempted"), 0)
-    assert rig.state.training == "other"
+    assert rig.state.owner.job == "other"
     rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
     assert why(other) == ""
 
@@ -1052,8 +1052,24 @@ def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     rig.infer("a")
     assert not rig.sent(msg.StopTask)
     rig.park(one)
-    assert rig.state.current is not None
-    assert rig.state.workers[one.slot].may_raise == 0
+    assert rig.state.owner.running is not None
+    assert not rig.state.owner.promised
+
+
+def test_a_job_that_parks_again_while_another_one_trains_gives_nobody_a_turn(rig: Rig) -> None:
+    """A request began beside the job that had the turn (invariant I5)."""
+    rig.register("a")
+    rig.make_resident("a")
+    one, two = rig.start_training("one"), rig.train("two")
+    rig.tick(2000.0)
+    rig.park(one)
+    rig.job_asked("one", "pause")
+    rig.infer("a")
+    task = rig.state.owner.pending
+    rig.park(one, task.turn)
+    assert (rig.state.owner.job, rig.state.owner.pending) == ("two", task)
+    rig.park(two, task.turn)
+    assert rig.state.owner.running is task
 
 
 def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycles(
@@ -1067,7 +1083,7 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
         rig.worker(job.slot, msg.JobReport(epoch=job.epoch, kind="progress", values={}))
         spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     rig.infer("a")
-    rig.park(job, rig.state.upcoming.turn)
+    rig.park(job, rig.state.owner.pending.turn)
     spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     trained = [(span.begin_ms, span.end_ms) for span in spans if span.name == "train cifar"]
     assert trained == [(0.0, 1000.0), (1000.0, 2000.0), (2000.0, 2500.0)]
@@ -1090,7 +1106,7 @@ def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     rig.park(one)
     rig.lease(two)
     rig.infer("a")
-    rig.park(two, rig.state.upcoming.turn)
+    rig.park(two, rig.state.owner.pending.turn)
     assert one.state.state is two.state.state is TaskState.SUSPENDED
     assert not rig.sent(msg.EvictTask)
     assert len(rig.state.workers) == 5  # one active, two standbys beside them
@@ -1174,8 +1190,8 @@ def test_a_request_is_served_before_a_job_that_is_being_evicted_has_unwound(rig:
     rig.job_asked("cifar", "pause")
     rig.infer("a")
     assert rig.sent(msg.StopTask)
-    rig.park(job, rig.state.upcoming.turn)
-    assert rig.state.current is not None
+    rig.park(job, rig.state.owner.pending.turn)
+    assert rig.state.owner.running is not None
 
 
 def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Rig) -> None:
@@ -1278,7 +1294,7 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
         rig.worker_exits(slot)
         for scrub in rig.sent(msg.Scrub):
             rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
-        assert rig.state.training == "cifar"
+        assert rig.state.owner.job == "cifar"
         assert rig.state.workers[slot].state.state is WorkerState.STARTING, (
             "no delay: it had a task"
         )
@@ -1825,14 +1841,14 @@ def test_a_request_for_another_model_meets_a_worker_that_is_ready(rig: Rig) -> N
     rig.make_resident("a")
     stored(rig, "b")
     rig.infer("a")
-    assert rig.state.current.slot == 2
+    assert rig.state.owner.running.slot == 2
     assert preparing(rig) == [0, 1]
 
 
 def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
     stored(rig, "a")
     rig.infer("a")
-    assert rig.state.current.slot == 0
+    assert rig.state.owner.running.slot == 0
     rig.worker(0, msg.ModelPrepared(model="a", digest="digest a"))
     rig.done()
 
@@ -1843,9 +1859,9 @@ def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig
     rig.make_resident("a")
     stored(rig, "b")
     first, second = rig.infer("a"), rig.infer("a")
-    assert (rig.state.current.token, rig.state.upcoming) == (first, None)
+    assert (rig.state.owner.running.tokens[0], rig.state.owner.pending) == (first, None)
     rig.done()
-    assert (rig.state.current.token, rig.state.current.slot) == (second, 2)
+    assert (rig.state.owner.running.tokens[0], rig.state.owner.running.slot) == (second, 2)
     assert preparing(rig) == [0, 1]
 
 
@@ -1856,7 +1872,7 @@ def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
     rig.infer("a")
     second = rig.infer("a")
     rig.worker(1, msg.ModelPrepared(model="b", digest="digest b"))
-    assert (rig.state.upcoming.token, rig.state.upcoming.slot) == (second, 1)
+    assert (rig.state.owner.pending.tokens[0], rig.state.owner.pending.slot) == (second, 1)
 
 
 def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task() -> None:
@@ -1873,7 +1889,7 @@ def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
     for slot in (0, 1):
         rig.state.workers[slot].warm.clear()
     rig.infer("a")
-    assert rig.state.current.slot == 2
+    assert rig.state.owner.running.slot == 2
 
 
 # -- drain ---------------------------------------------------------------------------------------
@@ -1888,7 +1904,7 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
     assert rig.sent(msg.EvictTask)
     assert isinstance(rig.error(rig.infer("a")), errors.ServerUnavailable)
-    rig.park(job, rig.state.upcoming.turn)
+    rig.park(job, rig.state.owner.pending.turn)
     rig.done()
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
@@ -2503,8 +2519,8 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
         """Of which version each was, to requests that name none."""
         tokens = [rig.infer("net@2", lineage=lineage) for _ in range(count)]
         of = []
-        while rig.state.current is not None:
-            of.append(rig.state.current.model)
+        while rig.state.owner.running is not None:
+            of.append(rig.state.owner.running.model)
             if rig.state.replicas[of[-1]].is_being_sent:
                 rig.arrived(of[-1])
             rig.done()
@@ -2514,7 +2530,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     assert answers(10) == 5 * ["net"] + 5 * ["net@2"]
     tokens = [rig.infer("net") for _ in range(3)]
     for _ in tokens:
-        rig.worker_restarts(rig.state.current.slot)
+        rig.worker_restarts(rig.state.owner.running.slot)
     assert isinstance(rig.error(rig.infer("net")), errors.ModelQuarantined)
     answers(0)  # what was dispatched before may still end
     assert answers(10) == 10 * ["net@2"]

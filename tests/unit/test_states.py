@@ -15,6 +15,7 @@ Table = Mapping[Any, enum.Enum]
 TABLES: list[tuple[Table, enum.Enum]] = [
     (states.TASK_TRANSITIONS, states.TaskState.PREPROCESSING),
     (states.WORKER_TRANSITIONS, states.WorkerState.DEAD),
+    (states.OWNER_TRANSITIONS, states.OwnerState.IDLE),
     (states.RESIDENCY_TRANSITIONS, states.Residency.HOST),
     (states.MODEL_TRANSITIONS, states.ModelState.BUILDING),
     (states.VERSION_TRANSITIONS, states.VersionState.COMING),

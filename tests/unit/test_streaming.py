@@ -296,7 +296,7 @@ def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_s
     registered(rig)
     rig.infer("large")
     other = rig.infer("large")
-    task = rig.state.current
+    task = rig.state.owner.running
     rig.worker(task.slot, msg.InferenceFailed(
         epoch=task.epoch, error="TaskFailed", message="no"))  # fmt: skip
     assert [one.epoch for one in rig.sent(msg.CancelTransmit)] == [task.residency_epoch]
@@ -311,7 +311,7 @@ def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_s
 def test_its_worker_dies_and_it_is_served_again(rig: Rig) -> None:
     registered(rig)
     token = rig.infer("large")
-    rig.worker_exits(rig.state.current.slot)
+    rig.worker_exits(rig.state.owner.running.slot)
     assert rig.sent(msg.CancelTransmit)
     rig.arrived("large", is_complete=False)
     assert rig.sent(msg.TransmitModel)
@@ -373,7 +373,7 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     rig.infer("large")
     (sent,) = rig.sent(msg.TransmitModel)
     assert sent.region_bytes == 42 * MIB
-    rig.park(job, rig.state.upcoming.turn)
+    rig.park(job, rig.state.owner.pending.turn)
     rig.arrived("large")
     rig.done()
     assert (job.evictions, job.lease_bytes) == (0, 20 * MIB)
@@ -388,7 +388,7 @@ def beside(rig: Rig) -> Any:
     rig.register("small")
     rig.make_resident("small")
     rig.infer("large")
-    return rig.state.current
+    return rig.state.owner.running
 
 
 def steps_aside(rig: Rig, passing: Any) -> None:
@@ -407,17 +407,17 @@ def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig
     passing = beside(rig)
     rig.infer("small")
     assert asked(rig) == [(passing.slot, passing.epoch)]
-    first = rig.state.upcoming
+    first = rig.state.owner.pending
     steps_aside(rig, passing)
-    assert (rig.state.current, turns(rig)) == (first, [first.turn])
+    assert (rig.state.owner.running, turns(rig)) == (first, [first.turn])
     rig.infer("small")
     assert not asked(rig)
     rig.done()
-    assert (rig.state.current, turns(rig)) == (passing, [passing.turn])
+    assert (rig.state.owner.running, turns(rig)) == (passing, [passing.turn])
     assert asked(rig) == [(passing.slot, passing.epoch)], "if only for a group"
     steps_aside(rig, passing)
     rig.done()
-    assert rig.state.current is passing
+    assert rig.state.owner.running is passing
     rig.arrived("large")
     rig.done()
     assert rig.residency("large") is Residency.PARTIAL
@@ -440,16 +440,16 @@ def test_it_is_not_aside_for_ever(rig: Rig) -> None:
     rig.now_ms += rig.core.judge.max_wait_ms
     rig.infer("small")
     rig.done()
-    assert (rig.state.current, asked(rig)) == (passing, [])
+    assert (rig.state.owner.running, asked(rig)) == (passing, [])
 
 
 def test_who_was_let_in_is_gone_and_the_pass_goes_on(rig: Rig) -> None:
     passing = beside(rig)
     rig.infer("small")
-    rig.worker_exits(rig.state.upcoming.slot)
+    rig.worker_exits(rig.state.owner.pending.slot)
     steps_aside(rig, passing)
-    assert rig.state.current is passing or rig.state.aside is passing
-    while rig.state.current is not passing:
+    assert rig.state.owner.running is passing or rig.state.owner.yielded is passing
+    while rig.state.owner.running is not passing:
         rig.done()
     rig.arrived("large")
     rig.done()
@@ -468,12 +468,27 @@ def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
     assert rig.state.replicas["large"].model.deaths == 0, "it did not compute"
 
 
+def test_a_worker_that_was_let_in_and_steps_aside_is_killed(rig: Rig) -> None:
+    """The pass that had stepped aside before was overwritten, and its client never answered."""
+    passing = beside(rig)
+    small = rig.infer("small")
+    steps_aside(rig, passing)
+    steps_aside(rig, rig.state.owner.running)
+    (kill,) = rig.commands(ev.KillWorker)
+    rig.worker_exits(kill.slot)
+    assert rig.state.owner.running is passing
+    rig.arrived("large")
+    rig.done()
+    rig.done()
+    assert rig.error(small) is None
+
+
 def test_the_memory_is_lost_while_a_pass_is_aside(rig: Rig) -> None:
     passing = beside(rig)
     rig.infer("small")
     steps_aside(rig, passing)
     rig.daemon_exits()
-    assert (rig.state.current, rig.state.aside) == (None, None)
+    assert (rig.state.owner.running, rig.state.owner.yielded) == (None, None)
     assert len(rig.state.queue) == 2
 
 

@@ -236,7 +236,7 @@ class Leases:
         None while models are in use: those leave soon.
         """
         device = self._device
-        if device.tasks:
+        if device.owner.tasks:
             return None
         may_leave = [
             other

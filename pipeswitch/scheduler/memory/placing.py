@@ -1,11 +1,11 @@
-"""Which device serves a request, and which one a job trains on."""
+"""Which device serves a request, which one a job trains on, and which ones their users allow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from ...errors import InvalidInput, PipeSwitchError
 from ...ipc.messages import ModelName
-from ..limits import kinds_of, limit
 from ..policies import Prediction
 from ..policies.placement import PLACEMENTS, Place, best
 from ..state.device_state import DeviceState
@@ -78,7 +78,7 @@ class Placing:
             device=state.index,
             is_resident=replica.is_on_device,
             is_busy=state.is_busy,
-            waiting=len(state.tasks) + waiting - (request.token in state.queue),
+            waiting=len(state.owner.tasks) + waiting - (request.token in state.queue),
             queue_ms=self._queue_ms(state, request),
             switch_ms=switch_ms,
             free_bytes=self._arenas[state.index].regions.largest_free_bytes,
@@ -88,9 +88,9 @@ class Placing:
     def _queue_ms(self, state: DeviceState, request: Request) -> float:
         """Return when the running and waiting requests there end, without this one."""
         now_ms, total_ms = state.core.now_ms, 0.0
-        for task in state.tasks:
+        for task in state.owner.tasks:
             compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
-            spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
+            spent_ms = now_ms - task.began_at_ms if task is state.owner.running else 0.0
             total_ms += max(0.0, compute_ms - spent_ms)
         own = request.model if request.token in state.queue else None
         for name in state.queue.models():
@@ -119,3 +119,35 @@ class Placing:
 
 def _ready(states: list[DeviceState]) -> list[DeviceState]:
     return [one for one in states if one.is_daemon_ready] or states
+
+
+def kind_of(name: str) -> str:
+    """``cuda`` of ``cuda:1``."""
+    return name.partition(":")[0]
+
+
+def kinds_of(names: Iterable[str]) -> list[str]:
+    """Each once, in their order."""
+    return list(dict.fromkeys(map(kind_of, names)))
+
+
+def limit(asked: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The devices of ``names`` that are meant; empty: all of them.
+
+    ``cuda`` means each cuda device, and what is not here is left out. Devices of two kinds answer
+    with other last bits: there who asks for none gets those of the first one's kind.
+    """
+    found = tuple(name for name in names if name in asked or kind_of(name) in asked)
+    if found or len(kinds_of(names)) == 1:
+        return found
+    return tuple(name for name in names if kind_of(name) == kind_of(names[0]))
+
+
+def refusal(asked: Sequence[str], names: Sequence[str]) -> PipeSwitchError | None:
+    """Error for a device this server does not have."""
+    kinds = kinds_of(names)
+    unknown = next((name for name in asked if name not in names and name not in kinds), None)
+    if unknown is None:
+        return None
+    also = f"; {' or '.join(kinds)} for all of a kind" if len(names) > 1 else ""
+    return InvalidInput(f'no device "{unknown}" here', hint=f"one of {', '.join(names)}{also}")

@@ -238,7 +238,7 @@ class Residents:
         replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not replica.users:
             self._release_broken(replica, cause)  # 1.
-        for activation in device.tasks:
+        for activation in device.owner.tasks:
             if activation.model == replica.name:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
@@ -293,7 +293,7 @@ class Residents:
             return False
         if (
             device.queue
-            or device.upcoming is not None
+            or device.owner.pending is not None
             or not device.is_daemon_ready
             or core.is_draining
         ):
@@ -324,7 +324,7 @@ class Residents:
         core, device = self._core, self._device
         if not core.pins:
             return 0
-        if device.queue or device.upcoming is not None or not device.is_daemon_ready:
+        if device.queue or device.owner.pending is not None or not device.is_daemon_ready:
             return QUEUE | TURN | PLACES
         for name in core.pins:
             replica = device.replicas.get(name)

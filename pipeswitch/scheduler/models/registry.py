@@ -12,9 +12,9 @@ from ...planning.profile import Found
 from ...programs.layout import Manifest
 from ...programs.signature import is_same_signature
 from .. import events as ev
-from .. import limits
 from ..core import PLACES, QUEUE, TURN, Core, takes
 from ..machine import Machine
+from ..memory import placing
 from ..requests.admission import Admission, changed_on_the_way
 from ..state.records import Model, Registration, Replica
 from ..state.states import ModelEvent, ModelState
@@ -75,7 +75,7 @@ class Registry:
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
-        unknown = limits.refusal(event.devices, self._machine.names)
+        unknown = placing.refusal(event.devices, self._machine.names)
         if unknown is not None and not event.is_known:
             raise unknown
         most = core.settings.max_models_per_client
@@ -139,7 +139,7 @@ class Registry:
             base=base,
             version=version,
             tenant=event.tenant,
-            devices=limits.limit(event.devices, machine.names),
+            devices=placing.limit(event.devices, machine.names),
             manifest=event.restored,
             stage=event.stage,
         )

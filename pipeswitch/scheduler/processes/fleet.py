@@ -6,7 +6,7 @@ from ...ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, Prep
 from ..core import MEASURED, QUEUE, TURN, WORKERS
 from ..events import SpawnDaemon, ToWorker, Warn
 from ..state.device_state import DeviceState
-from ..state.records import NO_TURN, Worker
+from ..state.records import Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
@@ -146,7 +146,7 @@ class Fleet:
         worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
         worker.pid = 0
         worker.preparing = None
-        worker.may_raise = NO_TURN
+        self._device.owner.promised.pop(worker.slot, None)
         worker.respawn_at_ms = core.now_ms
         if ended_well:
             return
@@ -165,7 +165,7 @@ class Fleet:
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return
-        if device.queue or device.tasks:
+        if device.queue or device.owner.tasks:
             return
         workers = device.workers.values()
         if any(w.tenant is None or w.state.state in WORKER_LEAVES for w in workers):
@@ -210,7 +210,7 @@ class Fleet:
         workers are free, one of them always stays ready for the next request.
         """
         core, device = self._core, self._device
-        if device.queue or device.upcoming is not None or device.measuring is not None:
+        if device.queue or device.owner.pending is not None or device.measuring is not None:
             return
         free = [one for one in device.workers.values() if one.state.state in WORKER_FREE]
         ready = [worker for worker in free if worker.preparing is None]

@@ -291,7 +291,7 @@ class Admission:
         if all(state.is_busy or not state.is_ready for state in states):
             return wants
         for state in states:
-            request = state.last_waiting if state.current is not None else None
+            request = state.last_waiting if state.owner.running is not None else None
             if request is not None:
                 self._place(state, request)
         return wants

@@ -122,8 +122,8 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
 def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
     """Whether what comes until its model's run has ended may still join it: a run once dispatched
     takes no more."""
-    current = device.current
-    is_same = current is not None and current.model == replica.name
+    running = device.owner.running
+    is_same = running is not None and running.model == replica.name
     return is_same and bool(replica.built.pads) and not batch.is_full
 
 

@@ -18,7 +18,15 @@ from ..state.device_state import DeviceState
 from ..state.fair_queue import Charge
 from ..state.policy_queue import shown
 from ..state.records import NO_EPOCH, Activation, Replica, Request, Worker
-from ..state.states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
+from ..state.states import (
+    WORKER_FREE,
+    ModelState,
+    OwnerState,
+    Residency,
+    TaskEvent,
+    WorkerEvent,
+    WorkerState,
+)
 from ..training.training import Training
 from .batching import Batch, batch_for, begins_at_ms, waits_for_run
 from .endings import quarantined
@@ -35,49 +43,36 @@ from .forecast import (
 
 
 class Turns:
-    """The dispatched task becomes the current one when no other and no job computes."""
+    """Turns of inference tasks: when a dispatched one may compute, and when one is late."""
 
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
         self._device = device
 
     def give(self) -> None:
-        """If no task computes any more, the dispatched one does, if there is one.
-
-        A worker that was told to raise another turn may still write it, as long as it lives and
-        has not parked: 1. it was told to raise turn 7, 2. its script ends, 3. task 7 runs and
-        ends, 4. its termination thread sees the stop and writes 7 over turn 9. So 9 waits.
-        """
-        device = self._device
-        activation, aside = device.upcoming, device.aside
-        if aside is not None and (activation is None or not aside.lets_in):
-            activation = aside  # it goes on, if only for a group
-        if activation is None or device.current is not None or device.training is not None:
+        """Give the turn to the task that may have it, if there is one."""
+        owner = self._device.owner
+        if owner.pending is None and owner.yielded is None:
             return
-        turn = activation.turn
-        for worker in device.workers.values():
-            if worker.may_raise and worker.may_raise != turn:
-                return
-        self._starts(activation, "has the turn")
-        device.emit(RaiseTurn(turn=turn, slot=activation.slot))
+        task = owner.next_task
+        if task is not None:
+            if task is owner.yielded:
+                self._resume(task)
+            else:
+                self._start(task, "has the turn")
+            self._device.emit(RaiseTurn(turn=task.turn, slot=task.slot))
 
     def passed(self, turn: Turn) -> None:
         """The parked worker has raised the turn itself."""
-        device = self._device
-        if device.upcoming is not None and device.upcoming.turn == turn and device.current is None:
-            self._starts(device.upcoming, "turn passed on")
+        owner = self._device.owner
+        if owner.state is OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
+            self._start(owner.pending, "turn passed on")
 
-    def _starts(self, activation: Activation, cause: str) -> None:
-        core, device = self._core, self._device
-        if activation is device.aside:
-            self._goes_on(activation)
-            return
-        device.current, device.upcoming = activation, None
-        activation.began_at_ms = core.now_ms
-        if device.aside is not None:
-            device.aside.lets_in = False
-        for token in activation.tokens:
-            device.requests[token].state.apply(TaskEvent.STARTED, cause)
+    def _start(self, task: Activation, cause: str) -> None:
+        self._device.owner.start(cause)
+        task.began_at_ms = self._core.now_ms
+        for token in task.tokens:
+            self._device.requests[token].state.apply(TaskEvent.STARTED, cause)
 
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
@@ -85,30 +80,35 @@ class Turns:
         """Such a pass steps aside between two groups for the task that waits for its turn, if that
         needs no copy. In all it is aside for as long as the policy lets one that waits for memory
         be overtaken."""
-        device, passing, waiting = self._device, self._device.current, self._device.upcoming
+        device, owner = self._device, self._device.owner
+        passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
             return
         if waiting.streamed or not waiting.was_resident:
             return
-        view, request = device.view, device.requests[passing.token]
+        view, request = device.view, device.requests[passing.tokens[0]]
         stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
-        if self._core.judge.may_overtake(shown(device.requests[waiting.token]), stands, view):
+        if self._core.judge.may_overtake(shown(device.requests[waiting.tokens[0]]), stands, view):
             device.emit(Interrupt(slot=passing.slot, epoch=passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
         """Nobody has the turn now: the next one gets it, and then the pass again."""
-        device, passing = self._device, self._device.current
+        owner = self._device.owner
+        passing = owner.running
         if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
             return
-        passing.aside_at_ms, passing.lets_in = self._core.now_ms, True
-        device.current, device.aside = None, passing
+        if owner.yielded is not None:
+            self._device.kill(worker, "it stepped aside while another task waits for its turn back")
+            return
+        passing.aside_at_ms = self._core.now_ms
+        owner.step_aside(f"epoch {epoch}")
 
-    def _goes_on(self, passing: Activation) -> None:
+    def _resume(self, passing: Activation) -> None:
+        self._device.owner.resume(f"epoch {passing.epoch}")
         away_ms = self._core.now_ms - passing.aside_at_ms
         passing.aside_ms += away_ms
         passing.began_at_ms += away_ms
-        passing.aside_at_ms, passing.lets_in = 0.0, False
-        self._device.current, self._device.aside = passing, None
+        passing.aside_at_ms = 0.0
         self.let_in()
 
     def hung(self) -> Activation | None:
@@ -120,7 +120,7 @@ class Turns:
            requests would raise the limit for himself.
         """
         core, device = self._core, self._device
-        activation = device.current
+        activation = device.owner.running
         if activation is None or activation.hung_why:
             return activation
         settings = core.settings
@@ -206,13 +206,14 @@ class Dispatch:
             return
         if device.queue.unchecked:
             self._refuse_the_impossible()
-        while device.queue.requests and device.upcoming is None:
+        owner = device.owner
+        while device.queue.requests and owner.pending is None:
             if not self._dispatch_best():
                 break
-        current = device.current
-        if current is not None and current.goes_on and (device.queue.requests or device.upcoming):
-            current.goes_on = False  # after the step that it is at
-            device.emit(Interrupt(slot=current.slot, epoch=current.epoch))
+        running = owner.running
+        if running is not None and running.goes_on and (device.queue.requests or owner.pending):
+            running.goes_on = False  # after the step that it is at
+            device.emit(Interrupt(slot=running.slot, epoch=running.epoch))
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
@@ -323,7 +324,7 @@ class Dispatch:
         next request that has none on the device. Only where it fits beside what is used, pinned
         or waited for; the request is dispatched later, in its own order."""
         device = self._device
-        is_ahead = device.current is not None and device.upcoming is not None
+        is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
             return
         if not device.is_daemon_ready:
@@ -346,7 +347,7 @@ class Dispatch:
         a task only where no task's end makes another one free before."""
         free = [w for w in self._device.workers.values() if w.state.state in WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
-            bool(free) and self._device.current is None
+            bool(free) and self._device.owner.running is None
         )
 
     def _send(self, request: Request, replica: Replica) -> bool:
@@ -415,9 +416,12 @@ class Dispatch:
         policy says. False: it waits like any other, if only for a moment.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
-        if device.queue.requests or device.current is not None or device.upcoming is not None:
+        owner = device.owner
+        if owner.state is not OwnerState.IDLE or owner.pending is not None or owner.promised:
+            return False  # where a turn is promised: see ``DeviceOwner.next_task``
+        if device.queue.requests:
             return False
-        if device.aside is not None or device.training is not None or not device.is_daemon_ready:
+        if not device.is_daemon_ready:
             return False
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
@@ -432,8 +436,6 @@ class Dispatch:
             return False
         name, version, found = request.model, replica.version, None
         for worker in device.workers.values():
-            if worker.may_raise:
-                return False  # see ``Turns.give``
             is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
             if found is None and is_ready and worker.warm.get(name) == version:
                 found = worker
@@ -488,8 +490,7 @@ class Dispatch:
         activation = Activation(
             epoch=epoch,
             slot=worker.slot,
-            token=request.token,
-            joined=tuple([one.token for one in requests[1:]]),
+            tokens=tuple([one.token for one in requests]),
             batch=size,
             model=name,
             dispatched_at_ms=core.now_ms,
@@ -504,9 +505,10 @@ class Dispatch:
             ),
             charge=charge,
         )
-        device.upcoming = activation
+        owner = device.owner
+        owner.pending = activation
         self._turns.give()  # before the order: the worker must not find an old turn
-        if device.current is not None and device.current.streamed:
+        if owner.running is not None and owner.running.streamed:
             self._turns.let_in()
         self._device.emit(
             ToWorker(
@@ -534,9 +536,9 @@ class Dispatch:
                 ),
             )
         )
-        if device.training is not None:
-            activation.preempted = device.training
-            self._training.stop(device.training, activation.turn, activation.slot)
+        if owner.job is not None:
+            activation.preempted = owner.job
+            self._training.stop(owner.job, activation.turn, activation.slot)
         kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:

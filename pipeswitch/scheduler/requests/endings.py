@@ -5,7 +5,7 @@ the server.
 from __future__ import annotations
 
 from ... import errors
-from ...ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
+from ...ipc.messages import InferenceDone, InferenceFailed, SlabTensor
 from ...programs.dims import BATCH
 from ...programs.layout import Manifest
 from ...wire.bill import Bill
@@ -30,15 +30,14 @@ class Endings:
     def done(self, worker: Worker, message: InferenceDone) -> None:
         """Outputs lie in the reply slab: answer with the bill."""
         core, device = self._core, self._device
-        task = self._task(worker, message.epoch)
-        if task is not None and len(message.joined_outputs) != len(task.joined):
+        task = self._device.owner.task_of(worker.slot, message.epoch)
+        if task is None:
+            return
+        if len(message.joined_outputs) != len(task.tokens) - 1:
             # Until it is reaped it may write to their slabs: not before are they tried again.
             device.kill(worker, "it answered other requests than it was given")
             return
-        taken = self._end(worker, message.epoch)
-        if taken is None:
-            return
-        activation, requests, replica = taken
+        activation, requests, replica = self._end(worker, task)
         replica.model.deaths = 0
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
@@ -48,7 +47,7 @@ class Endings:
         if device.measuring == replica.name:
             device.measured.append(MeasuredRun(activation, message))
             core.touched |= MEASURED
-        if activation.joined:
+        if len(requests) > 1:
             replica.model.failed_joins = 0
         self._note_times(activation, replica, message)
         if requests[0].sequence:
@@ -98,23 +97,24 @@ class Endings:
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
         """The model's own code raised, or its output does not fit: the worker is fine."""
-        taken = self._end(worker, message.epoch)
-        if taken is None:
+        task = self._device.owner.task_of(worker.slot, message.epoch)
+        if task is None:
             return
+        ended = self._end(worker, task)
         worker.deaths = 0
         error: errors.PipeSwitchError = errors.from_wire(
             message.error, message.message, "", message.data
         )
         if type(error) is errors.PipeSwitchError:
             error = errors.from_wire(errors.TaskFailed.__name__, message.message, "", message.data)
-        self._run_failed(*taken, error)
+        self._run_failed(*ended, error)
 
     def _run_failed(
         self, activation: Activation, requests: list[Request], replica: Replica,
         error: errors.PipeSwitchError,
     ) -> None:  # fmt: skip
         """One request reads why; joined ones are run again alone, for it may be another's error."""
-        if not activation.joined:
+        if not activation.is_joined:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
         failed(self._device, replica, requests)
@@ -123,20 +123,17 @@ class Endings:
             self._device.queue.add(request)
 
     def _end(
-        self, worker: Worker, epoch: Epoch
-    ) -> tuple[Activation, list[Request], Replica] | None:
-        """Take the activation of that epoch off the device; None for a late message."""
-        device, activation = self._device, self._task(worker, epoch)
-        if activation is None:
-            return None
+        self, worker: Worker, activation: Activation
+    ) -> tuple[Activation, list[Request], Replica]:
+        """Take the task off the device.
+
+        It may still be pending: the parked worker raised its turn, and the message of that worker
+        is on its way; or the task failed before it had the turn.
+        """
+        device, cause = self._device, f"epoch {activation.epoch}"
         self._settle(activation)
-        # Its turn was raised by the parked worker, whose own message is still on its way; or it
-        # failed before it had the turn. Either way it computes no more.
-        if activation is device.current:
-            device.current = None
-        else:
-            device.drop(activation)
-        worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
+        device.owner.drop(activation, cause)
+        worker.state.apply(WorkerEvent.TASK_ENDED, cause)
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
@@ -151,13 +148,6 @@ class Endings:
             if rests_until_ms > core.now_ms:
                 core.look_again(rests_until_ms, DUE)
 
-    def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
-        """The activation of that epoch, if it is this worker's."""
-        for task in (self._device.current, self._device.upcoming, self._device.aside):
-            if task is not None and (task.epoch, task.slot) == (epoch, worker.slot):
-                return task
-        return None
-
     def _requests(self, activation: Activation) -> list[Request]:
         """Those that it computes, in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
@@ -170,27 +160,27 @@ class Endings:
         requests none is blamed: each is run again alone.
         """
         device = self._device
-        activation = next((task for task in device.tasks if task.slot == worker.slot), None)
+        activation = next((task for task in device.owner.tasks if task.slot == worker.slot), None)
         if activation is None:
             return
-        had_turn = activation is device.current and worker.is_blamed
-        device.drop(activation)
+        had_turn = activation is device.owner.running and worker.is_blamed
+        device.owner.drop(activation, f"status {status}")
         replica, requests = device.replicas[activation.model], self._requests(activation)
         request = requests[0]
         self._residents.unused(replica)
         self._settle(activation)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         replica.model.deaths += is_blamed
-        if is_blamed and activation.charge is not None and not activation.joined:
+        if is_blamed and activation.charge is not None and not activation.is_joined:
             barred_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
             if barred_until_ms > self._core.now_ms:
                 self._core.look_again(barred_until_ms, DUE)
-        if not activation.joined:
+        if not activation.is_joined:
             request.deaths += is_blamed
         elif is_blamed:
             failed(device, replica, requests)
         self._queue_again(requests, f"status {status}")
-        if activation.hung_why and not activation.joined:  # it is not tried once more
+        if activation.hung_why and not activation.is_joined:  # it is not tried once more
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
         self._judge(requests, replica, status)
 
@@ -228,16 +218,16 @@ class Endings:
     def daemon_died(self) -> None:
         """Everything in flight goes back to the queue: not the requests' fault."""
         device = self._device
-        for activation in device.tasks:
+        for activation in device.owner.tasks:
             self._settle(activation)
             self._queue_again(self._requests(activation), "memory daemon exited")
-        device.current = device.upcoming = device.aside = None
+        device.owner.lose_tasks("memory daemon exited")
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
-        self._device.current = self._device.upcoming = self._device.aside = None
+        self._device.owner.lose_tasks("the server leaves")
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
@@ -290,7 +280,7 @@ def _trace(
     """Its intervals on the timeline; what is joined waits for itself."""
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
     began_ms, flow = activation.dispatched_at_ms, activation.epoch
-    more = f" and {len(activation.joined)} more" if activation.joined else ""
+    more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
     name = f"{requests[0].request_id}{more} {activation.model}"
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
     return Spans(spans=[

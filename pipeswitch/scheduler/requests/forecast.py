@@ -65,8 +65,9 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     overtakes = device.core.judge.sorts_by == "deadline"
     at_ms = begins_ms = device.core.now_ms
     free_ms, link_ms = free_at_ms(device), _link_free_at_ms(device)
-    if device.upcoming is not None:
-        begins_ms = free_ms - _run_ms(device, device.upcoming.model, device.upcoming.batch)[0]
+    pending = device.owner.pending
+    if pending is not None:
+        begins_ms = free_ms - _run_ms(device, pending.model, pending.batch)[0]
     free_ms += _others_ms(device, [*then, *before][0], _all_ms(device, before)[0])
     waiting, alone, square = deque([*before, *then]), {one.token for one in then}, 0.0
     kinds = {(one.model, one.batch): one for one in waiting}
@@ -220,7 +221,8 @@ def is_hopeless(device: DeviceState, request: Request) -> bool:
 def note_end(device: DeviceState, request: Request) -> None:
     """It is dispatched: its end is compared with what is predicted now. Not a copy's: that waits
     for its place, too."""
-    is_warm = device.current is None or device.current.was_resident
+    running = device.owner.running
+    is_warm = running is None or running.was_resident
     is_there = device.replicas[request.model].residency.state in (
         Residency.RESIDENT,
         Residency.PINNED,
@@ -293,15 +295,14 @@ def _link_free_at_ms(device: DeviceState) -> float:
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
     """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
     now_ms = free_ms = device.core.now_ms
-    for task in (device.current, device.upcoming, device.aside):
-        if task is not None:
-            begins_ms = free_ms if task is device.upcoming else task.began_at_ms
-            mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
-            free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)
-            replica = device.replicas[task.model]
-            if replica.is_being_sent:
-                load_ms = device.predictions.safe(task.model, task.batch).load_ms
-                free_ms = max(free_ms, replica.transmit_started_at_ms + load_ms)
+    for task in device.owner.tasks:
+        begins_ms = free_ms if task is device.owner.pending else task.began_at_ms
+        mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
+        free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)
+        replica = device.replicas[task.model]
+        if replica.is_being_sent:
+            load_ms = device.predictions.safe(task.model, task.batch).load_ms
+            free_ms = max(free_ms, replica.transmit_started_at_ms + load_ms)
     return free_ms
 
 

@@ -13,11 +13,12 @@ from ...ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
 from ..events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
 from ..policies import View
+from .device_owner import DeviceOwner
 from .fair_queue import Accounts
 from .policy_queue import IsResident
 from .predictions import Predictions
 from .queue import Queue
-from .records import Activation, Job, MeasuredRun, Model, Replica, Request, Worker
+from .records import Job, MeasuredRun, Model, Replica, Request, Worker
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
 WORD_BYTES = 4  # of one group's arrival
@@ -25,13 +26,7 @@ WORD_BYTES = 4  # of one group's arrival
 
 @dataclass
 class DeviceState:
-    """Shared by the parts of one device (``Device``), and known to no other's.
-
-    Invariants (``Device.check``): ``current`` is the only inference task that may compute;
-    ``upcoming`` is dispatched and waits for the turn; ``aside`` let others in and goes on after one
-    of them; ``training`` names the job that holds the
-    turn or is giving it up; at most one of ``current`` and a running ``training`` computes.
-    """
+    """Shared by the parts of one device (``Device``), and known to no other's."""
 
     core: Core
     settings: SchedulerSettings
@@ -44,10 +39,7 @@ class DeviceState:
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
     jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
-    current: Activation | None = None
-    upcoming: Activation | None = None
-    aside: Activation | None = None
-    training: JobName | None = None
+    owner: DeviceOwner = field(default_factory=DeviceOwner)  # of its turn
     measuring: ModelName | None = None  # the model that is being measured
     measured: list[MeasuredRun] = field(default_factory=list)  # its runs, for Profiling to take
     daemon_generation: int = 0
@@ -81,21 +73,9 @@ class DeviceState:
         return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
 
     @property
-    def tasks(self) -> list[Activation]:
-        """Those that were dispatched; the one that computes is the first."""
-        found = (self.current, self.upcoming, self.aside)
-        return [task for task in found if task is not None]
-
-    def drop(self, task: Activation) -> None:
-        """It is none of them any more."""
-        for place in ("current", "upcoming", "aside"):
-            if getattr(self, place) is task:
-                setattr(self, place, None)
-
-    @property
     def is_busy(self) -> bool:
-        """A task computes or is dispatched, or a request waits."""
-        return self.current is not None or self.upcoming is not None or bool(self.queue)
+        """A task has the turn or is dispatched, or a request waits."""
+        return self.owner.has_task or bool(self.queue)
 
     @property
     def last_waiting(self) -> Request | None:
@@ -157,8 +137,8 @@ class DeviceState:
     @property
     def seen(self) -> tuple[IsResident, ModelName | None, View]:
         """What ranks follow from: which models are on the device, which computes, the view."""
-        current = self.current.model if self.current is not None else None
-        return self._is_on_device, current, self.view
+        running = self.owner.running
+        return self._is_on_device, running.model if running is not None else None, self.view
 
     def _is_on_device(self, model: ModelName) -> bool:
         return self.replicas[model].is_on_device

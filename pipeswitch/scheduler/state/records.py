@@ -298,8 +298,7 @@ class Job:
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
-    stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
-    stops_at_boundary: bool = False  # of that turn; a request asks it again, to stop at once
+    stops_at_boundary: bool = False  # of its turn; a request asks it again, to stop at once
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
     beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
     # beginning this one's last one began
@@ -416,7 +415,6 @@ class Worker:
     preparing: ModelName | None = None
     task_epoch: Epoch = NO_EPOCH
     job: JobName | None = None  # from its dispatch until the process is reaped
-    may_raise: Turn = NO_TURN  # the turn it was told to raise and may still write to the board
     retired_at_ms: float = 0.0
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
@@ -440,11 +438,10 @@ class Activation:
 
     epoch: Epoch
     slot: Slot
-    token: Token
+    tokens: tuple[Token, ...]  # of all requests that it computes, in the order of their rows
     model: ModelName
     dispatched_at_ms: float
     was_resident: bool
-    joined: tuple[Token, ...] = ()  # further requests that it computes
     batch: int = 1  # of all of them
     residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
     kept_bytes: int = 0  # of its prefix, which were there before
@@ -453,7 +450,6 @@ class Activation:
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     aside_at_ms: float = 0.0  # when it stepped aside last
     aside_ms: float = 0.0  # all that it was aside, without that
-    lets_in: bool = False  # it has stepped aside, and nobody has been let in yet
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     charge: Charge | None = None
@@ -463,9 +459,9 @@ class Activation:
         return Turn(self.epoch)
 
     @property
-    def tokens(self) -> tuple[Token, ...]:
-        """Of all requests that it computes, in the order of their rows."""
-        return (self.token, *self.joined)
+    def is_joined(self) -> bool:
+        """It computes several requests together."""
+        return len(self.tokens) > 1
 
 
 @dataclass(frozen=True)

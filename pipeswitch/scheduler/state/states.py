@@ -30,6 +30,16 @@ Move (of a job with a process, to another device; the process stays):
              old one's, which neither resumes nor evicts it nor writes its commit to disk.
   LEAVING    cannot take its process along: it is evicted, and starts again over there.
 
+Owner (of a device: who has the turn; ``device_owner.py`` says which task or job that is):
+  IDLE        nobody has the turn; a dispatched task may wait for it.
+  INFERENCE   an inference task has it.
+  YIELDED     a pass of a streamed model stepped aside between two groups: a dispatched task has the
+              turn next, or the pass itself if none is dispatched.
+  LENT        a task that was dispatched meanwhile has the turn; the pass waits.
+  RECLAIMED   that task is over: the pass has the turn next, even if another task is dispatched.
+  TRAINING    a job has the turn.
+  STOPPING    a job has the turn and was asked to hand it on. Once it has parked nobody has it.
+
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
   RESIDENT      complete on the device.       PINNED        complete, and never a victim.
@@ -227,6 +237,53 @@ MOVE_TRANSITIONS: Final[Mapping[tuple[MoveState, MoveEvent], MoveState]] = {
     (_O.COPYING, _P.ARRIVED): _O.STAYS,
     (_O.COPYING, _P.UNFIT): _O.LEAVING,  # it asks for another slice: the next phase
     **{(state, _P.PROCESS_GONE): _O.STAYS for state in (_O.ASKED, _O.COPYING, _O.LEAVING)},
+}
+
+
+class OwnerState(Name):
+    IDLE = "idle"
+    INFERENCE = "inference"
+    YIELDED = "yielded"
+    LENT = "lent"
+    RECLAIMED = "reclaimed"
+    TRAINING = "training"
+    STOPPING = "stopping"
+
+
+class OwnerEvent(Name):
+    TASK_STARTED = "task_started"
+    TASK_ENDED = "task_ended"
+    STEPPED_ASIDE = "stepped_aside"
+    PASS_RESUMED = "pass_resumed"
+    PASS_ENDED = "pass_ended"
+    JOB_STARTED = "job_started"
+    STOP_REQUESTED = "stop_requested"
+    JOB_LEFT = "job_left"
+    TASKS_LOST = "tasks_lost"
+
+
+_D, _H = OwnerState, OwnerEvent
+OWNER_GIVES: Final = frozenset({_D.IDLE, _D.YIELDED, _D.RECLAIMED})  # a task may have the turn
+OWNER_COMPUTES: Final = frozenset({_D.INFERENCE, _D.LENT})  # an inference task has it
+OWNER_WAITED_FOR: Final = frozenset({_D.YIELDED, _D.LENT, _D.RECLAIMED})  # by a pass
+OWNER_TRAINS: Final = frozenset({_D.TRAINING, _D.STOPPING})
+OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, OwnerEvent], OwnerState]] = {
+    (_D.IDLE, _H.TASK_STARTED): _D.INFERENCE,
+    (_D.INFERENCE, _H.TASK_ENDED): _D.IDLE,
+    (_D.INFERENCE, _H.STEPPED_ASIDE): _D.YIELDED,
+    (_D.YIELDED, _H.TASK_STARTED): _D.LENT,
+    (_D.YIELDED, _H.PASS_RESUMED): _D.INFERENCE,  # no task waits any more
+    (_D.LENT, _H.TASK_ENDED): _D.RECLAIMED,
+    (_D.RECLAIMED, _H.PASS_RESUMED): _D.INFERENCE,
+    (_D.YIELDED, _H.PASS_ENDED): _D.IDLE,  # its worker died
+    (_D.LENT, _H.PASS_ENDED): _D.INFERENCE,
+    (_D.RECLAIMED, _H.PASS_ENDED): _D.IDLE,
+    (_D.IDLE, _H.JOB_STARTED): _D.TRAINING,
+    (_D.TRAINING, _H.STOP_REQUESTED): _D.STOPPING,
+    (_D.STOPPING, _H.STOP_REQUESTED): _D.STOPPING,  # at a step's end, then at once
+    (_D.TRAINING, _H.JOB_LEFT): _D.IDLE,  # it fetches a batch, ended or died
+    (_D.STOPPING, _H.JOB_LEFT): _D.IDLE,
+    **{(state, _H.TASKS_LOST): state if state in OWNER_TRAINS else _D.IDLE for state in _D},
 }
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import errors
-from .. import limits
 from ..core import Core, takes
 from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
+from ..memory import placing
 from ..memory.commits import Commits
 from ..state.records import Job
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
@@ -90,9 +90,9 @@ class JobRequests:
 
     def _check_devices(self, devices: Sequence[str]) -> None:
         """Raises InvalidInput: a job cannot have these."""
-        kinds = limits.kinds_of(limits.limit(devices, self._jobs.names))
+        kinds = placing.kinds_of(placing.limit(devices, self._jobs.names))
         if len(kinds) < 2:
-            if refusal := limits.refusal(devices, self._jobs.names):
+            if refusal := placing.refusal(devices, self._jobs.names):
                 raise refusal
             return
         raise errors.InvalidInput(

@@ -11,9 +11,9 @@ from ...errors import (
     TaskFailed,
 )
 from ...ipc.messages import Epoch, JobName, JobReport
-from .. import limits
 from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
 from ..events import CountSharers, Journal, RemoveJob
+from ..memory import placing
 from ..memory.commits import Commits
 from ..state.device_state import DeviceState
 from ..state.records import Job
@@ -134,7 +134,7 @@ class Jobs:
     ) -> Job:  # fmt: skip
         """Put a job on the books (a new one, or one the journal remembers, which was ``on``)."""
         core = self._core
-        devices = limits.limit(devices, self.names)
+        devices = placing.limit(devices, self.names)
         job = Job(name, entry, args, priority, tenant, share, devices, sent_to)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
@@ -152,7 +152,7 @@ class Jobs:
         the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
         for job in state.jobs.values():
-            now_ms = self._core.now_ms if state.training == job.name else 0.0
+            now_ms = self._core.now_ms if state.owner.job == job.name else 0.0
             job.counted_from_ms += job.view(now_ms).share_ms
 
     def restore(
@@ -294,7 +294,7 @@ class Jobs:
         job.epoch_index = _number(values.get("epoch"), job.epoch_index)
         job.steps_left = _number(values.get("left"), -1)
         job.away_ms = float(_number(values.get("away_ms"), -1))
-        has_device = self.home(job).state.training == job.name
+        has_device = self.home(job).state.owner.job == job.name
         share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
         trained_ms = share_ms + job.counted_from_ms
         elapsed_ms = trained_ms - job.reported_trained_ms

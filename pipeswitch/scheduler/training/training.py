@@ -23,11 +23,12 @@ from ..memory.commits import Commits
 from ..memory.leases import Leases, Slices
 from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
-from ..state.records import NO_TURN, Job, Worker
+from ..state.records import Job, Worker
 from ..state.states import (
     TASK_ON_WORKER,
     WORKER_FREE,
     MoveState,
+    OwnerState,
     TaskEvent,
     TaskState,
     WorkerEvent,
@@ -73,8 +74,8 @@ class Training:
                 self.evict(job.name, WHY_EVICTED[job.wanted])
         for job, why in self._leases.grant():
             self.evict(job.name, why)
-        if device.training is not None:
-            self._watch_running(device.jobs[device.training])
+        if device.owner.job is not None:
+            self._watch_running(device.jobs[device.owner.job])
         elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
@@ -85,11 +86,9 @@ class Training:
         return QUEUE | TURN | WORKERS | PLACES | JOBS
 
     def _is_device_idle(self) -> bool:
-        """Nothing computes, and nobody has a turn: all that wait rest, if any do."""
+        """Nobody has the turn, and no request that waits may have it now."""
         device = self._device
-        if device.current is not None or device.upcoming is not None or device.aside is not None:
-            return False
-        return next(device.queue.heads(*device.seen), None) is None
+        return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
 
     def _runnable(self) -> list[Job]:
         """Jobs that could have the device, in the order they would get it."""
@@ -217,7 +216,7 @@ class Training:
         device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
-        self._device.training = job.name
+        self._device.owner.train(job.name, job.state.state.value)
         if self._order.shares:
             job.beside = self._beside(job)
         job.cycle_began_at_ms = self._core.now_ms
@@ -270,7 +269,7 @@ class Training:
         if job.beside_blocked and not job.is_blocked:
             job.beside_blocked, job.why = {}, ""
         if now_ms >= job.cycle_began_at_ms + job.cycle_left_ms and (
-            self._device.training == job.name
+            self._device.owner.job == job.name
             and job.state.state is TaskState.RUNNING
             and not self._waiting_behind(job)
         ):
@@ -369,18 +368,17 @@ class Training:
         its own; who cannot wait for that asks once more, and the controller hands the turn on: the
         answer to the first may be on its way.
         """
-        core, device, job = self._core, self._device, self._device.jobs[name]
+        core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
             return
-        if job.stopped_turn == job.turn:
+        if owner.state is OwnerState.STOPPING:
             if at_boundary or not job.stops_at_boundary:
                 return
             next_turn, next_slot = Turn(0), Slot(0)
         else:
             job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
-        job.stopped_turn, job.stops_at_boundary = job.turn, at_boundary
-        job.stop_asked_at_ms = core.now_ms
-        device.workers[job.slot].may_raise = next_turn
+        owner.stop_job(job.slot, next_turn)
+        job.stops_at_boundary, job.stop_asked_at_ms = at_boundary, core.now_ms
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
         order = StopTask(
@@ -390,16 +388,16 @@ class Training:
             next_slot=next_slot,
             at_boundary=at_boundary,
         )
-        device.signal(job.slot, order)
+        self._device.signal(job.slot, order)
 
     def parked(self, worker: Worker, message: Parked) -> bool:
         """It computes no more; the caller passes the turn on. False for a late message.
 
         It may be late behind its own JobEnded: the two come over different channels.
         """
-        core = self._core
-        if worker.task_epoch == message.epoch and worker.may_raise == message.next_turn:
-            worker.may_raise = NO_TURN
+        core, promised = self._core, self._device.owner.promised
+        if worker.task_epoch == message.epoch and promised.get(worker.slot) == message.next_turn:
+            del promised[worker.slot]
         job = self._device.job_of(worker, message.epoch)
         if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
             return False
@@ -434,9 +432,9 @@ class Training:
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
         core, device = self._core, self._device
-        if device.training != job.name:
+        if device.owner.job != job.name:
             return
-        device.training = None
+        device.owner.job_left(job.state.state.value)
         self._account(job)
         if job.cycle_left_ms <= 0:
             job.cycle_left_ms = core.settings.training_cycle_ms

@@ -1,0 +1,135 @@
+"""Owner of a device's turn: which task or job may compute on it, and which one may next."""
+
+from __future__ import annotations
+
+from ...ipc.messages import Epoch, JobName, Slot, Turn
+from .records import Activation
+from .states import (
+    OWNER_COMPUTES,
+    OWNER_GIVES,
+    OWNER_TRAINS,
+    OWNER_TRANSITIONS,
+    OWNER_WAITED_FOR,
+    OwnerEvent,
+    OwnerState,
+    StateMachine,
+)
+
+
+class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
+    """State of one device's turn, with the tasks and the job that the state speaks of.
+
+    Attributes:
+        running: the inference task that has the turn.
+        pending: the task that is dispatched and waits for the turn. It exists beside any state.
+        yielded: the pass of a streamed model that stepped aside and has not the turn again.
+        job: the job that has the turn.
+        promised: for each worker, the turn that it was told to write to the board when it parks.
+            Until it has parked or is reaped it may write that turn.
+    """
+
+    __slots__ = ("job", "pending", "promised", "running", "yielded")
+
+    def __init__(self) -> None:
+        super().__init__("owner of the device", OwnerState.IDLE, OWNER_TRANSITIONS)
+        self.running: Activation | None = None
+        self.pending: Activation | None = None
+        self.yielded: Activation | None = None
+        self.job: JobName | None = None
+        self.promised: dict[Slot, Turn] = {}
+
+    @property
+    def tasks(self) -> list[Activation]:
+        """The dispatched tasks; the one that has the turn is the first."""
+        tasks = (self.running, self.pending, self.yielded)
+        return [task for task in tasks if task is not None]
+
+    def task_of(self, slot: Slot, epoch: Epoch) -> Activation | None:
+        """Return the task of that dispatch, if it is on that worker."""
+        for task in (self.running, self.pending, self.yielded):
+            if task is not None and task.epoch == epoch and task.slot == slot:
+                return task
+        return None
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody has the turn, and no task waits for it."""
+        return self.state is OwnerState.IDLE and self.pending is None
+
+    @property
+    def has_task(self) -> bool:
+        """An inference task has the turn, or is dispatched."""
+        return self.running is not None or self.pending is not None
+
+    @property
+    def next_task(self) -> Activation | None:
+        """The task that may have the turn now; None if another one or a job has it.
+
+        A worker that was told to write another turn may still do so: 1. it was told to write turn
+        7, 2. its script ends, 3. task 7 runs and ends, 4. its termination thread sees the stop and
+        writes 7 over turn 9. So task 9 waits.
+        """
+        if self.state not in OWNER_GIVES:
+            return None
+        takes_back = self.pending is None or self.state is OwnerState.RECLAIMED
+        task = self.yielded if takes_back else self.pending
+        if task is not None:
+            for turn in self.promised.values():
+                if turn != task.turn:
+                    return None
+        return task
+
+    def start(self, cause: str) -> None:
+        """Give the turn to the pending task."""
+        self.apply(OwnerEvent.TASK_STARTED, cause)
+        self.running, self.pending = self.pending, None
+
+    def step_aside(self, cause: str) -> None:
+        """Take the turn from the running pass; the pending task may have it."""
+        self.apply(OwnerEvent.STEPPED_ASIDE, cause)
+        self.running, self.yielded = None, self.running
+
+    def resume(self, cause: str) -> None:
+        """Give the turn back to the pass that stepped aside."""
+        self.apply(OwnerEvent.PASS_RESUMED, cause)
+        self.running, self.yielded = self.yielded, None
+
+    def drop(self, task: Activation, cause: str) -> None:
+        """Remove a dispatched task, which is over or lost its worker."""
+        if task is self.running:
+            self.apply(OwnerEvent.TASK_ENDED, cause)
+            self.running = None
+        elif task is self.yielded:
+            self.apply(OwnerEvent.PASS_ENDED, cause)
+            self.yielded = None
+        else:
+            self.pending = None
+
+    def lose_tasks(self, cause: str) -> None:
+        """Remove all dispatched tasks."""
+        self.apply(OwnerEvent.TASKS_LOST, cause)
+        self.running = self.pending = self.yielded = None
+
+    def train(self, job: JobName, cause: str) -> None:
+        """Give the turn to a job."""
+        self.apply(OwnerEvent.JOB_STARTED, cause)
+        self.job = job
+
+    def stop_job(self, slot: Slot, next_turn: Turn) -> None:
+        """Note that the job was asked to hand the turn on; ``next_turn`` 0: to nobody."""
+        self.apply(OwnerEvent.STOP_REQUESTED, f"turn {next_turn}")
+        self.promised.pop(slot, None)
+        if next_turn:
+            self.promised[slot] = next_turn
+
+    def job_left(self, cause: str) -> None:
+        """Take the turn from the job: it parked, ended or died."""
+        self.apply(OwnerEvent.JOB_LEFT, cause)
+        self.job = None
+
+    def check(self) -> None:
+        """Assert that the state and what it speaks of agree."""
+        state = self.state
+        assert (self.running is not None) == (state in OWNER_COMPUTES), (state, self.running)
+        assert (self.yielded is not None) == (state in OWNER_WAITED_FOR), (state, self.yielded)
+        assert (self.job is not None) == (state in OWNER_TRAINS), (state, self.job)
