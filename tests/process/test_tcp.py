@@ -196,7 +196,7 @@ def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     server.tcp.inference.copier = copier
     yield copier
     server.tcp.inference.copier = before
-    copier.stop()
+    copier.shutdown()
 
 
 LARGE = np.zeros((2, 1 << 18), np.float32)
