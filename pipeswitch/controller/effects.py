@@ -248,7 +248,7 @@ class Tracer:
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        self._lane.stop()
+        self._lane.shutdown()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "sandbox": "",
     "roles": "errors",
     "shares": "errors",
-    "config": "errors roles units",
+    "config": "errors units",
     "planning": "",
     "wire": "config errors roles",
     "tracing": "wire",
