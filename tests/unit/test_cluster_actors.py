@@ -37,9 +37,9 @@ class Remote:
 class FakeNode:
     def __init__(self, name: str) -> None:
         self.facts: dict[str, Any] = {
-            "name": name, "address": f"tcp://{name}", "keys": (b"p", b"s", b"k"), "free_bytes": 1 << 20,
-            "gateway_keys": (), "learned": 0, "each_ms": 0.0, "queue_ms": 0.0, "waiting": 0,
-            "jobs": 0, "copies": {}, "models": {}, "bodies": {},
+            "name": name, "address": f"tcp://{name}", "keys": (b"p", b"s", b"k"),
+            "free_bytes": 1 << 20, "gateway_keys": (), "learned": 0, "each_ms": 0.0,
+            "queue_ms": 0.0, "waiting": 0, "jobs": 0, "copies": {}, "models": {}, "bodies": {},
         }  # fmt: skip
         self.number, self.tables = 0, list[dict[str, Any]]()
         self.on_adopt: Callable[[], None] = lambda: None
