@@ -30,7 +30,6 @@ BENCHMARKS: Final = {
     "interference": "interference",
     "request-path": "request_path",
     "gateway": "gateway",
-    "fleet": "fleet",
     "crowd": "crowd",
     "overload": "overload",
     "training": "training",
@@ -118,7 +117,7 @@ def main(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    fleet, crowd, overload, training, devices, shared-input, replay, generation, peers;
+    crowd, overload, training, devices, shared-input, replay, generation, peers;
     switchflow (its figures: some of these again, and one more)
     """
     # Servers and rivals import this package too: its models are their factories.

@@ -4,7 +4,8 @@ First one caller, in turns: our client at the owner's socket, HTTP with binary t
 callers of the latter two are as thin as can be (a socket, bytes made before), so what is measured
 is the gateway. Then 1, 8 and 64 connections that ask again as soon as they are answered, over HTTP
 with JSON, which all servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS``
-(a virtual environment with ``kserve`` and ``litserve``), in turns, the others stopped.
+(a virtual environment with ``kserve``, ``litserve`` and ``ray[serve]``), in turns, the others
+stopped.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
+from .foreign import RIVALS_FOLDER, environment, free_port, python_of, send, started, usable
 from .models import BenchModel
 from .setting import Setting
 from .trials import Arm, Numbers, Run, now_ms
@@ -41,14 +42,12 @@ MAX_MORE_MS: Final = {"1KB": 1.0, "600KB": 1.5}  # than our own client
 SMALL: Final = BenchModel(
     "small", "benchmarks.factories:small_mlp", 1 << 20, {"input": ((1, 64), "float32")}
 )
-RIVALS: Final = ("kserve", "litserve")
-RIVALS_FOLDER: Final = "PIPESWITCH_BENCH_RIVALS"
+RIVALS: Final = ("kserve", "litserve", "ray")
 CONNECTIONS: Final = (1, 8, 64)
 LOAD_S: Final = 3.0
 QUICK_LOAD_S: Final = 1.0
 MIN_THROUGHPUT: Final = 2.0  # of a rival's
 MAX_P99: Final = 0.5  # the same
-START_S: Final = 90.0
 Ask = Callable[[], Any]
 
 
@@ -206,11 +205,11 @@ class _Rival:
     name: str
     address: str
     request: bytes
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[str] | None = None
 
     def signal(self, number: int) -> None:
         if self.process is not None:
-            os.killpg(self.process.pid, number)
+            send(self.process, number)
 
 
 def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
@@ -221,7 +220,7 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
         for name in usable(bench, RIVALS_FOLDER, RIVALS):
             bench.say(f"{name}: starting")
             order = setting.order() | {"name": SMALL.name}
-            request = v2 if name == "kserve" else lit
+            request = lit if name == "litserve" else v2
             servers.append(stack.enter_context(_started(name, order, request)))
         wanted = _outputs(servers[0])
         for one in servers[1:]:
@@ -244,49 +243,16 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
             _judge(bench, case, [one.name for one in servers])
 
 
-def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
-    """Of these rivals, those that are installed; the others are told as skipped."""
-    folder = Path(os.environ.get(variable) or os.devnull)
-    found = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
-    why = f"{variable} names no virtual environment that has it"
-    bench.skip({name: why for name in names if name not in found})
-    return found
-
-
 @contextlib.contextmanager
 def _started(name: str, order: dict[str, Any], request: bytes) -> Iterator[_Rival]:
-    """One that answers, and is stopped."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Start a rival that answers, and is stopped."""
+    port = free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
-    python = Path(os.environ[RIVALS_FOLDER], "bin", "python")
-    script = Path(__file__).with_name(f"rival_{name}.py")
-    process = subprocess.Popen(
-        [python, "-P", script, json.dumps(order)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )
-    rival = _Rival(name, f"127.0.0.1:{port}", request, process)
-    try:
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                _outputs(rival)
-                break
-            except (OSError, RuntimeError, ValueError):
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"{name} did not start in {python}") from None
-                time.sleep(0.2)
-        rival.signal(signal.SIGSTOP)
+    script = str(Path(__file__).with_name(f"rival_{name}.py"))
+    rival = _Rival(name, f"127.0.0.1:{port}", request)
+    command = [python_of(RIVALS_FOLDER), "-P", script, json.dumps(order)]
+    with started(command, lambda _: _outputs(rival), environment()) as rival.process:
         yield rival
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            rival.signal(signal.SIGKILL)
-        process.wait()
 
 
 def _outputs(one: _Rival) -> Any:

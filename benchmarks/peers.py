@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -31,7 +30,7 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import server
 
-from .gateway import usable
+from .foreign import PEERS_FOLDER, environment, family, free_port, python_of, send, started, usable
 from .generation import MANY, NEW, PROMPTS, SIZES, Size
 from .lm_child import FIRST_LETTER
 from .models import MIB
@@ -39,14 +38,11 @@ from .setting import end, read_line, spawn
 from .trials import Arm, Numbers, Run, now_ms
 
 PEERS: Final = ("llama_cpp", "vllm")
-PEERS_FOLDER: Final = "PIPESWITCH_BENCH_PEERS"
 OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
 TWO: Final = 2  # models, of which the device holds one
 PROMPT: Final = 33
 ROUNDS, QUICK_ROUNDS = 5, 2
-START_S: Final = 300.0
-END_S: Final = 20.0
 F32: Final = 0  # ggml's number; the default for keys and values is float16
 Prompts = Sequence[Sequence[int]]
 
@@ -104,21 +100,16 @@ class Place:
     def command(self, verb: str, order: Mapping[str, Any]) -> list[str]:
         """Of ``peer_child.py``."""
         script = str(Path(__file__).with_name("peer_child.py"))
-        return [_python(), "-P", script, verb, json.dumps(order)]
+        return [python_of(PEERS_FOLDER), "-P", script, verb, json.dumps(order)]
 
     def environment(self) -> dict[str, str]:
         """Nothing is fetched or sent, and nothing kept elsewhere."""
-        given = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        return given | {
+        return environment() | {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(self.folder),
             "VLLM_CACHE_ROOT": str(self.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.bench.threads),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
         }  # fmt: skip
-
-
-def _python() -> str:
-    return str(Path(os.environ[PEERS_FOLDER], "bin", "python"))
 
 
 # ---- who answers ---------------------------------------------------------------------------------
@@ -137,12 +128,12 @@ class Peer:
 
     def signal(self, number: int) -> None:
         if self.process is not None:
-            os.killpg(self.process.pid, number)
+            send(self.process, number)
 
     def cpu_ms(self) -> float:
         """The processor's time of its processes until now."""
-        family = _family(self.process.pid if self.process else self.root)
-        return sum(family) / os.sysconf("SC_CLK_TCK") * 1e3
+        ticks = family(self.process.pid if self.process else self.root).values()
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") * 1e3
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
         """The same, and ``cpu_ms``: also of this process, which asks."""
@@ -150,20 +141,6 @@ class Peer:
         found = self.ask(model, prompts, new)
         own_s = time.process_time() - own_s
         return found | {"cpu_ms": self.cpu_ms() - before_ms + own_s * 1e3}
-
-
-def _family(root: int) -> Iterator[int]:
-    """Ticks of a process and of all that descend from it."""
-    found: dict[int, tuple[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            words = path.read_text("utf-8").rpartition(")")[2].split()
-            found[int(path.parent.name)] = int(words[1]), int(words[11]) + int(words[12])
-    for pid, (above, ticks) in found.items():
-        while pid != root and above in found:
-            pid, (above, _) = above, found[above]
-        if pid == root:
-            yield ticks
 
 
 @dataclass
@@ -293,7 +270,7 @@ def _ours(place: Place) -> Iterator[list[Peer]]:
 
 
 def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
-    threads, port = place.bench.threads, _free_port()
+    threads, port = place.bench.threads, free_port()
     models = [
         {"model": file, "model_alias": f"lm-{number}", "n_ctx": place.size.context,
          "n_threads": threads, "n_threads_batch": threads, "type_k": F32, "type_v": F32,
@@ -303,15 +280,15 @@ def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]
     config = place.folder / "llama.json"
     config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": models,
                                   "interrupt_requests": False}), "utf-8")  # fmt: skip
-    command = [_python(), "-P", "-m", "llama_cpp.server", "--config_file", str(config)]
+    command = ["llama_cpp.server", "--config_file", str(config)]
     # Else it penalizes what it has said, 1.1 times.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
 def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
-    port = _free_port()
+    port = free_port()
     command = [
-        _python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
+        "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
         "--served-model-name", "lm-0", "--dtype", "float32",
         "--max-model-len", str(place.size.context), "--max-num-seqs", str(MANY),
         "--host", "127.0.0.1", "--port", str(port),
@@ -323,23 +300,13 @@ def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
 def _http(
     name: str, place: Place, command: Sequence[str], port: int, more: Mapping[str, Any]
 ) -> Iterator[list[Peer]]:
-    """A server that has answered, and stands still."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        process_group=0, env=place.environment(), cwd=place.folder,
-    )  # fmt: skip
-    peer = OverHttp(name, process, address=f"127.0.0.1:{port}", more=more)
-    with _ended(process):
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                peer.ask(0, _prompts(place.size, 1, PROMPTS[0], 0), 1)
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"{name} did not start: {command}") from None
-                time.sleep(0.05)
-        peer.signal(signal.SIGSTOP)
+    """Start a server (a module and its arguments) that has answered, and stands still."""
+    peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
+    prompts = _prompts(place.size, 1, PROMPTS[0], 0)
+    words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
+    with started(
+        words, lambda _: peer.ask(0, prompts, 1), place.environment(), folder=place.folder
+    ) as peer.process:
         yield [peer]
 
 
@@ -349,38 +316,12 @@ def _library(place: Place, name: str) -> Iterator[list[Peer]]:
         "folders": place.folders, "files": place.files, "threads": place.bench.threads,
         "context": place.size.context, "together": MANY,
     }  # fmt: skip
-    child = subprocess.Popen(
-        place.command(name, order), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL, bufsize=1, process_group=0, env=place.environment(),
-        cwd=place.folder,
-    )  # fmt: skip
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
-    with _ended(child):
-        read_line(child)
-        peer = Lines(told[name], child, child=child)
-        peer.signal(signal.SIGSTOP)
-        yield [peer]
-
-
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Asked to, so that it leaves no shared memory; then made to, with its group."""
-    try:
-        yield
-    finally:
-        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            if number == signal.SIGTERM:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with started(
+        place.command(name, order), read_line, place.environment(), has_lines=True,
+        folder=place.folder,
+    ) as child:  # fmt: skip
+        yield [Lines(told[name], child, child=child)]
 
 
 # ---- what is measured ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import child, gateway
+from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
 from benchmarks.pipeline import makespan, optimal_makespan
@@ -163,10 +163,10 @@ def test_rivals_that_are_not_installed_are_left_out_in_words(
     for name in found:
         (tmp_path / "lib/python3.11/site-packages" / name).mkdir(parents=True)
     bench = Run("gateway", "", is_quick=True, seed=0, as_json=True, emit=lambda _: None, facts={})
-    usable = partial(gateway.usable, bench, gateway.RIVALS_FOLDER, gateway.RIVALS)
-    monkeypatch.delenv(gateway.RIVALS_FOLDER, raising=False)
+    usable = partial(foreign.usable, bench, foreign.RIVALS_FOLDER, gateway.RIVALS)
+    monkeypatch.delenv(foreign.RIVALS_FOLDER, raising=False)
     assert usable() == []
-    monkeypatch.setenv(gateway.RIVALS_FOLDER, str(tmp_path))
+    monkeypatch.setenv(foreign.RIVALS_FOLDER, str(tmp_path))
     bench.notes.clear()
     assert usable() == list(found)
     assert [note.partition(":")[0] for note in bench.notes] == [
