@@ -159,17 +159,14 @@ class Http:
 
 
 @contextlib.contextmanager
-def grpc_caller(
-    address: str, model: str, x: Any, name: str = "x", token: str = ""
-) -> Iterator[Ask]:
+def grpc_caller(address: str, model: str, x: Any, name: str = "x") -> Iterator[Ask]:
     """Raises ImportError: its library is an extra."""
     import grpc
 
     request = infer_message(model, x, name)
-    who = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        yield lambda: infer(request, timeout=60, metadata=who)
+        yield lambda: infer(request, timeout=60)
 
 
 def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
