@@ -26,8 +26,8 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer
 
+from .lane import mapping
 from .models import MIB, MODELS
-from .pipeline import mapping
 from .serving import TWINS, Training, ask, inputs_of, serving, window
 from .state import MAX_OVER_PLAIN
 from .trials import Arm, Numbers, Run, nothing, now_ms

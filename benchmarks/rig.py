@@ -85,7 +85,7 @@ class Switch:
 class Rig:
     """A model in a store, an arena, and a child that computes on it. ``close`` ends the child."""
 
-    def __init__(self, setting: Setting, link_gbps: float = 0.0) -> None:
+    def __init__(self, setting: Setting) -> None:
         """Build the program (seconds), take the memory, start the child."""
         self._order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
         self.layers = _build(self._order)
@@ -95,7 +95,7 @@ class Rig:
         self._store = sealed_memfd("bench-store", self.store_bytes)
         self._epoch = 0
         self._ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
-        self.memory = self.allocate(link_gbps)
+        self.memory = self.allocate()
         self.fill_store()
         self._child = spawn("rig", self._order, module="rig_child", keep=(self._bell, self._board))
         read_line(self._child)

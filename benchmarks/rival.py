@@ -49,13 +49,13 @@ class Rival:
 
     every = 1
 
-    def __init__(self, setting: Setting, style: Style = PUBLISHED, link_gbps: float = 0.0) -> None:
+    def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name
         with np.load(setting.order()["inputs_path"]) as arrays:
             self._inputs = [arrays[name] for name in arrays.files]
         context = multiprocessing.get_context("spawn")
         self._client, theirs = context.Pipe()
-        arguments = (setting.order(), style, link_gbps, theirs)
+        arguments = (setting.order(), style, theirs)
         self._process = context.Process(target=coordinate, args=arguments, name=style.name)
         self._process.start()
         theirs.close()
@@ -114,9 +114,9 @@ class WorkerHandle:
             pipe.close()
 
 
-def coordinate(order: dict[str, Any], style: Style, link_gbps: float, client: Connection) -> None:
+def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
     """Serve one client until it hangs up."""
-    coordinator = Coordinator(order, style, link_gbps)
+    coordinator = Coordinator(order, style)
     client.send("ready")
     try:
         while (asked := _next_order(client)) is not None:
@@ -142,10 +142,10 @@ def _next_order(client: Connection) -> tuple[str, Any] | None:
 class Coordinator:
     """Scheduler and memory daemon in one process, as published."""
 
-    def __init__(self, order: dict[str, Any], style: Style, link_gbps: float) -> None:
-        self._order, self._style, self._link_gbps = order, style, link_gbps
+    def __init__(self, order: dict[str, Any], style: Style) -> None:
+        self._order, self._style = order, style
         self._manifest, weights = packed(order["packed_path"])
-        self._lane = Lane(self._manifest.total_bytes, link_gbps)
+        self._lane = Lane(self._manifest.total_bytes)
         self._lane.fill(weights, self._manifest)
         self._context: BaseContext = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED])
@@ -200,7 +200,6 @@ class Coordinator:
 
     def _transmit(self, worker: WorkerHandle) -> None:
         """Copy, wait for the copy on the host, tell the worker: group by group, or once."""
-        self._lane.begin()
         match self._style.transfer:
             case "groups":
                 for index, group in enumerate(self._manifest.groups):
@@ -218,10 +217,8 @@ class Coordinator:
 
     def _start(self) -> WorkerHandle:
         pairs = [self._context.Pipe() for _ in range(3)]
-        arguments = (
-            self._order, self._style, self._link_gbps, self._lane.paths(),
-            *(theirs for _, theirs in pairs),
-        )  # fmt: skip
+        pipes = (theirs for _, theirs in pairs)
+        arguments = (self._order, self._style, self._lane.paths(), *pipes)
         process = self._context.Process(target=_work, args=arguments)  # type: ignore[attr-defined]
         process.start()
         for _, theirs in pairs:

@@ -38,7 +38,6 @@ def serving(
     threads: int,
     seed: int,
     *,
-    link_gbps: float = 0.0,
     rooms: int = 1,
     names: Sequence[str] = TWINS,
     devices: tuple[str, ...] = ("cpu",),
@@ -55,15 +54,12 @@ def serving(
     """
     arena = str(rooms * model.room_bytes + slices_bytes)
     store = len(names) * model.room_bytes + 2 * slices_bytes  # a commit has two halves
-    args = ["--threads", str(threads)]
-    if link_gbps:
-        args += ["--link-gbps", f"{link_gbps:.6f}"]
     with (
         server(
             arena=str(arena),
             host_store=str(store),
             devices=devices,
-            args=tuple(args),
+            args=("--threads", str(threads)),
             environment={"PIPESWITCH_SCHEDULER__PLACEMENT": placement},
             state_dir=state_dir,
         ) as running,

@@ -28,8 +28,8 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket, spans
 from pipeswitch.programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 
+from .lane import PlainCopy
 from .models import MIB
-from .pipeline import PlainCopy
 from .setting import end, next_answer, read_line, spawn
 from .trials import Arm, Numbers, Run, now_ms
 

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
-from benchmarks.pipeline import makespan, optimal_makespan
 from benchmarks.serving import summed
 from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.errors import InvalidInput
@@ -37,60 +36,6 @@ def test_arms_take_turns_and_the_warm_up_is_not_told():
 def test_quantiles_are_interpolated():
     assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
     assert quantile([7.0], 0.99) == 7.0
-
-
-@pytest.mark.parametrize(
-    ("sent_ms", "computed_ms", "expected"),
-    [
-        ([1.0] * 3, [5.0] * 3, 16.0),  # the first transfer and all computing
-        ([5.0] * 3, [1.0] * 3, 16.0),  # all transfers and the last computing
-        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], 20.0),  # a bottleneck in the middle
-    ],
-)
-def test_the_optimum_of_two_lanes(sent_ms, computed_ms, expected):
-    assert optimal_makespan(sent_ms, computed_ms) == expected
-
-
-def trace(*spans: tuple[int, str, float, float]) -> dict:
-    return {
-        "traceEvents": [
-            {"ph": "X", "tid": tid, "name": name, "ts": begin * 1000, "dur": (end - begin) * 1000}
-            for tid, name, begin, end in spans
-        ]
-    }
-
-
-def test_the_makespan_runs_from_dispatch_to_the_last_group():
-    numbers = makespan(
-        trace(
-            (1, "m group 0", -9.0, -8.0),  # of an earlier switch
-            (0, "switch r-1 m", 0.0, 3.5),
-            (1, "m group 0", 1.0, 3.0),
-            (1, "m group 1", 3.0, 6.0),
-            (2, "r-1 m", 0.5, 11.0),
-            (2, "group 0", 3.5, 5.5),
-            (2, "group 1", 6.0, 11.0),
-        ),
-        "r-1",
-        "m",
-    )
-    assert numbers["makespan_ms"] == 11.0
-    assert numbers["optimum_ms"] == pytest.approx(10.0)  # 2 + 3 sent, then 5 computed
-    assert numbers["until_copy_ms"] == 1.0
-
-
-def test_a_group_that_computes_has_arrived_whatever_the_copy_thread_noted():
-    numbers = makespan(
-        trace(
-            (0, "switch r-1 m", 0.0, 3.0),
-            (1, "m group 0", 1.0, 9.0),  # it lost its core before it read the clock
-            (2, "r-1 m", 0.5, 5.0),
-            (2, "group 0", 3.0, 5.0),
-        ),
-        "r-1",
-        "m",
-    )
-    assert numbers["optimum_ms"] == pytest.approx(4.0)
 
 
 def test_each_trial_is_one_json_line_with_the_machine_in_it():

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.machine import Others, warnings_of
-from benchmarks.plans import costs_of
+from benchmarks.pipeline import costs_of
 from benchmarks.rig import Switch
 from benchmarks.trials import Run
 
