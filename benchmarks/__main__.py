@@ -33,7 +33,7 @@ BENCHMARKS: Final = {
     "crowd": "crowd",
     "overload": "overload",
     "training": "training",
-    "devices": "devices",
+    "devices": "moving",
     "shared-input": "shared_input",
     "switchflow": "switchflow",
     "replay": "replay",

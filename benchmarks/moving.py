@@ -1,4 +1,4 @@
-"""Jobs that go to another device: what requests see of it, and what it gives.
+"""``bench devices``: jobs that go to another device, what requests see of it, what it gives.
 
 SwitchFlow's figure 7, and its table 1 for a training job. On two cpu devices with one compute
 thread each, a model that the first one alone may serve. Arms take turns in each case:
@@ -13,9 +13,8 @@ thread each, a model that the first one alone may serve. Arms take turns in each
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -45,24 +44,16 @@ ROUNDS: Final = 50
 QUICK_ROUNDS: Final = 3
 
 
-def run(bench: Run) -> None:
-    """All cases on a server of their own."""
-    with served(bench) as (running, client):
-        measure(bench, running, client)
-
-
-@contextlib.contextmanager
-def served(bench: Run) -> Iterator[tuple[RunningServer, Client]]:
-    """Two devices; each may serve one of the twins."""
+def run(bench: Run, _: Any = ()) -> None:
+    """All cases, on two devices; each may serve one of the twins."""
     with serving(
         MODELS[MODEL], 1, bench.seed, devices=(HOME, AWAY), are_pinned=True,
         slices_bytes=SLICES_BYTES,
-    ) as entered:  # fmt: skip
-        yield entered
+    ) as (running, client):  # fmt: skip
+        _measure(bench, running, client)
 
 
-def measure(bench: Run, running: RunningServer, client: Client) -> None:
-    """All cases. No job of these names may be there."""
+def _measure(bench: Run, running: RunningServer, client: Client) -> None:
     inputs = inputs_of(client)
     client.infer(TWINS[0], inputs)
     with running.client() as second, ThreadPoolExecutor(1) as pool:

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
-from benchmarks.serving import summed
 from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.errors import InvalidInput
 from pipeswitch.gateway.protos import INFERENCE
@@ -91,14 +90,6 @@ def test_the_gateways_benchmark_asks_what_protobuf_reads() -> None:
     assert (found.model_name, tensor.name, tensor.datatype) == ("some-model", "x", "FP32")
     assert list(tensor.shape) == [1, 300]
     assert list(found.raw_input_contents) == [x.tobytes()]
-
-
-def test_a_windows_p99_is_that_of_the_device_where_it_is_worst() -> None:
-    found = summed(
-        [*[("a", "cpu:0", 10.0)] * 198, ("a", "cpu:0", 12.0), ("b", "cpu:1", 40.0)], "a", 2.0
-    )
-    assert (found["throughput_per_s"], found["p99_ms"], found["devices"]) == (100.0, 40.0, 2)
-    assert (found["first_p50_ms"], found["first_worst_ms"]) == (10.0, 12.0)
 
 
 @pytest.mark.parametrize("found", [(), ("kserve",), gateway.RIVALS])
