@@ -16,6 +16,7 @@ os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 import ray
 from ray import serve
 from starlette.requests import Request
+from starlette.responses import Response
 
 
 @serve.deployment(max_ongoing_requests=64)
@@ -30,12 +31,13 @@ class Served:
 
         self.torch, self.network = torch, network(order)
 
-    async def __call__(self, request: Request) -> dict[str, Any]:
+    async def __call__(self, request: Request) -> Response:
         (x,) = (await request.json())["inputs"]
         with self.torch.inference_mode():
-            y = self.network(self.torch.tensor(x["data"]).reshape(x["shape"]))
+            given = self.torch.tensor(x["data"], dtype=self.torch.float32)
+            y = self.network(given.reshape(x["shape"]))
         row = {"name": "y", "shape": list(y.shape), "data": y.flatten().tolist()}
-        return {"outputs": [row]}
+        return Response(json.dumps({"outputs": [row]}), media_type="application/json")
 
 
 if __name__ == "__main__":
