@@ -13,53 +13,60 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
-import random
-import signal
 import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
-from pipeswitch.testing import server
 
-from .foreign import PEERS_FOLDER, environment, family, free_port, python_of, send, started, usable
-from .generation import MANY, NEW, PROMPTS, SIZES, Size
+from .foreign import PEERS_FOLDER, environment, free_port, python_of, started, usable
+from .lm import (
+    MANY,
+    PROMPT,
+    PROMPTS,
+    SIZES,
+    Lines,
+    OwnSocket,
+    Peer,
+    Place,
+    Prompts,
+    arms_of,
+    placed,
+    served,
+    side_by_side,
+    speed,
+    transformers_child,
+)
 from .lm_child import FIRST_LETTER
-from .models import MIB
-from .setting import end, read_line, spawn
-from .trials import Arm, Numbers, Run, now_ms
+from .setting import read_line
+from .trials import Numbers, Run, now_ms
 
 PEERS: Final = ("llama_cpp", "vllm")
 OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
 TWO: Final = 2  # models, of which the device holds one
-PROMPT: Final = 33
 ROUNDS, QUICK_ROUNDS = 5, 2
 F32: Final = 0  # ggml's number; the default for keys and values is float16
-Prompts = Sequence[Sequence[int]]
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Of each size: tokens a second, first tokens, and another model wanted."""
     found = usable(bench, PEERS_FOLDER, PEERS)
     for size in SIZES[:1] if bench.is_quick else SIZES:
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            place = Place(bench, size, Path(folder))
-            place.write(has_gguf="llama_cpp" in found)
+        with placed(bench, size, TWO, has_letters=True) as place:
+            if "llama_cpp" in found:
+                files = [*zip(place.folders, _files(place), strict=True)]
+                subprocess.run(_child_command("gguf", {"files": files}), check=True,
+                               env=_environment(place), stdout=subprocess.DEVNULL)  # fmt: skip
             with contextlib.ExitStack() as stack:
                 peers = [
                     peer for one in _everyone(place, found) for peer in stack.enter_context(one)
                 ]
-                _speed(bench, size, peers)
-                _first(bench, size, peers)
+                for case in speed(bench, size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
+                    _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
+                _first(place, peers)
             if "vllm" in found:
                 _processes(place)
     bench.notes.append(
@@ -69,78 +76,23 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where two models of a size lie, for everybody."""
-
-    bench: Run
-    size: Size
-    folder: Path
-
-    @property
-    def folders(self) -> list[str]:
-        return [str(self.folder / f"lm-{number}") for number in range(TWO)]
-
-    @property
-    def files(self) -> list[str]:
-        return [f"{folder}.gguf" for folder in self.folders]
-
-    def write(self, *, has_gguf: bool) -> None:
-        order = vars(self.size) | {"folders": self.folders, "has_letters": True}
-        child = spawn("write", order, module="lm_child")
-        try:
-            read_line(child)
-        finally:
-            end(child)
-        if has_gguf:
-            pairs = [*zip(self.folders, self.files, strict=True)]
-            subprocess.run(self.command("gguf", {"files": pairs}), check=True,
-                           env=self.environment(), stdout=subprocess.DEVNULL)  # fmt: skip
-
-    def command(self, verb: str, order: Mapping[str, Any]) -> list[str]:
-        """Of ``peer_child.py``."""
-        script = str(Path(__file__).with_name("peer_child.py"))
-        return [python_of(PEERS_FOLDER), "-P", script, verb, json.dumps(order)]
-
-    def environment(self) -> dict[str, str]:
-        """Nothing is fetched or sent, and nothing kept elsewhere."""
-        return environment() | {
-            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(self.folder),
-            "VLLM_CACHE_ROOT": str(self.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.bench.threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
-        }  # fmt: skip
+def _files(place: Place) -> list[str]:
+    return [f"{folder}.gguf" for folder in place.folders]
 
 
-# ---- who answers ---------------------------------------------------------------------------------
+def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
+    script = str(Path(__file__).with_name("peer_child.py"))
+    return [python_of(PEERS_FOLDER), "-P", script, verb, json.dumps(order)]
 
 
-@dataclass
-class Peer:
-    """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
-
-    name: str
-    process: subprocess.Popen[Any] | None = None  # that stands still meanwhile, with its group
-    root: int = 0  # the process that it began with, of those that never stand still
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        raise NotImplementedError
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            send(self.process, number)
-
-    def cpu_ms(self) -> float:
-        """The processor's time of its processes until now."""
-        ticks = family(self.process.pid if self.process else self.root).values()
-        return sum(ticks) / os.sysconf("SC_CLK_TCK") * 1e3
-
-    def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        """The same, and ``cpu_ms``: also of this process, which asks."""
-        before_ms, own_s = self.cpu_ms(), time.process_time()
-        found = self.ask(model, prompts, new)
-        own_s = time.process_time() - own_s
-        return found | {"cpu_ms": self.cpu_ms() - before_ms + own_s * 1e3}
+def _environment(place: Place) -> dict[str, str]:
+    """Nothing is fetched or sent, and nothing kept elsewhere."""
+    return environment() | {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(place.folder),
+        "VLLM_CACHE_ROOT": str(place.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(place.bench.threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
+    }  # fmt: skip
 
 
 @dataclass
@@ -151,57 +103,14 @@ class OverHttp(Peer):
     more: Mapping[str, Any] = field(default_factory=dict)  # in the body
 
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        def ask(number: int) -> None:
+        def ask(number: int) -> tuple[list[int], float]:
             text = "".join(chr(FIRST_LETTER + token) for token in prompts[number])
             body = {"model": f"lm-{model}", "prompt": text, "max_tokens": new, "temperature": 0,
                     "stream": True, **self.more}  # fmt: skip
             answer, first_ms = _stream(self.address, json.dumps(body))
-            tokens[number] = [ord(letter) - FIRST_LETTER for letter in answer]
-            firsts_ms[number] = first_ms
+            return [ord(letter) - FIRST_LETTER for letter in answer], first_ms
 
-        tokens: list[list[int]] = [[] for _ in prompts]
-        return _side_by_side(ask, tokens, firsts_ms := [0.0 for _ in prompts])
-
-
-@dataclass
-class OwnSocket(Peer):
-    """Our own client on the same machine."""
-
-    client: Client | None = None
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        def ask(number: int) -> None:
-            assert self.client is not None
-            began_ms = now_ms()
-            for token in self.client.generate(
-                f"lm-{model}", [*prompts[number]], max_new_tokens=new
-            ):
-                firsts_ms[number] = firsts_ms[number] or now_ms() - began_ms
-                tokens[number].append(token.id)
-
-        tokens: list[list[int]] = [[] for _ in prompts]
-        return _side_by_side(ask, tokens, firsts_ms := [0.0 for _ in prompts])
-
-
-@dataclass
-class Lines(Peer):
-    """A process that is told lines of JSON: ``peer_child.py``, or ``lm_child.py``."""
-
-    child: subprocess.Popen[str] | None = None
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        assert self.child is not None
-        assert self.child.stdin is not None
-        asked = {"model": model, "prompts": prompts, "ids": prompts, "new": new}
-        self.child.stdin.write(json.dumps(asked) + "\n")
-        return read_line(self.child)
-
-
-def _side_by_side(ask: Any, tokens: list[list[int]], firsts_ms: list[float]) -> Numbers:
-    with ThreadPoolExecutor(len(tokens)) as pool:
-        began_ms = now_ms()
-        [*_] = pool.map(ask, range(len(tokens)))
-        return {"tokens": tokens, "took_ms": now_ms() - began_ms, "first_ms": max(firsts_ms)}
+        return side_by_side(ask, len(prompts))
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
@@ -241,28 +150,13 @@ def _everyone(
 
 @contextlib.contextmanager
 def _transformers(place: Place) -> Iterator[list[Peer]]:
-    order = {"folders": place.folders, "threads": place.bench.threads}
-    child = spawn("serve", order, module="lm_child")
-    try:
+    with transformers_child(place) as child:
         yield [Lines(RIGHT, root=child.pid, child=child)]
-    finally:
-        end(child)
 
 
 @contextlib.contextmanager
 def _ours(place: Place) -> Iterator[list[Peer]]:
-    model_bytes = Path(place.folders[0], "model.safetensors").stat().st_size
-    with (
-        server(
-            arena=str(int(1.05 * model_bytes) + 8 * MIB),
-            host_store=str(int(1.1 * TWO * model_bytes) + 64 * MIB),
-            http=True,
-            args=("--threads", str(place.bench.threads)),
-        ) as running,
-        running.client() as client,
-    ):
-        for number, folder in enumerate(place.folders):
-            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
+    with served(place, http=True) as (running, client):
         yield [
             OverHttp(OURS, root=running.pid, address=running.http_address),
             OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
@@ -275,7 +169,7 @@ def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]
         {"model": file, "model_alias": f"lm-{number}", "n_ctx": place.size.context,
          "n_threads": threads, "n_threads_batch": threads, "type_k": F32, "type_v": F32,
          "flash_attn": True, "verbose": False}
-        for number, file in enumerate(place.files)
+        for number, file in enumerate(_files(place))
     ]  # fmt: skip
     config = place.folder / "llama.json"
     config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": models,
@@ -302,10 +196,10 @@ def _http(
 ) -> Iterator[list[Peer]]:
     """Start a server (a module and its arguments) that has answered, and stands still."""
     peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
-    prompts = _prompts(place.size, 1, PROMPTS[0], 0)
+    prompts = place.size.prompts(1, PROMPTS[0], 0)
     words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
     with started(
-        words, lambda _: peer.ask(0, prompts, 1), place.environment(), folder=place.folder
+        words, lambda _: peer.ask(0, prompts, 1), _environment(place), folder=place.folder
     ) as peer.process:
         yield [peer]
 
@@ -313,12 +207,12 @@ def _http(
 @contextlib.contextmanager
 def _library(place: Place, name: str) -> Iterator[list[Peer]]:
     order = {
-        "folders": place.folders, "files": place.files, "threads": place.bench.threads,
+        "folders": place.folders, "files": _files(place), "threads": place.bench.threads,
         "context": place.size.context, "together": MANY,
     }  # fmt: skip
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
     with started(
-        place.command(name, order), read_line, place.environment(), has_lines=True,
+        _child_command(name, order), read_line, _environment(place), has_lines=True,
         folder=place.folder,
     ) as child:  # fmt: skip
         yield [Lines(told[name], child, child=child)]
@@ -327,60 +221,9 @@ def _library(place: Place, name: str) -> Iterator[list[Peer]]:
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def _arms(peers: Sequence[Peer], prepare: Any, measure: Any) -> list[Arm]:
-    """One of each; the others stand still."""
-
-    def only(chosen: Peer) -> None:
-        for one in peers:
-            one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
-        prepare(chosen)
-
-    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in peers]
-
-
-def _speed(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
-    """The same new prompts for all of a round: what was asked before need not be computed."""
-    for count in (1, MANY):
-        case, told, seeds = f"{size.name}, {count} at once", dict[str, Any](), itertools.count()
-        bench.say(f"{case}: measuring")
-
-        def prepare(peer: Peer, count: int = count, told: Any = told, seeds: Any = seeds) -> None:
-            if peer.name == RIGHT:
-                seed = count << 16 | next(seeds)
-                told["prompts"] = _prompts(size, count, PROMPT, seed)
-
-        def measure(peer: Peer, told: Any = told) -> Numbers:
-            found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
-            if peer.name == RIGHT:
-                told["tokens"] = found["tokens"]
-            return {"tokens_per_s": tokens / found["took_ms"] * 1e3,
-                    "cpu_per_token_ms": found["cpu_ms"] / tokens,
-                    **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
-
-        bench.trial_loop(case, _arms(peers, prepare, measure), bench.rounds(ROUNDS, QUICK_ROUNDS))
-        _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
-    for one in peers[1:]:
-        rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)
-                and row["case"].startswith(size.name)]  # fmt: skip
-        share = sum(row["alike"] for row in rows) / sum(row["answers"] for row in rows)
-        bench.find(f"{size.name}: answers with all of generate()'s tokens, {one.name}", share)
-
-
-def _agreement(found: Prompts, right: Prompts) -> Numbers:
-    """How many answers are token by token the same; the least that one has from its beginning."""
-    same = [
-        next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-        for one, other in zip(found, right, strict=True)
-    ]
-    return {
-        "answers": len(right),
-        "alike": sum(n == NEW for n in same),
-        "same_from_start": min(same),
-    }
-
-
-def _first(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
+def _first(place: Place, peers: Sequence[Peer]) -> None:
     """One token of a new prompt, after a request of the same model's, or of the other one's."""
+    bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (
         ("first token", 0, peers),
@@ -392,16 +235,16 @@ def _first(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
             bench.say(f"{case}: measuring")
 
             def prepare(peer: Peer, before: int = before, seeds: Any = seeds) -> None:
-                peer.ask(before, _prompts(size, 1, PROMPT, next(seeds)), 1)
+                peer.ask(before, size.prompts(1, PROMPT, next(seeds)), 1)
 
             def measure(peer: Peer, count: int = count, seeds: Any = seeds) -> Numbers:
-                found = peer.costing(0, _prompts(size, 1, count, next(seeds)), 1)
+                found = peer.costing(0, size.prompts(1, count, next(seeds)), 1)
                 assert [len(tokens) for tokens in found["tokens"]] == [1]
                 first_ms = found.get("first_ms", found["took_ms"])
                 return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
-            bench.trial_loop(case, _arms(chosen, prepare, measure), rounds)
+            bench.trial_loop(case, arms_of(chosen, prepare, measure), rounds)
             _compare(bench, case, chosen, "first_ms")
 
 
@@ -423,8 +266,3 @@ def _compare(bench: Run, case: str, peers: Sequence[Peer], *keys: str) -> None:
             share = quantile([a / b for a, b in zip(*both, strict=True)], 0.5)
             words = ", processor's time" if key.startswith("cpu") else ""
             bench.find(f"{case}: {OURS} / {one.name}{words}, by pairs, p50", share)
-
-
-def _prompts(size: Size, count: int, length: int, seed: int) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [chance.choices(range(size.vocabulary), k=length) for _ in range(count)]

@@ -161,6 +161,10 @@ class Run:
             if (trial["case"], trial["arm"]) == (case, arm) and trial.get(key) is not None
         ]
 
+    def p50(self, case: str, arm: str, key: str, share: float = 0.5) -> float:
+        """Return the median (or another quantile) of one number of all trials of an arm."""
+        return quantile(self.values(case, arm, key), share)
+
     def find(
         self,
         name: str,
