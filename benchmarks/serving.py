@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from pipeswitch.client.client import Client, Task
 from pipeswitch.client.tensors import Result
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
 from .models import MIB, BenchModel
-from .trials import Numbers, nothing, now_ms
+from .trials import Numbers, asked_for, nothing, now_ms
 
 TRAIN_ENTRY: Final = "benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
@@ -94,33 +93,15 @@ def window(
     ``meanwhile`` is called once they ask.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    told_ms: list[float] = []
-    failures: list[Exception] = []
 
-    def ask(name: str) -> None:
-        try:
-            with running.client() as client:
-                while time.monotonic() - began_s < seconds:
-                    asked_s = time.monotonic()
-                    client.infer(name, inputs)
-                    told_ms.append((time.monotonic() - asked_s) * 1000.0)
-        except Exception as error:
-            failures.append(error)
+    def ask(name: str, more: Callable[[], bool]) -> Iterator[float]:
+        with running.client() as client:
+            while more():
+                asked_ms = now_ms()
+                client.infer(name, inputs)
+                yield now_ms() - asked_ms
 
-    began_s = time.monotonic()
-    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    meanwhile()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {
-        "throughput_per_s": len(told_ms) / (time.monotonic() - began_s),
-        "median_ms": quantile(told_ms, 0.5),
-        "p99_ms": quantile(told_ms, 0.99),
-    }
+    return asked_for(seconds, [partial(ask, name) for name in names], meanwhile)
 
 
 class Training:
@@ -135,8 +116,8 @@ class Training:
         self.task: Task = client.train(TRAIN_ENTRY, name=name, args=options)
         self.is_held = False
 
-    def run(self) -> None:
-        """Returns when it computes (again), at a random moment of its step."""
+    def run(self, steps: int = STEPS_BETWEEN) -> None:
+        """Return when it has computed some steps (again), at a random moment of its step."""
         if self.is_held:
             self.task.resume()
             self.is_held = False
@@ -146,7 +127,7 @@ class Training:
             row = self.task.status()
             if row["state"] == "running":
                 first = row["step"] if first < 0 else first
-                if row["step"] >= first + STEPS_BETWEEN:
+                if row["step"] >= first + steps:
                     break
             self._check(row, until_s)
         time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for a step's end

@@ -169,7 +169,7 @@ def _slowdown(bench: Run, shape: Shape, runs: _Runs) -> None:
         Arm("job", runs.job),
     ]
     bench.trial_loop(shape.name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=0)
-    step_ms = quantile(bench.values(shape.name, PLAIN, "median_step_ms"), 0.5)
+    step_ms = bench.p50(shape.name, PLAIN, "median_step_ms")
     bench.find(f"{shape.name}: plain step, median", step_ms, "ms")
     for arm in (PLAIN_KEPT, PLAIN):
         for key, what in (
@@ -200,7 +200,7 @@ def _latency(bench: Run, shape: Shape, runs: _Runs, client: Client) -> None:
     bench.say(f"{shape.name}: {stops} preemptions")
     training = Training(client, bench.threads, bench.seed, shape.args)
     training.run()
-    events = _Suspensions(client)
+    events = Suspensions(client)
     dice = random.Random(bench.seed)
     payload = np.ones((1, 16), np.float32)
     for number in range(stops):
@@ -228,7 +228,7 @@ def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
     return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
 
 
-class _Suspensions:
+class Suspensions:
     """Collects ``job.suspended`` on a thread until ``stop``."""
 
     def __init__(self, client: Client) -> None:
