@@ -29,7 +29,7 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.programs.generation import METADATA_KEY
 from pipeswitch.testing import server
 
-from .gateway import SMALL, grpc_caller, infer_message, json_request
+from .gateway import SMALL, infer_message, json_request
 from .lm_child import letters
 from .trials import Arm, Numbers, Run, now_ms
 
@@ -203,6 +203,8 @@ Asks = Mapping[str, Callable[[], object]]
 @contextlib.contextmanager
 def innocent(to: Addresses) -> Iterator[Asks]:
     """Yield what a client asks that has few requests, by its protocol."""
+    import grpc
+
     host, _, port = to.http.rpartition(":")
     caller = http.client.HTTPConnection(host, int(port), 60, source_address=(INNOCENT, 0))
 
@@ -219,13 +221,15 @@ def innocent(to: Addresses) -> Iterator[Asks]:
 
     x = np.ones((1, 64), np.float32)
     tensor = json_request(x).partition(b"\r\n\r\n")[2]
-    of_grpc = grpc_caller(to.grpc, SMALL.name, x, "input")
-    with contextlib.closing(caller), Client(to.tcp) as client, of_grpc as ask:
+    message = infer_message(SMALL.name, x, "input")
+    channel = grpc.insecure_channel(to.grpc)
+    infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    with contextlib.closing(caller), Client(to.tcp) as client, channel:
         yield {
             "json": lambda: asked(f"/v2/models/{SMALL.name}/infer", tensor),
             "chat": lambda: asked("/v1/chat/completions", chat("chat")),
             "tcp": lambda: client.infer(MODEST, X),
-            "grpc": ask,
+            "grpc": lambda: infer(message, timeout=60),
         }
 
 
@@ -286,7 +290,7 @@ def _beside_one_kind(bench: Run, name: str, to: Addresses, asks: Asks) -> None:
     ]
     bench.trial_loop(name, arms, bench.rounds(4, 1), warmup=0)
     for what in asks:
-        times = [quantile(bench.values(name, arm.name, f"{what}_tail_ms"), 0.5) for arm in arms]
+        times = [bench.p50(name, arm.name, f"{what}_tail_ms") for arm in arms]
         bench.find(f"{name}: p99 of {what} / alone", times[1] / times[0], at_most=MAX_TIMES)
     bench.find(f"{name}: refused", sum(bench.values(name, "beside", "refused")), at_most=0.0)
 

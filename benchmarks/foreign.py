@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from .trials import Run
 
 RIVALS_FOLDER: Final = "PIPESWITCH_BENCH_RIVALS"
@@ -47,27 +49,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def family(root: int) -> dict[int, int]:
-    """Return a process and all that descend from it, each with its ticks of processor time."""
-    found: dict[int, tuple[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            words = path.read_text("utf-8").rpartition(")")[2].split()
-            found[int(path.parent.name)] = int(words[1]), int(words[11]) + int(words[12])
-
-    def descends(pid: int) -> bool:
-        while pid != root and pid in found:
-            pid, _ = found[pid]
-        return pid == root
-
-    return {pid: ticks for pid, (_, ticks) in found.items() if descends(pid)}
+def family(root: int) -> list[psutil.Process]:
+    """Return a process and all that descend from it; nothing once it has ended."""
+    try:
+        one = psutil.Process(root)
+        return [one, *one.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
-def send(process: subprocess.Popen[Any], number: int) -> None:
-    """Send a signal to a program and all its descendants, whatever sessions they are in."""
-    for pid in family(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def used_ms(root: int) -> float:
+    """Return the processor's time of a process and all that descend from it until now."""
+    found = 0.0
+    for one in family(root):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += sum(one.cpu_times()[:2]) * 1e3
+    return found
+
+
+def send(processes: Sequence[psutil.Process], number: int) -> None:
+    """Send a signal to each that has not ended."""
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
 
 
 @contextlib.contextmanager
@@ -99,7 +103,7 @@ def started(
                 if process.poll() is not None or time.monotonic() > until_s:
                     raise RuntimeError(f"it did not start: {command}") from None
                 time.sleep(POLL_S)
-        send(process, signal.SIGSTOP)
+        send(family(process.pid), signal.SIGSTOP)
         yield process
     finally:
         _end(process)
@@ -107,12 +111,10 @@ def started(
 
 def _end(process: subprocess.Popen[Any]) -> None:
     """Ask it to end, so that it leaves no shared memory; then kill what is left of it."""
-    send(process, signal.SIGCONT)
-    members = {process.pid, *family(process.pid)}
+    members = family(process.pid)
+    send(members, signal.SIGCONT)
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(END_S)
-    for pid in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send(members, signal.SIGKILL)
     process.wait()

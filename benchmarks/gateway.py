@@ -1,11 +1,8 @@
-"""``bench gateway``: what HTTP and gRPC cost beside our own client, and beside other servers.
+"""``bench gateway``: HTTP with JSON beside other servers.
 
-First one caller, in turns: our client at the owner's socket, HTTP with binary tensors, gRPC. The
-callers of the latter two are as thin as can be (a socket, bytes made before), so what is measured
-is the gateway. Then 1, 8 and 64 connections that ask again as soon as they are answered, over HTTP
-with JSON, which all servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS``
-(a virtual environment with ``kserve``, ``litserve`` and ``ray[serve]``), in turns, the others
-stopped.
+1, 8 and 64 connections that ask again as soon as they are answered, over HTTP with JSON, which all
+servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS`` (a virtual
+environment with ``kserve``, ``litserve`` and ``ray[serve]``), in turns, the others stopped.
 """
 
 from __future__ import annotations
@@ -20,25 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
-from .foreign import RIVALS_FOLDER, environment, free_port, python_of, send, started, usable
+from .foreign import RIVALS_FOLDER, environment, family, free_port, python_of, send, started, usable
 from .models import BenchModel
 from .setting import Setting
 from .trials import Arm, Numbers, Run, now_ms
 
-SOURCE: Final = "benchmarks.factories:first_column"
-SIZES: Final = {"1KB": 1 << 10, "600KB": 602_112}
-MAX_MORE_MS: Final = {"1KB": 1.0, "600KB": 1.5}  # than our own client
 SMALL: Final = BenchModel(
     "small", "benchmarks.factories:small_mlp", 1 << 20, {"input": ((1, 64), "float32")}
 )
@@ -48,11 +41,10 @@ LOAD_S: Final = 3.0
 QUICK_LOAD_S: Final = 1.0
 MIN_THROUGHPUT: Final = 2.0  # of a rival's
 MAX_P99: Final = 0.5  # the same
-Ask = Callable[[], Any]
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Latencies of one caller, then loads."""
+    """Load all servers in turns."""
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(
@@ -60,70 +52,24 @@ def run(bench: Run, _: Any = ()) -> None:
         ) as running,
         running.client() as client,
     ):
-        for name, size in SIZES.items():
-            bench.say(f"{name}: measuring")
-            _latencies(bench, name, size, running, client)
         setting = Setting(SMALL, Path(folder), bench.threads, bench.seed)
         weights = f"random:{bench.seed}"
         client.register(SMALL.name, SMALL.source, weights=weights, inputs=SMALL.inputs)
         _loads(bench, running, setting)
-    bench.notes.append("HTTP and gRPC: requests made before, sent over a connection that is kept")
-    bench.notes.append("loads: JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
+    bench.notes.append("JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
 
 
-# ---- one caller --------------------------------------------------------------------------------
-
-
-def _latencies(bench: Run, name: str, size: int, running: RunningServer, client: Client) -> None:
-    model, x = f"gateway-{name.lower()}", np.ones((1, size // 4), dtype=np.float32)
-    client.register(model, SOURCE, weights="random:0", inputs={"x": ((1, size // 4), "float32")})
-    asks: dict[str, Ask] = {"own": lambda: client.infer(model, x)}
-    with contextlib.ExitStack() as stack:
-        http = stack.enter_context(Http(running.http_address))
-        asks["http"] = functools.partial(http.ask, binary_request(model, x))
-        try:
-            asks["grpc"] = stack.enter_context(grpc_caller(running.grpc_address, model, x))
-        except ImportError:
-            bench.skip({"grpc": "grpcio is not installed: pip install 'pipeswitch[grpc]'"})
-        arms = [Arm(arm, functools.partial(_timed, ask)) for arm, ask in asks.items()]
-        bench.trial_loop(name, arms, bench.rounds(300, 60), warmup=20)
-    own = quantile(bench.values(name, "own", "total_ms"), 0.5)
-    for arm in [arm for arm in asks if arm != "own"]:
-        more = quantile(bench.values(name, arm, "total_ms"), 0.5) - own
-        bench.find(f"{name}: {arm} - own, p50", more, "ms", at_most=MAX_MORE_MS[name])
-
-
-def _timed(ask: Ask) -> Numbers:
-    began_ms = now_ms()
-    ask()
-    return {"total_ms": now_ms() - began_ms}
-
-
-def binary_request(model: str, x: Any, timeout_us: int = 0) -> bytes:
-    """Tensors behind the JSON, and so in the answer."""
-    head = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "x", "datatype": "FP32", "shape": x.shape,
-                    "parameters": {"binary_data_size": x.nbytes},
-                }
-            ],
-            "parameters": {"binary_data_output": True, "timeout": timeout_us},
-        }
-    ).encode()  # fmt: skip
-    lines = f"Inference-Header-Content-Length: {len(head)}\r\n"
-    return _post(f"/v2/models/{model}/infer", head + x.tobytes(), lines)
+# ---- requests ----------------------------------------------------------------------------------
 
 
 def json_request(x: Any, path: str = f"/v2/models/{SMALL.name}/infer") -> bytes:
     """``x`` to the small model, or to what a server has at ``path``."""
     tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
     body = json.dumps({"inputs": [tensor]}).encode()
-    return _post(path, body, "Content-Type: application/json\r\n")
+    return post(path, body, "Content-Type: application/json\r\n")
 
 
-def _post(path: str, body: bytes, lines: str = "") -> bytes:
+def post(path: str, body: bytes, lines: str = "") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
     return head.encode() + body
 
@@ -156,17 +102,6 @@ class Http:
         if b" 200 " not in status:
             raise RuntimeError(f"{status!r} {body[:200]!r}")
         return body
-
-
-@contextlib.contextmanager
-def grpc_caller(address: str, model: str, x: Any, name: str = "x") -> Iterator[Ask]:
-    """Raises ImportError: its library is an extra."""
-    import grpc
-
-    request = infer_message(model, x, name)
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        yield lambda: infer(request, timeout=60)
 
 
 def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
@@ -206,7 +141,7 @@ class _Rival:
 
     def signal(self, number: int) -> None:
         if self.process is not None:
-            send(self.process, number)
+            send(family(self.process.pid), number)
 
 
 def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
@@ -245,9 +180,9 @@ def _started(name: str, order: dict[str, Any], request: bytes) -> Iterator[_Riva
     """Start a rival that answers, and is stopped."""
     port = free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
-    script = str(Path(__file__).with_name(f"rival_{name}.py"))
+    script = str(Path(__file__).with_name("rivals.py"))
     rival = _Rival(name, f"127.0.0.1:{port}", request)
-    command = [python_of(RIVALS_FOLDER), "-P", script, json.dumps(order)]
+    command = [python_of(RIVALS_FOLDER), "-P", script, name, json.dumps(order)]
     with started(command, lambda _: _outputs(rival), environment()) as rival.process:
         yield rival
 
@@ -300,7 +235,7 @@ async def _caller(one: _Rival, until_s: float, taken_ms: list[float]) -> None:
 
 def _judge(bench: Run, case: str, names: list[str]) -> None:
     def p50(name: str, key: str) -> float:
-        return quantile(bench.values(case, name, key), 0.5)
+        return bench.p50(case, name, key)
 
     for name in names[1:]:
         faster = p50("pipeswitch", "throughput_per_s") / p50(name, "throughput_per_s")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any, Final
 from pipeswitch.client.client import Client
 from pipeswitch.testing import RunningServer, server
 
-from .foreign import family, send
+from .foreign import family, send, used_ms
 from .models import MIB
 from .setting import end, read_line, spawn
 from .trials import Arm, Numbers, Run, now_ms
@@ -133,19 +132,15 @@ class Peer:
 
     def signal(self, number: int) -> None:
         if self.process is not None:
-            send(self.process, number)
-
-    def cpu_ms(self) -> float:
-        """Return the processor's time of its processes until now."""
-        ticks = family(self.process.pid if self.process else self.root).values()
-        return sum(ticks) / os.sysconf("SC_CLK_TCK") * 1e3
+            send(family(self.process.pid), number)
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
         """Ask, and add ``cpu_ms``: also of this process, which asks."""
-        before_ms, own_s = self.cpu_ms(), time.process_time()
+        root = self.process.pid if self.process else self.root
+        before_ms, own_s = used_ms(root), time.process_time()
         found = self.ask(model, prompts, new)
         own_s = time.process_time() - own_s
-        return found | {"cpu_ms": self.cpu_ms() - before_ms + own_s * 1e3}
+        return found | {"cpu_ms": used_ms(root) - before_ms + own_s * 1e3}
 
 
 @dataclass

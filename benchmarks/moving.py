@@ -114,7 +114,7 @@ def _compare(bench: Run, case: str, arms: Sequence[Arm]) -> None:
     bench.say(f"{case}: measuring")
     bench.trial_loop(case, arms, bench.rounds(ROUNDS, QUICK_ROUNDS))
     p50 = {
-        (arm.name, key): quantile(bench.values(case, arm.name, key), 0.5)
+        (arm.name, key): bench.p50(case, arm.name, key)
         for arm in arms
         for key in ("total_ms", "before_ms", "beside_ms")
     }
@@ -143,7 +143,7 @@ def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: An
     bench.say(f"{case}: measuring")
     bench.trial_loop(case, arms, bench.rounds(10, 2))
     for key, what in (("trained_per_s", "steps a second"), ("median_ms", "a request")):
-        waits, moves = (quantile(bench.values(case, arm.name, key), 0.5) for arm in arms)
+        waits, moves = (bench.p50(case, arm.name, key) for arm in arms)
         bench.find(f"{case}: {what}, the job moves / waits", moves / waits)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pipeswitch.client.aio import AsyncClient
 from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, QueueFull
 
-from .gateway import binary_request, infer_message
+from .gateway import infer_message, post
 from .trials import now_ms
 
 SETTLE_S: Final = 0.3  # connections are there before the first request
@@ -23,6 +23,16 @@ OWN: Final = {QueueFull: 429, DeadlineExceeded: 504}
 GRPC: Final = {"RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504}
 CONNECTIONS: Final = 32  # of HTTP, made before; more come where all wait for an answer
 Ask = Callable[[float], Awaitable[tuple[int, bool]]]  # a deadline; HTTP's status, Retry-After
+
+
+def binary_request(model: str, x: Any, timeout_us: int) -> bytes:
+    """Tensors behind the JSON, and so in the answer."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": x.shape,
+              "parameters": {"binary_data_size": x.nbytes}}  # fmt: skip
+    parameters = {"binary_data_output": True, "timeout": timeout_us}
+    head = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+    lines = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    return post(f"/v2/models/{model}/infer", head + x.tobytes(), lines)
 
 
 async def doors(

@@ -2,7 +2,7 @@
 
 ``edf`` with ``--admission deadline``, one model, deadlines of 10 to 20 of its runs. Each door has
 Poisson arrivals at 1.5, 2 and 4 times the capacity (a closed loop, just before), from a process of
-its own (``open_loop.py``), and the simulator replays the instants at which they were sent.
+its own (``open_loop.py``).
 *Accepted* is also what was refused within four runs of its deadline: such a one had waited, and is
 not in time. All share this machine's cores: ``late_ms`` is how late the generator itself was.
 """
@@ -23,9 +23,7 @@ import numpy as np
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
-from pipeswitch.simulator.arrivals import Arrival, poisson
-from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.replay import PaperModel, Setting, replay
+from pipeswitch.simulator.arrivals import poisson
 from pipeswitch.testing import server
 
 from .models import MIB, MLP_WIDTH, mlp
@@ -38,7 +36,6 @@ OPEN: Final = 4  # requests of the closed loop
 SECONDS, QUICK_SECONDS = 8.0, 4.0
 CAPACITY_S: Final = 1.0
 IN_TIME, GOODPUT, REFUSAL_MS = 0.99, 0.9, 5.0
-LAYERS: Final = 12
 DROPPED: Final = 4.0  # runs before its deadline at most, if it waited
 ARGS: Final = ("--policy", "edf", "--admission", "deadline")
 
@@ -154,39 +151,16 @@ def _trial(
         "controller_waits": waited_s / (used_s + waited_s),
         "statuses": dict(Counter(str(row.status) for row in rows)),
         "told_when": sum(row.may_retry for row in refused) / max(1, len(refused)),
-        **_simulated([Arrival(row.sent_ms, 0, row.deadline_ms) for row in rows], capacity),
-    }
-
-
-def _simulated(asked: Sequence[Arrival], capacity: float) -> Numbers:
-    """The same requests; each run takes as long as one did in the closed loop, all told."""
-    run_ms, size = 1e3 / capacity, MODEL.room_bytes // LAYERS
-    model = PaperModel(name=MODEL.name, layer_bytes=(size,) * LAYERS,
-                       layer_ms=(run_ms / LAYERS,) * LAYERS, plan=(0,))  # fmt: skip
-    costs = Costs(to_device=Link(bytes_per_ms=1e9))
-    setting = Setting(memory_bytes=2 * MODEL.room_bytes, costs=costs, policy="edf",
-                      admission="deadline", is_known=True)  # fmt: skip
-    outcome = replay(setting, [model], asked)
-    took = zip(sorted(outcome.order), outcome.latency_ms, strict=True)
-    in_time = sum(ms <= (asked[number].deadline_ms or 0.0) for number, ms in took)
-    return {
-        "simulated_accepted": len(outcome.order) / len(asked),
-        "simulated_in_time": in_time / len(outcome.order),
-        "simulated_goodput": in_time * run_ms / outcome.makespan_ms,
     }
 
 
 def _find(bench: Run, arm: str) -> None:
     """The medians of its rounds."""
-
-    def middle(key: str) -> float:
-        return quantile(bench.values("overload", arm, key), 0.5)
-
-    bench.find(f"{arm}: accepted", middle("accepted"))
-    bench.find(f"{arm}: accepted, simulated", middle("simulated_accepted"))
-    bench.find(f"{arm}: in time, of the accepted", middle("in_time"), at_least=IN_TIME)
-    bench.find(f"{arm}: in time, simulated", middle("simulated_in_time"))
-    bench.find(f"{arm}: goodput / capacity", middle("goodput"), at_least=GOODPUT)
-    bench.find(f"{arm}: goodput / capacity, simulated", middle("simulated_goodput"))
-    bench.find(f"{arm}: refusal, p50", middle("refusal_p50_ms"), "ms")
-    bench.find(f"{arm}: refusal, p99", middle("refusal_p99_ms"), "ms", at_most=REFUSAL_MS)
+    for key, what, unit, target in (
+        ("accepted", "accepted", "", {}),
+        ("in_time", "in time, of the accepted", "", {"at_least": IN_TIME}),
+        ("goodput", "goodput / capacity", "", {"at_least": GOODPUT}),
+        ("refusal_p50_ms", "refusal, p50", "ms", {}),
+        ("refusal_p99_ms", "refusal, p99", "ms", {"at_most": REFUSAL_MS}),
+    ):
+        bench.find(f"{arm}: {what}", bench.p50("overload", arm, key), unit, **target)

@@ -164,7 +164,7 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
     seen = costs_of(rig.layer_bytes, arms.switches["per-layer"], arms.switches["one-shot"])
     least_ms = bound(seen)
     bench.find(f"{case}: M*, from this run's layers", least_ms, "ms")
-    p50 = {name: quantile(bench.values(case, name, "makespan_ms"), 0.5) for name in arms.plans}
+    p50 = {name: bench.p50(case, name, "makespan_ms") for name in arms.plans}
     for name in arms.plans:
         if name != "resident":
             bench.find(f"{case}: {name} / M*, p50", p50[name] / least_ms)
@@ -179,6 +179,6 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
     bench.find(f"{case}: planned, measured / predicted, p50", p50["planned"] / predicted_ms)
     bench.find(f"{case}: resident prefix", 100 * arms.prefix_bytes / sum(rig.layer_bytes), "%")
     for name in ("planned", "planned-prefix"):
-        stall_ms = quantile(bench.values(case, name, "stall_ms"), 0.5)
+        stall_ms = bench.p50(case, name, "stall_ms")
         bench.find(f"{case}: {name}, waited for the link, p50", stall_ms, "ms")
     bench.notes.append(f"{case}: {len(arms.plans['planned'])} planned groups")

@@ -51,8 +51,7 @@ class Rival:
 
     def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name
-        with np.load(setting.order()["inputs_path"]) as arrays:
-            self._inputs = [arrays[name] for name in arrays.files]
+        self._inputs = setting.arrays()
         context = multiprocessing.get_context("spawn")
         self._client, theirs = context.Pipe()
         arguments = (setting.order(), style, theirs)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import server
 
 from .trials import Arm, Numbers, Run
@@ -75,9 +74,7 @@ def run(bench: Run, _: Any = ()) -> None:
             bench.say(f"{case.name}: {units} units of loading a sample")
             arms = [Arm(arm, partial(jobs.train, arm)) for arm in ("own", "shared")]
             bench.trial_loop(case.name, arms, bench.rounds(3, 1), warmup=0)
-            own, shared = (
-                quantile(bench.values(case.name, arm.name, "images_per_s"), 0.5) for arm in arms
-            )
+            own, shared = (bench.p50(case.name, arm.name, "images_per_s") for arm in arms)
             name = f"{case.name}: images a second, shared / own"
             bench.find(name, shared / own, at_least=case.at_least)
     bench.notes.append("cheap input: each sample is unpacked once")

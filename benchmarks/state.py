@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket, spans
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, aligned
 
@@ -60,7 +59,7 @@ def _one_model(bench: Run, name: str) -> None:
         end(child)
     mib = sum(tensor_bytes) / MIB
     bench.find(f"{name}: {mib:.2f} MiB, tensors", len(tensor_bytes))
-    p50 = {arm.name: quantile(bench.values(name, arm.name, "transfer_ms"), 0.5) for arm in arms}
+    p50 = {arm.name: bench.p50(name, arm.name, "transfer_ms") for arm in arms}
     for arm, value in p50.items():
         bench.find(f"{name}: {arm}, p50", value, "ms")
         bench.find(f"{name}: {arm}, p50 per MiB", value / mib, "ms/MiB")

@@ -10,9 +10,7 @@ one that answers).
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +19,10 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
-from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
+from .models import QUICK_MODELS, SWITCH_MODELS
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
-from .setting import Baseline, Setting
+from .setting import Baseline, Setting, settings
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
@@ -38,22 +36,18 @@ CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its s
 
 def run(bench: Run, models: Sequence[str]) -> None:
     """Measure each model with a server of its own."""
-    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else SWITCH_MODELS)):
-        compare(bench, name, ARMS, bench.rounds(ROUNDS, QUICK_ROUNDS))
-        _findings(bench, name)
+    for setting in settings(bench, models, SWITCH_MODELS, QUICK_MODELS):
+        compare(bench, setting, ARMS)
+        _findings(bench, setting.model.name)
     bench.skip(NEEDS_CUDA)
     bench.notes.append("total_ms is the client's clock; of ready it is the model's run alone")
     bench.notes.append("overhead: total of cold minus resident, or stop-and-start minus ready")
 
 
-def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> None:
+def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
     """Ours, cold and resident, in turns with these baselines."""
+    name = setting.model.name
     with contextlib.ExitStack() as stack:
-        entered = tempfile.TemporaryDirectory(prefix="pipeswitch-bench-")
-        folder = Path(stack.enter_context(entered))
-        setting = Setting(MODELS[name], folder, bench.threads, bench.seed)
-        bench.say(f"{name}: writing weights, starting baselines and a server")
-        setting.write_files()
         rivals = []
         for baseline in baselines:
             rivals.append(BASELINES[baseline](setting))
@@ -66,7 +60,7 @@ def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> Non
             *(requests.arm_of(rival) for rival in rivals),
         ]
         bench.say(f"{name}: measuring")
-        bench.trial_loop(name, arms, rounds, warmup=3)
+        bench.trial_loop(name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=3)
 
 
 class Requests:
@@ -74,8 +68,7 @@ class Requests:
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
-        with np.load(setting.order()["inputs_path"]) as arrays:
-            self._inputs: Any = [arrays[name] for name in arrays.files]
+        self._inputs: Any = setting.arrays()
         self.training = Training(client, bench.threads, bench.seed)
         self._here = 1  # neither; the first cold request is for twin 0
         self._checksum: float | None = None
@@ -156,7 +149,7 @@ def _against_rivals(bench: Run, case: str) -> None:
         totals = bench.values(case, arm, "total_ms")
         theirs = quantile(paired_differences(totals, ready), 0.5)
         least = min(totals) - min(ready)
-        wait = quantile(bench.values(case, arm, "wait_ms"), 0.5)
+        wait = bench.p50(case, arm, "wait_ms")
         bench.find(f"{case}: {arm} overhead, p50 of pairs with ready", theirs, "ms")
         for what, value in (
             ("p50 of pairs", ratio(theirs, ours)),
