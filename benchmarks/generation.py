@@ -21,21 +21,7 @@ import numpy as np
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
-from .lm import (
-    MANY,
-    MIDDLE,
-    PROMPTS,
-    SIZES,
-    SMALL,
-    Lines,
-    OwnSocket,
-    Place,
-    Size,
-    placed,
-    served,
-    speed,
-    transformers_child,
-)
+from . import lm
 from .trials import Arm, Numbers, Run, now_ms
 
 FOUR: Final = 4
@@ -46,13 +32,13 @@ A_SECOND: Final = 0.6  # requests, of all four models together
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Speed of each size; the rest of the larger one."""
-    for size in SIZES[:1] if bench.is_quick else SIZES:
-        with placed(bench, size, 1) as place:
+    for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
+        with lm.placed(bench, size, 1) as place:
             _speed(bench, place)
-    size = SMALL if bench.is_quick else MIDDLE
-    with placed(bench, size, 2) as place:
+    size = lm.SMALL if bench.is_quick else lm.MIDDLE
+    with lm.placed(bench, size, 2) as place:
         _cold(bench, place)
-    with placed(bench, size, FOUR) as place:
+    with lm.placed(bench, size, FOUR) as place:
         _four(bench, place)
     bench.notes.append("both ways compute with the same threads")
 
@@ -60,34 +46,34 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
 # ---- tokens a second -----------------------------------------------------------------------------
 
 
-def _speed(bench: Run, place: Place) -> None:
+def _speed(bench: Run, place: lm.Place) -> None:
     name = place.size.name
     bench.say(f"{name}: starting a server, and transformers")
-    with transformers_child(place) as child, served(place) as (running, client):
+    with lm.transformers_child(place) as child, lm.served(place) as (running, client):
         peers = [
-            Lines("generate", root=child.pid, child=child),
-            OwnSocket("served", root=running.pid, client=client),
+            lm.Lines("generate", root=child.pid, child=child),
+            lm.OwnSocket("served", root=running.pid, client=client),
         ]
-        for case in speed(bench, place.size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
+        for case in lm.speed(bench, place.size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
             ours, theirs = (bench.values(case, one.name, "tokens_per_s") for one in peers[::-1])
             bench.find(f"{case}: served, p50", quantile(ours, 0.5), "tokens/s")
             share = quantile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
             bench.find(f"{case}: served / generate(), by pairs, p50", share,
-                       at_least=None if f"{MANY} at" in case else 1.0)  # fmt: skip
+                       at_least=None if f"{lm.MANY} at" in case else 1.0)  # fmt: skip
     for arm, least in (("served", 3.0), ("generate", None)):
         one, many = (
-            bench.p50(f"{name}, {count} at once", arm, "tokens_per_s") for count in (1, MANY)
+            bench.p50(f"{name}, {count} at once", arm, "tokens_per_s") for count in (1, lm.MANY)
         )
-        bench.find(f"{name}: {MANY} at once / one, {arm}", many / one, at_least=least)
+        bench.find(f"{name}: {lm.MANY} at once / one, {arm}", many / one, at_least=least)
 
 
 # ---- a cold model's first token ------------------------------------------------------------------
 
 
-def _cold(bench: Run, place: Place) -> None:
+def _cold(bench: Run, place: lm.Place) -> None:
     bench.say("a cold model's first token: starting a server")
-    with served(place) as (_, client):
-        for count in PROMPTS:
+    with lm.served(place) as (_, client):
+        for count in lm.PROMPTS:
             case = f"first token, prompt of {count}"
             seeds = iter(range(count << 16, 1 << 31))  # no prompt twice: nothing is known of it
             arms = [
@@ -102,7 +88,7 @@ def _cold(bench: Run, place: Place) -> None:
                        at_most=1.15)  # fmt: skip
 
 
-def _first(client: Client, name: str, size: Size, count: int, seeds: Iterator[int]) -> Numbers:
+def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator[int]) -> Numbers:
     """One step: as ``generate`` asks for a prompt."""
     ids = size.prompts(1, count, next(seeds))
     inputs = {"ids": np.array(ids), "count": np.array([count]), "used": np.array([0])}
@@ -117,12 +103,12 @@ def _first(client: Client, name: str, size: Size, count: int, seeds: Iterator[in
 # ---- four models, memory for one and a half ------------------------------------------------------
 
 
-def _four(bench: Run, place: Place) -> None:
+def _four(bench: Run, place: lm.Place) -> None:
     seconds = QUICK_SECONDS if bench.is_quick else SECONDS
     case = f"{FOUR} models, requests by chance"
     for arm, rooms in (("switching", 1.5), ("all resident", float(FOUR))):
         bench.say(f"{case}: {arm}, {seconds:.0f} s")
-        with served(place, rooms) as (_, client):
+        with lm.served(place, rooms) as (_, client):
             for number in range(FOUR):  # each has answered once
                 list(client.generate(f"lm-{number}", [1, 2, 3], max_new_tokens=2))
             for number, row in enumerate(_by_chance(client, place.size, seconds, bench.seed)):
@@ -131,8 +117,8 @@ def _four(bench: Run, place: Place) -> None:
     for number in range(rounds):
         bench.say(f"{case}: stop and start, {number + 1} of {rounds}")
         began_ms = now_ms()
-        with transformers_child(place) as child:
-            Lines("stop-and-start", child=child).ask(0, place.size.prompts(1, 32, 0), 1)
+        with lm.transformers_child(place) as child:
+            lm.Lines("stop-and-start", child=child).ask(0, place.size.prompts(1, 32, 0), 1)
             bench.record(case, "stop-and-start", number, {"first_ms": now_ms() - began_ms})
     for share in (0.5, 0.99):
         both = ("switching", "all resident")
@@ -149,7 +135,7 @@ def _four(bench: Run, place: Place) -> None:
                    between["switching"] / between["all resident"], at_most=1.5)  # fmt: skip
 
 
-def _by_chance(client: Client, size: Size, seconds: float, seed: int) -> list[Numbers]:
+def _by_chance(client: Client, size: lm.Size, seconds: float, seed: int) -> list[Numbers]:
     """Requests of 32 tokens and 16 to come, the same ones for each arm."""
     chance, rows, threads = random.Random(seed), list[Numbers](), list[threading.Thread]()
 

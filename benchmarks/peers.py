@@ -21,24 +21,8 @@ from typing import Any, Final
 
 from pipeswitch.planning.fit import quantile
 
+from . import lm
 from .foreign import PEERS_FOLDER, environment, free_port, python_of, started, usable
-from .lm import (
-    MANY,
-    PROMPT,
-    PROMPTS,
-    SIZES,
-    Lines,
-    OwnSocket,
-    Peer,
-    Place,
-    Prompts,
-    arms_of,
-    placed,
-    served,
-    side_by_side,
-    speed,
-    transformers_child,
-)
 from .lm_child import FIRST_LETTER
 from .setting import read_line
 from .trials import Numbers, Run, now_ms
@@ -54,8 +38,8 @@ F32: Final = 0  # ggml's number; the default for keys and values is float16
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Of each size: tokens a second, first tokens, and another model wanted."""
     found = usable(bench, PEERS_FOLDER, PEERS)
-    for size in SIZES[:1] if bench.is_quick else SIZES:
-        with placed(bench, size, TWO, has_letters=True) as place:
+    for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
+        with lm.placed(bench, size, TWO, has_letters=True) as place:
             if "llama_cpp" in found:
                 files = [*zip(place.folders, _files(place), strict=True)]
                 subprocess.run(_child_command("gguf", {"files": files}), check=True,
@@ -64,7 +48,7 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
                 peers = [
                     peer for one in _everyone(place, found) for peer in stack.enter_context(one)
                 ]
-                for case in speed(bench, size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
+                for case in lm.speed(bench, size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
                     _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
                 _first(place, peers)
             if "vllm" in found:
@@ -76,7 +60,7 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     )
 
 
-def _files(place: Place) -> list[str]:
+def _files(place: lm.Place) -> list[str]:
     return [f"{folder}.gguf" for folder in place.folders]
 
 
@@ -85,7 +69,7 @@ def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
     return [python_of(PEERS_FOLDER), "-P", script, verb, json.dumps(order)]
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: lm.Place) -> dict[str, str]:
     """Nothing is fetched or sent, and nothing kept elsewhere."""
     return environment() | {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(place.folder),
@@ -96,13 +80,13 @@ def _environment(place: Place) -> dict[str, str]:
 
 
 @dataclass
-class OverHttp(Peer):
+class OverHttp(lm.Peer):
     """By ``/v1/completions``: each prompt on a connection and a thread of its own."""
 
     address: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # in the body
 
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
+    def ask(self, model: int, prompts: lm.Prompts, new: int) -> Numbers:
         def ask(number: int) -> tuple[list[int], float]:
             text = "".join(chr(FIRST_LETTER + token) for token in prompts[number])
             body = {"model": f"lm-{model}", "prompt": text, "max_tokens": new, "temperature": 0,
@@ -110,7 +94,7 @@ class OverHttp(Peer):
             answer, first_ms = _stream(self.address, json.dumps(body))
             return [ord(letter) - FIRST_LETTER for letter in answer], first_ms
 
-        return side_by_side(ask, len(prompts))
+        return lm.side_by_side(ask, len(prompts))
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
@@ -136,8 +120,8 @@ def _stream(address: str, body: str) -> tuple[str, float]:
 
 
 def _everyone(
-    place: Place, found: Sequence[str]
-) -> Iterator[contextlib.AbstractContextManager[list[Peer]]]:
+    place: lm.Place, found: Sequence[str]
+) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
     """What is right comes first."""
     yield _transformers(place)
     yield _ours(place)
@@ -149,21 +133,21 @@ def _everyone(
 
 
 @contextlib.contextmanager
-def _transformers(place: Place) -> Iterator[list[Peer]]:
-    with transformers_child(place) as child:
-        yield [Lines(RIGHT, root=child.pid, child=child)]
+def _transformers(place: lm.Place) -> Iterator[list[lm.Peer]]:
+    with lm.transformers_child(place) as child:
+        yield [lm.Lines(RIGHT, root=child.pid, child=child)]
 
 
 @contextlib.contextmanager
-def _ours(place: Place) -> Iterator[list[Peer]]:
-    with served(place, http=True) as (running, client):
+def _ours(place: lm.Place) -> Iterator[list[lm.Peer]]:
+    with lm.served(place, http=True) as (running, client):
         yield [
             OverHttp(OURS, root=running.pid, address=running.http_address),
-            OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
+            lm.OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
         ]
 
 
-def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
+def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
     threads, port = place.bench.threads, free_port()
     models = [
         {"model": file, "model_alias": f"lm-{number}", "n_ctx": place.size.context,
@@ -179,12 +163,12 @@ def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
-def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
+def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
     port = free_port()
     command = [
         "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
         "--served-model-name", "lm-0", "--dtype", "float32",
-        "--max-model-len", str(place.size.context), "--max-num-seqs", str(MANY),
+        "--max-model-len", str(place.size.context), "--max-num-seqs", str(lm.MANY),
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     return _http("vLLM, HTTP", place, command, port, {})
@@ -192,11 +176,11 @@ def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
 
 @contextlib.contextmanager
 def _http(
-    name: str, place: Place, command: Sequence[str], port: int, more: Mapping[str, Any]
-) -> Iterator[list[Peer]]:
+    name: str, place: lm.Place, command: Sequence[str], port: int, more: Mapping[str, Any]
+) -> Iterator[list[lm.Peer]]:
     """Start a server (a module and its arguments) that has answered, and stands still."""
     peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
-    prompts = place.size.prompts(1, PROMPTS[0], 0)
+    prompts = place.size.prompts(1, lm.PROMPTS[0], 0)
     words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
     with started(
         words, lambda _: peer.ask(0, prompts, 1), _environment(place), folder=place.folder
@@ -205,23 +189,23 @@ def _http(
 
 
 @contextlib.contextmanager
-def _library(place: Place, name: str) -> Iterator[list[Peer]]:
+def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
     order = {
         "folders": place.folders, "files": _files(place), "threads": place.bench.threads,
-        "context": place.size.context, "together": MANY,
+        "context": place.size.context, "together": lm.MANY,
     }  # fmt: skip
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
     with started(
         _child_command(name, order), read_line, _environment(place), has_lines=True,
         folder=place.folder,
     ) as child:  # fmt: skip
-        yield [Lines(told[name], child, child=child)]
+        yield [lm.Lines(told[name], child, child=child)]
 
 
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def _first(place: Place, peers: Sequence[Peer]) -> None:
+def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
     """One token of a new prompt, after a request of the same model's, or of the other one's."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
@@ -229,29 +213,29 @@ def _first(place: Place, peers: Sequence[Peer]) -> None:
         ("first token", 0, peers),
         ("another model wanted", 1, holders),
     ):
-        for count in PROMPTS:
+        for count in lm.PROMPTS:
             case = f"{size.name}, {words}, prompt of {count}"
             seeds = itertools.count(count << 16 | before << 15)  # no prompt twice
             bench.say(f"{case}: measuring")
 
-            def prepare(peer: Peer, before: int = before, seeds: Any = seeds) -> None:
-                peer.ask(before, size.prompts(1, PROMPT, next(seeds)), 1)
+            def prepare(peer: lm.Peer, before: int = before, seeds: Any = seeds) -> None:
+                peer.ask(before, size.prompts(1, lm.PROMPT, next(seeds)), 1)
 
-            def measure(peer: Peer, count: int = count, seeds: Any = seeds) -> Numbers:
+            def measure(peer: lm.Peer, count: int = count, seeds: Any = seeds) -> Numbers:
                 found = peer.costing(0, size.prompts(1, count, next(seeds)), 1)
                 assert [len(tokens) for tokens in found["tokens"]] == [1]
                 first_ms = found.get("first_ms", found["took_ms"])
                 return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
-            bench.trial_loop(case, arms_of(chosen, prepare, measure), rounds)
+            bench.trial_loop(case, lm.arms_of(chosen, prepare, measure), rounds)
             _compare(bench, case, chosen, "first_ms")
 
 
-def _processes(place: Place) -> None:
+def _processes(place: lm.Place) -> None:
     """vLLM has no other way to another model than a process."""
     bench, size = place.bench, place.size
-    case = f"{size.name}, another model wanted, prompt of {PROMPTS[0]}"
+    case = f"{size.name}, another model wanted, prompt of {lm.PROMPTS[0]}"
     for number in range(bench.rounds(2, 1)):
         bench.say(f"{case}: a process of vLLM")
         began_ms = now_ms()
@@ -259,7 +243,7 @@ def _processes(place: Place) -> None:
             bench.record(case, "vLLM, HTTP", number, {"first_ms": now_ms() - began_ms})
 
 
-def _compare(bench: Run, case: str, peers: Sequence[Peer], *keys: str) -> None:
+def _compare(bench: Run, case: str, peers: Sequence[lm.Peer], *keys: str) -> None:
     for one, key in itertools.product(peers, keys):
         if one.name != OURS:
             both = (bench.values(case, name, key) for name in (OURS, one.name))

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
+from pipeswitch.ipc import messages as ipc
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.messages import (
-    DaemonSettings,
-    Epoch,
-    GroupCopy,
-    ModelName,
-    TransmitEnded,
-    TransmitModel,
-)
 from pipeswitch.programs.layout import REGION_ALIGN_BYTES, aligned
 
 from .lane import fill, packed
@@ -33,7 +26,7 @@ from .trials import Numbers, now_ms
 
 WORDS: Final = 4096  # more than any model has layers
 REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
-MODEL: Final = ModelName("rig")
+MODEL: Final = ipc.ModelName("rig")
 
 
 @dataclass(frozen=True)
@@ -89,12 +82,12 @@ class Engine:
         self.store_bytes = aligned(size_bytes, REGION_ALIGN_BYTES)
         self.bell, self.store = new_bell(), sealed_memfd("bench-store", self.store_bytes)
         self.epoch = 0
-        self.ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[ipc.TransmitEnded] = queue.SimpleQueue()
         self.memory = self.allocate()
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
         """Return an arena for the model, its pages taken."""
-        settings = DaemonSettings(
+        settings = ipc.DaemonSettings(
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
             store_bytes=self.store_bytes,
@@ -106,7 +99,7 @@ class Engine:
     def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
         """Send groups (offset and size in bytes); ``ended`` has a record when all have arrived."""
         copies = tuple(
-            GroupCopy(
+            ipc.GroupCopy(
                 store_offset_bytes=offset_bytes,
                 arena_offset_bytes=REGION_BYTES + offset_bytes,
                 size_bytes=size_bytes,
@@ -114,8 +107,8 @@ class Engine:
             )
             for word, (offset_bytes, size_bytes) in enumerate(groups)
         )
-        order = TransmitModel(
-            model=MODEL, epoch=Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
+        order = ipc.TransmitModel(
+            model=MODEL, epoch=ipc.Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
             region_bytes=self.store_bytes, groups=copies,
         )  # fmt: skip
         self.memory.transmit(order, self.ended.put)

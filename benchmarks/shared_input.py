@@ -99,21 +99,13 @@ class _Jobs:
     def train(self, arm: str) -> Numbers:
         is_shared = arm == "shared"
         group = f"{arm}-{next(self._numbers)}"
-        records = [
-            self._folder / f"{group}-{index}.json" for index in range(len(self._case.widths))
-        ]
-        tasks = [
-            self._client.train(
-                f"{MODULE}:main",
-                name=record.stem,
-                args=[
-                    *self._words, "--width", str(width), "--record", str(record),
-                    *(["--shared"] if is_shared else []),
-                ],
-                share=group if is_shared else "",
-            )
-            for record, width in zip(records, self._case.widths, strict=True)
-        ]  # fmt: skip
+        records, tasks = [], []
+        for index, width in enumerate(self._case.widths):
+            records.append(self._folder / f"{group}-{index}.json")
+            words = [*self._words, "--width", str(width), "--record", str(records[-1])]
+            words += ["--shared"] * is_shared
+            name, share = records[-1].stem, group if is_shared else ""
+            tasks.append(self._client.train(f"{MODULE}:main", name=name, args=words, share=share))
         for task in tasks:
             task.wait()
         return _rate([json.loads(record.read_text()) for record in records])

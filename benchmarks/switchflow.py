@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from . import interference, moving, shared_input, state
+from . import devices, interference, shared_input, state
 from .setting import settings
 from .trials import Run
 
@@ -26,7 +26,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         interference.twice(bench, setting)
     interference.run(bench, models)
-    for other in (moving, shared_input, state):
+    for other in (devices, shared_input, state):
         other.run(bench)
     bench.notes.append(
         "… twice: figure 2; one model and a training job: figure 6; … moves, requests stay: "
