@@ -29,7 +29,7 @@ from .lane import mapping
 from .models import MIB, MODELS
 from .serving import TWINS, Training, ask, inputs_of, serving, window
 from .state import MAX_OVER_PLAIN
-from .trials import Arm, Numbers, Run, nothing, now_ms
+from .trials import Arm, Numbers, Run, nothing, now_ms, ratio
 
 MODEL: Final = "resnet18"
 HOME, AWAY = "cpu:0", "cpu:1"
@@ -144,7 +144,7 @@ def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: An
     bench.trial_loop(case, arms, bench.rounds(10, 2))
     for key, what in (("trained_per_s", "steps a second"), ("median_ms", "a request")):
         waits, moves = (bench.p50(case, arm.name, key) for arm in arms)
-        bench.find(f"{case}: {what}, the job moves / waits", moves / waits)
+        bench.find(f"{case}: {what}, the job moves / waits", ratio(moves, waits))
 
 
 def _state(bench: Run, client: Client, few: Training, many: Training) -> None:

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psutil
 
-from .trials import Run
+from .trials import Arm, Numbers, Run
 
 RIVALS_FOLDER: Final = "PIPESWITCH_BENCH_RIVALS"
 PEERS_FOLDER: Final = "PIPESWITCH_BENCH_PEERS"
@@ -72,6 +74,36 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.send_signal(number)
+
+
+@dataclass
+class Foreign:
+    """A program that may stand still while others are measured."""
+
+    name: str
+    process: subprocess.Popen[str] | None = None  # none: it never does
+
+    def signal(self, number: int) -> None:
+        if self.process is not None:
+            send(family(self.process.pid), number)
+
+
+One = TypeVar("One", bound=Foreign)
+
+
+def arms_of(
+    all_: Sequence[One],
+    measure: Callable[[One], Numbers],
+    prepare: Callable[[One], object] = lambda _: None,
+) -> list[Arm]:
+    """Return an arm for each; the others stand still meanwhile."""
+
+    def only(chosen: One) -> None:
+        for one in all_:
+            one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
+        prepare(chosen)
+
+    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in all_]
 
 
 @contextlib.contextmanager

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import http.client
 import json
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,14 +25,24 @@ import numpy as np
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
-from .foreign import RIVALS_FOLDER, environment, family, free_port, python_of, send, started, usable
+from .foreign import (
+    RIVALS_FOLDER,
+    Foreign,
+    arms_of,
+    environment,
+    free_port,
+    python_of,
+    started,
+    usable,
+)
 from .models import BenchModel
 from .setting import Setting
-from .trials import Arm, Numbers, Run, now_ms
+from .trials import Numbers, Run, now_ms
 
 SMALL: Final = BenchModel(
     "small", "benchmarks.factories:small_mlp", 1 << 20, {"input": ((1, 64), "float32")}
 )
+INFER: Final = f"/v2/models/{SMALL.name}/infer"
 RIVALS: Final = ("kserve", "litserve", "ray")
 CONNECTIONS: Final = (1, 8, 64)
 LOAD_S: Final = 3.0
@@ -62,11 +70,14 @@ def run(bench: Run, _: Any = ()) -> None:
 # ---- requests ----------------------------------------------------------------------------------
 
 
-def json_request(x: Any, path: str = f"/v2/models/{SMALL.name}/infer") -> bytes:
-    """``x`` to the small model, or to what a server has at ``path``."""
+def _body(x: Any) -> bytes:
     tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    return post(path, body, "Content-Type: application/json\r\n")
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def json_request(x: Any, path: str) -> bytes:
+    """Return a request with ``x`` to what a server has at ``path``."""
+    return post(path, _body(x), "Content-Type: application/json\r\n")
 
 
 def post(path: str, body: bytes, lines: str = "") -> bytes:
@@ -74,34 +85,14 @@ def post(path: str, body: bytes, lines: str = "") -> bytes:
     return head.encode() + body
 
 
-class Http:
-    """A connection that is kept; one request at a time."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=60)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._answer = self._socket.makefile("rb")
-
-    def __enter__(self) -> Http:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._answer.close()
-        self._socket.close()
-
-    def ask(self, request: bytes) -> bytes:
-        """The body of the answer."""
-        self._socket.sendall(request)
-        status = self._answer.readline()
-        size = 0
-        while (line := self._answer.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                size = int(line.split(b":")[1])
-        body = self._answer.read(size)
-        if b" 200 " not in status:
-            raise RuntimeError(f"{status!r} {body[:200]!r}")
-        return body
+async def ask(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> tuple[int, bytes]:
+    """Send a request over a connection that is kept; return the answer's status and its head."""
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
+    return int(head.split()[1]), head
 
 
 def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
@@ -131,114 +122,86 @@ def _number(value: int) -> bytes:
 
 
 @dataclass
-class _Rival:
-    """Another server; its processes stand still while it is not measured."""
+class _Server(Foreign):
+    """Ours or a rival, with the request that it understands."""
 
-    name: str
-    address: str
-    request: bytes
-    process: subprocess.Popen[str] | None = None
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            send(family(self.process.pid), number)
+    address: str = ""
+    path: str = ""
 
 
 def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
     x = np.random.default_rng(bench.seed).random((1, 64), dtype=np.float32)
-    v2, lit = json_request(x), json_request(x, "/predict")
     with contextlib.ExitStack() as stack:
-        servers = [_Rival("pipeswitch", running.http_address, v2)]
+        servers = [_Server("pipeswitch", address=running.http_address, path=INFER)]
         for name in usable(bench, RIVALS_FOLDER, RIVALS):
             bench.say(f"{name}: starting")
             order = setting.order() | {"name": SMALL.name}
-            request = lit if name == "litserve" else v2
-            servers.append(stack.enter_context(_started(name, order, request)))
-        wanted = _outputs(servers[0])
+            servers.append(stack.enter_context(_started(name, order, x)))
+        wanted = _outputs(servers[0], x)
         for one in servers[1:]:
             one.signal(signal.SIGCONT)
-            np.testing.assert_allclose(_outputs(one), wanted, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(_outputs(one, x), wanted, rtol=1e-4, atol=1e-5)
             one.signal(signal.SIGSTOP)
         seconds = QUICK_LOAD_S if bench.is_quick else LOAD_S
         for count in CONNECTIONS:
             case = f"{count} connections"
             bench.say(f"{case}: measuring")
-            arms = [
-                Arm(
-                    one.name,
-                    functools.partial(_load, one, count, seconds),
-                    functools.partial(_only, one, servers),
-                )
-                for one in servers
-            ]
-            bench.trial_loop(case, arms, bench.rounds(5, 2))
-            _judge(bench, case, [one.name for one in servers])
+
+            def load(one: _Server, count: int = count) -> Numbers:
+                return asyncio.run(_load(one, json_request(x, one.path), count, seconds))
+
+            bench.trial_loop(case, arms_of(servers, load), bench.rounds(5, 2))
+            for name in [one.name for one in servers[1:]]:
+                for key, what, target in (
+                    ("throughput_per_s", "throughput", {"at_least": MIN_THROUGHPUT}),
+                    ("tail_ms", "p99", {"at_most": MAX_P99}),
+                ):
+                    share = bench.p50(case, "pipeswitch", key) / bench.p50(case, name, key)
+                    bench.find(f"{case}: {what} / {name}", share, "", **target)
 
 
 @contextlib.contextmanager
-def _started(name: str, order: dict[str, Any], request: bytes) -> Iterator[_Rival]:
+def _started(name: str, order: dict[str, Any], x: Any) -> Iterator[_Server]:
     """Start a rival that answers, and is stopped."""
     port = free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
-    script = str(Path(__file__).with_name("rivals.py"))
-    rival = _Rival(name, f"127.0.0.1:{port}", request)
-    command = [python_of(RIVALS_FOLDER), "-P", script, name, json.dumps(order)]
-    with started(command, lambda _: _outputs(rival), environment()) as rival.process:
-        yield rival
+    script = str(Path(__file__).with_name(f"rival_{name}.py"))
+    path = "/predict" if name == "litserve" else INFER
+    server = _Server(name, address=f"127.0.0.1:{port}", path=path)
+    command = [python_of(RIVALS_FOLDER), "-P", script, json.dumps(order)]
+    with started(command, lambda _: _outputs(server, x), environment()) as server.process:
+        yield server
 
 
-def _outputs(one: _Rival) -> Any:
-    with Http(one.address) as http:
-        return np.array(json.loads(http.ask(one.request))["outputs"][0]["data"], np.float32)
+def _outputs(one: _Server, x: Any) -> Any:
+    connection = http.client.HTTPConnection(one.address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", one.path, _body(x), {"Content-Type": "application/json"})
+        (y,) = json.loads(connection.getresponse().read())["outputs"]
+    return np.array(y["data"], np.float32)
 
 
-def _only(chosen: _Rival, servers: list[_Rival]) -> None:
-    for one in servers:
-        one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
-
-
-def _load(one: _Rival, count: int, seconds: float) -> Numbers:
-    return asyncio.run(_ask_for(one, count, seconds))
-
-
-async def _ask_for(one: _Rival, count: int, seconds: float) -> Numbers:
-    until_s = time.monotonic() + seconds
+async def _load(one: _Server, request: bytes, count: int, seconds: float) -> Numbers:
+    """Ask on each connection again as soon as there is an answer."""
     taken_ms: list[float] = []
+
+    async def caller() -> None:
+        host, _, port = one.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.closing(writer):
+            while time.monotonic() < until_s:
+                began_ms = now_ms()
+                status, head = await ask(reader, writer, request)
+                if status != http.HTTPStatus.OK:
+                    raise RuntimeError(f"{one.name}: {head[:60]!r}")
+                taken_ms.append(now_ms() - began_ms)
+
     began_s = time.monotonic()
-    await asyncio.gather(*(_caller(one, until_s, taken_ms) for _ in range(count)))
-    elapsed_s = time.monotonic() - began_s
+    until_s = began_s + seconds
+    await asyncio.gather(*(caller() for _ in range(count)))
     return {
-        "throughput_per_s": len(taken_ms) / elapsed_s,
+        "throughput_per_s": len(taken_ms) / (time.monotonic() - began_s),
         "median_ms": quantile(taken_ms, 0.5),
         "tail_ms": quantile(taken_ms, 0.99),
         "requests": len(taken_ms),
     }
-
-
-async def _caller(one: _Rival, until_s: float, taken_ms: list[float]) -> None:
-    """Ask again as soon as there is an answer."""
-    host, _, port = one.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        while time.monotonic() < until_s:
-            began_ms = now_ms()
-            writer.write(one.request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
-            await reader.readexactly(size)
-            if b" 200 " not in head[:16]:
-                raise RuntimeError(f"{one.name}: {head[:60]!r}")
-            taken_ms.append(now_ms() - began_ms)
-    finally:
-        writer.close()
-
-
-def _judge(bench: Run, case: str, names: list[str]) -> None:
-    def p50(name: str, key: str) -> float:
-        return bench.p50(case, name, key)
-
-    for name in names[1:]:
-        faster = p50("pipeswitch", "throughput_per_s") / p50(name, "throughput_per_s")
-        bench.find(f"{case}: throughput / {name}", faster, at_least=MIN_THROUGHPUT)
-        tail = p50("pipeswitch", "tail_ms") / p50(name, "tail_ms")
-        bench.find(f"{case}: p99 / {name}", tail, at_most=MAX_P99)

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,21 +127,17 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
         output.seek(0)
         text = output.read()
     results, rest = _split(text)
-    status = "ok"
+    status, tail = "failed" if process.returncode else "ok", ""
     if timed_out:
         status = "timed out"
     elif process.returncode == NEEDS_A_GPU or any("needs" in result for result in results):
         status = "needs a GPU"
-    elif process.returncode:
-        status = "failed"
     if stayed:
         results.append({"processes_that_had_to_be_killed": stayed})
-    tail = ""
     if status not in ("ok", "needs a GPU"):
         tail = "\n".join([*server_logs(began_at_s), rest[-TAIL:]])
-    return Outcome(
-        stage.name, status, round(time.monotonic() - began_s, 1), process.returncode, results, tail
-    )
+    seconds = round(time.monotonic() - began_s, 1)
+    return Outcome(stage.name, status, seconds, process.returncode, results, tail)
 
 
 def end_leftovers(mark: str) -> list[str]:
@@ -246,29 +242,29 @@ class Report:
     def markdown(self) -> str:
         """For people: the first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
-        lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
-        lines += ["|---|---|---|---|"]
-        for row in self._results("mechanism"):
-            text = str(row["text"]).replace("|", "/").replace("\n", " ")
-            lines.append(f"| {row['mechanism']} | {row['outcome']} | {text} | {row.get('s', '')} |")
-        lines += ["", "| stage | outcome | s |", "|---|---|---|"]
-        for o in self.outcomes:
-            why = f": {o.tail}" if o.status == "not run" else ""
-            lines.append(f"| {o.name} | {o.status}{why} | {o.seconds} |")
-        lines += ["", "| case | arm | p50 ms | p99 ms | min ms | n |", "|---|---|---|---|---|---|"]
-        for row in self._results("total_ms"):
-            t = row["total_ms"]
-            case, arm = row.get("case", "soak"), row.get("arm", "cold")
-            lines.append(f"| {case} | {arm} | {t['p50']} | {t['p99']} | {t['min']} | {t['n']} |")
-        lines += ["", "| finding | value | target |", "|---|---|---|"]
+        lines += [f"**{self.verdict()}**"]
+        lines += table("mechanism | outcome | finding | s", [
+            (row["mechanism"], row["outcome"], row["text"], row.get("s", ""))
+            for row in self._results("mechanism")
+        ])  # fmt: skip
+        lines += table("stage | outcome | s", [
+            (one.name, one.status + (f": {one.tail}" if one.status == "not run" else ""),
+             one.seconds) for one in self.outcomes
+        ])  # fmt: skip
+        lines += table("case | arm | p50 ms | p99 ms | min ms | n", [
+            (row.get("case", "soak"), row.get("arm", "cold"), *row["total_ms"].values())
+            for row in self._results("total_ms")
+        ])  # fmt: skip
+        found = []
         for row in self._results("cold_over_ready"):
             name = f"{row['case']}: cold / ready-eager"
-            lines.append(f"| {name} | {row['cold_over_ready']} | {row['target'] or ''} |")
-            lines.append(f"| {row['case']}: link, GB/s | {row['link_gb_s']} | |")
+            found.append((name, row["cold_over_ready"], row["target"] or ""))
+            found.append((f"{row['case']}: link, GB/s", row["link_gb_s"], ""))
         for key in ("training_tax", "preemption_stop_ms", "leaked_device_bytes", "rungs"):
             for row in self._results(key):
                 target = row.get("target", "") if key == "training_tax" else ""
-                lines.append(f"| {key} | {row[key]} | {target} |")
+                found.append((key, row[key], target))
+        lines += table("finding | value | target", found)
         for outcome in self.outcomes:
             if outcome.status not in ("ok", "not run") and outcome.tail:
                 lines += ["", f"## {outcome.name}: {outcome.status}", "", "```"]
@@ -277,6 +273,15 @@ class Report:
 
     def _results(self, key: str) -> list[dict[str, Any]]:
         return [row for outcome in self.outcomes for row in outcome.results if key in row]
+
+
+def table(head: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return an empty line, then those of a Markdown table."""
+    lines = ["", f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    for row in rows:
+        cells = (str(cell).replace("|", "/").replace("\n", " ") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _commit() -> str:

@@ -6,24 +6,22 @@ import contextlib
 import itertools
 import json
 import random
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.client.client import Client
 from pipeswitch.testing import RunningServer, server
 
-from .foreign import family, send, used_ms
+from .foreign import Foreign, arms_of, used_ms
 from .models import MIB
 from .setting import end, read_line, spawn
-from .trials import Arm, Numbers, Run, now_ms
+from .trials import Numbers, Run, now_ms
 
 NEW: Final = 128  # tokens of an answer
 MANY: Final = 8
@@ -120,19 +118,13 @@ def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
 
 
 @dataclass
-class Peer:
+class Peer(Foreign):
     """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
 
-    name: str
-    process: subprocess.Popen[str] | None = None  # that stands still meanwhile
     root: int = 0  # the process that it began with, of those that never stand still
 
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
         raise NotImplementedError
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            send(family(self.process.pid), number)
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
         """Ask, and add ``cpu_ms``: also of this process, which asks."""
@@ -187,17 +179,6 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
 # ---- tokens a second -----------------------------------------------------------------------------
 
 
-def arms_of(peers: Sequence[Peer], prepare: Any, measure: Any) -> list[Arm]:
-    """Return an arm for each; the others stand still meanwhile."""
-
-    def only(chosen: Peer) -> None:
-        for one in peers:
-            one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
-        prepare(chosen)
-
-    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in peers]
-
-
 def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:
     """Measure one prompt and many at once; yield each case. The first peer says what is right.
 
@@ -220,7 +201,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
                     "cpu_per_token_ms": found["cpu_ms"] / tokens,
                     **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
 
-        bench.trial_loop(case, arms_of(peers, prepare, measure), rounds)
+        bench.trial_loop(case, arms_of(peers, measure, prepare), rounds)
         yield case
     for one in peers[1:]:
         rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)

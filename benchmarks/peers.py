@@ -22,7 +22,7 @@ from typing import Any, Final
 from pipeswitch.planning.fit import quantile
 
 from . import lm
-from .foreign import PEERS_FOLDER, environment, free_port, python_of, started, usable
+from .foreign import PEERS_FOLDER, arms_of, environment, free_port, python_of, started, usable
 from .lm_child import FIRST_LETTER
 from .setting import read_line
 from .trials import Numbers, Run, now_ms
@@ -228,7 +228,7 @@ def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
                 return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
-            bench.trial_loop(case, lm.arms_of(chosen, prepare, measure), rounds)
+            bench.trial_loop(case, arms_of(chosen, measure, prepare), rounds)
             _compare(bench, case, chosen, "first_ms")
 
 

@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from .lane import Lane, packed
-from .setting import Setting, Style
+from .setting import Baseline, Setting, Style
 from .trials import Numbers, now_ms
 
 PRELOADED: Final = "benchmarks.rival_worker"
@@ -44,10 +44,8 @@ TWO_PROCESSES: Final = Style("two-processes", workers="new")
 STYLES: Final = (PUBLISHED, SERIAL, TO_DEVICE, ONE_PROCESS, TWO_PROCESSES)
 
 
-class Rival:
-    """A ``Baseline`` with the coordinator of ``style`` behind it."""
-
-    every = 1
+class Rival(Baseline):
+    """The coordinator of ``style`` behind it."""
 
     def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name

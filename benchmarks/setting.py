@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,20 +79,22 @@ class Style:
     workers: Literal["standby", "one", "new"] = "standby"
 
 
-class Baseline(Protocol):
-    """One way to answer a request without PipeSwitch; a context manager."""
+class Baseline:
+    """One way to answer a request without PipeSwitch."""
 
     name: str
-    every: int  # takes part in every so many rounds
+    every = 1  # takes part in every so many rounds
 
     def prepare(self) -> None:
         """Bring about the state before a request; not timed."""
 
     def measure(self) -> Numbers:
         """Answer one request; ``total_ms`` and parts of it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End every process of this baseline."""
+        raise NotImplementedError
 
 
 def spawn(

@@ -68,10 +68,11 @@ SHAPES: Final = {  # a training step's size, as train_script's arguments
 
 def run(bench: Run, _: Any = ()) -> None:
     """All shapes on one server."""
-    args = ("--threads", str(bench.threads))
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
-        server(arena="512MiB", host_store="1GiB", args=args) as running,
+        server(
+            arena="512MiB", host_store="1GiB", args=("--threads", str(bench.threads))
+        ) as running,
         running.client() as client,
     ):
         client.register("tiny", SOURCE, weights="random:0", inputs={"x": ((1, 16), "float32")})

@@ -1,0 +1,39 @@
+"""``kserve``'s Python server with one model, for ``bench gateway``.
+
+``PYTHON -P rival_kserve.py ORDER``: PYTHON is of a folder where ``kserve`` is installed; torch and
+this package are found behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from kserve import InferOutput, InferResponse, Model, ModelServer
+
+
+class Served(Model):  # type: ignore[misc]
+    """Open Inference Protocol."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(order["name"])
+        from benchmarks.plain import network
+
+        self.network = network(order)
+        self.ready = True
+
+    def predict(self, payload: Any, headers: Any = None, response_headers: Any = None) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            y = self.network(torch.from_numpy(payload.inputs[0].as_numpy())).numpy()
+        output = InferOutput(name="y", shape=list(y.shape), datatype="FP32")
+        output.set_data_from_numpy(y, binary_data=False)
+        return InferResponse(payload.id or "0", self.name, [output])
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    sys.path += given["path"]
+    ModelServer(http_port=given["port"], enable_grpc=False).start([Served(given)])

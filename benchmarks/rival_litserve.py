@@ -1,0 +1,48 @@
+"""``litserve.LitServer`` with one model, for ``bench gateway``; started as ``rival_kserve.py`` is.
+
+One worker: as many as compute here.
+"""
+
+# No annotation may be a text here: litserve looks at them.
+import json
+import sys
+from typing import Any
+
+import litserve
+from fastapi import Request
+
+
+class Served(litserve.LitAPI):  # type: ignore[misc]
+    """The Open Inference Protocol's JSON, as far as it is asked for."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__()
+        self.order = order
+
+    def setup(self, device: str) -> None:
+        from benchmarks.plain import network
+
+        self.network = network(self.order)
+
+    def decode_request(self, request: Request) -> Any:
+        import torch
+
+        (x,) = request["inputs"]
+        return torch.tensor(x["data"], dtype=torch.float32).reshape(x["shape"])
+
+    def predict(self, x: Any) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return self.network(x)
+
+    def encode_response(self, output: Any) -> Any:
+        y = {"name": "y", "shape": list(output.shape), "data": output.flatten().tolist()}
+        return {"outputs": [y]}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    sys.path += given["path"]
+    server = litserve.LitServer(Served(given), accelerator="cpu", workers_per_device=1)
+    server.run(port=given["port"], host="127.0.0.1", generate_client_file=False)
