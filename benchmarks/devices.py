@@ -1,11 +1,8 @@
-"""``bench devices``: jobs that go to another device, what requests see of it, what it gives.
+"""``bench devices``: jobs that go to another device, and what it gives.
 
 SwitchFlow's figure 7, and its table 1 for a training job. On two cpu devices with one compute
 thread each, a model that the first one alone may serve. Arms take turns in each case:
 
-* *its own job moves*: a request preempts a job, which in the arm *moving* is sent to the other
-  device at that instant; its state is copied while the request computes;
-* *another job moves*: the same, and the job that moves is one that trained on the other device;
 * *requests stay*: a client asks back to back; the job *waits* beside it, or *moves* away;
 * *of a job*: moves of a job with few tensors and of one with many, of as many bytes, and a plain
   copy, all of them to pages that have yet to be made.
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +23,7 @@ from pipeswitch.testing import RunningServer
 
 from .lane import mapping
 from .models import MIB, MODELS
-from .serving import TWINS, Training, ask, inputs_of, serving, window
+from .serving import TWINS, Training, inputs_of, serving, window
 from .state import MAX_OVER_PLAIN
 from .trials import Arm, Numbers, Run, nothing, now_ms, ratio
 
@@ -36,7 +32,6 @@ HOME, AWAY = "cpu:0", "cpu:1"
 FEW: Final = ("--width", "1024", "--layers", "4", "--batch", "64")  # 64 MiB with Adam's state
 MANY: Final = ("--width", "128", "--layers", "256", "--batch", "64")  # as many bytes, 64 x tensors
 SLICES_BYTES: Final = 192 * MIB  # both jobs' on one device
-MOST_LATER: Final = 1.05  # a request beside a move, over one without
 EVENT_S: Final = 10.0
 WINDOW_S: Final = 3.0
 QUICK_WINDOW_S: Final = 1.5
@@ -45,43 +40,19 @@ QUICK_ROUNDS: Final = 3
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """All cases, on two devices; each may serve one of the twins."""
+    """Both cases, on two devices; each may serve one of the twins."""
     with serving(
         MODELS[MODEL], 1, bench.seed, devices=(HOME, AWAY), are_pinned=True,
         slices_bytes=SLICES_BYTES,
     ) as (running, client):  # fmt: skip
-        _measure(bench, running, client)
-
-
-def _measure(bench: Run, running: RunningServer, client: Client) -> None:
-    inputs = inputs_of(client)
-    client.infer(TWINS[0], inputs)
-    with running.client() as second, ThreadPoolExecutor(1) as pool:
-
-        def preempt(case: str, jobs: Sequence[Training], home: str, away: str) -> None:
-            """The last of the jobs moves."""
-            task = second.task(jobs[-1].task.name)
-            others: dict[str, Callable[[], Any]] = {
-                "not moving": task.status,
-                "moving": partial(task.move, away),
-            }
-            prepare = partial(_bring, jobs, home)
-            arms = [
-                Arm(name, partial(_request, client, inputs, pool, other), prepare)
-                for name, other in others.items()
-            ]
-            _compare(bench, case, arms)
-
+        inputs = inputs_of(client)
+        client.infer(TWINS[0], inputs)
         few = Training(client, 1, bench.seed, FEW, "few-tensors")
-        preempt("its own job moves", [few], HOME, AWAY)
         _requests_stay(bench, running, few, inputs)
         many = Training(client, 1, bench.seed, MANY, "many-tensors")
-        few.task.move(HOME)
-        preempt("another job moves", [few, many], AWAY, HOME)
         _state(bench, client, few, many)
         for job in (few, many):
             job.task.cancel()
-    bench.notes.append("beside_ms: so long of the request a move was under way")
 
 
 def _bring(jobs: Sequence[Training], device: str) -> None:
@@ -89,40 +60,6 @@ def _bring(jobs: Sequence[Training], device: str) -> None:
     jobs[-1].task.move(device)
     for job in jobs:
         job.run()
-
-
-def _request(
-    client: Client, inputs: Any, pool: ThreadPoolExecutor, other: Callable[[], Any]
-) -> Numbers:
-    """A request that preempts, and a word about a job at the same instant."""
-
-    def ended_ms() -> float:
-        other()
-        return now_ms()
-
-    began_ms, ended = now_ms(), pool.submit(ended_ms)
-    _, numbers = ask(client, TWINS[0], inputs, is_resident=True)
-    total_ms = numbers["total_ms"]
-    more = {
-        "beside_ms": min(total_ms, ended.result() - began_ms),
-        "before_ms": total_ms - numbers["compute_ms"],
-    }
-    return numbers | more
-
-
-def _compare(bench: Run, case: str, arms: Sequence[Arm]) -> None:
-    bench.say(f"{case}: measuring")
-    bench.trial_loop(case, arms, bench.rounds(ROUNDS, QUICK_ROUNDS))
-    p50 = {
-        (arm.name, key): bench.p50(case, arm.name, key)
-        for arm in arms
-        for key in ("total_ms", "before_ms", "beside_ms")
-    }
-    later = p50["moving", "total_ms"] / p50["not moving", "total_ms"]
-    bench.find(f"{case}: request, moving / not, p50", later, at_most=MOST_LATER)
-    more_ms = p50["moving", "before_ms"] - p50["not moving", "before_ms"]
-    bench.find(f"{case}: request before it computes, moving - not, p50", more_ms, "ms")
-    bench.find(f"{case}: of the request beside the move, p50", p50["moving", "beside_ms"], "ms")
 
 
 def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
