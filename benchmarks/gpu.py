@@ -243,18 +243,20 @@ class Report:
         """For people: the first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
         lines += [f"**{self.verdict()}**"]
-        lines += table("mechanism | outcome | finding | s", [
-            (row["mechanism"], row["outcome"], row["text"], row.get("s", ""))
-            for row in self._results("mechanism")
-        ])  # fmt: skip
-        lines += table("stage | outcome | s", [
-            (one.name, one.status + (f": {one.tail}" if one.status == "not run" else ""),
-             one.seconds) for one in self.outcomes
-        ])  # fmt: skip
-        lines += table("case | arm | p50 ms | p99 ms | min ms | n", [
+        keys = ("mechanism", "outcome", "text", "s")
+        tried = [[row.get(key, "") for key in keys] for row in self._results("mechanism")]
+        lines += table("mechanism | outcome | finding | s", tried)
+        whys = [f": {one.tail}" if one.status == "not run" else "" for one in self.outcomes]
+        ended = [
+            (one.name, f"{one.status}{why}", one.seconds)
+            for one, why in zip(self.outcomes, whys, strict=True)
+        ]
+        lines += table("stage | outcome | s", ended)
+        timed = [
             (row.get("case", "soak"), row.get("arm", "cold"), *row["total_ms"].values())
             for row in self._results("total_ms")
-        ])  # fmt: skip
+        ]
+        lines += table("case | arm | p50 ms | p99 ms | min ms | n", timed)
         found = []
         for row in self._results("cold_over_ready"):
             name = f"{row['case']}: cold / ready-eager"

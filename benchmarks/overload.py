@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -38,26 +38,6 @@ CAPACITY_S: Final = 1.0
 IN_TIME, GOODPUT, REFUSAL_MS = 0.99, 0.9, 5.0
 DROPPED: Final = 4.0  # runs before its deadline at most, if it waited
 ARGS: Final = ("--policy", "edf", "--admission", "deadline")
-
-
-class _Row(NamedTuple):
-    """What became of a request."""
-
-    planned_ms: float
-    sent_ms: float
-    took_ms: float
-    status: int
-    may_retry: bool
-    deadline_ms: float = 0.0
-    told_at_ms: float = 0.0  # a refusal that comes later is of one that waited
-
-    @property
-    def is_accepted(self) -> bool:
-        return self.status == 200 or self.took_ms > self.told_at_ms
-
-    @property
-    def is_in_time(self) -> bool:
-        return self.status == 200 and self.took_ms <= self.deadline_ms
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
@@ -128,29 +108,28 @@ def _trial(
     )  # fmt: skip
     used_s, waited_s = np.subtract(_scheduled_s(controller), (used_s, waited_s)).tolist()
     capacity = (before + _capacity(client)[0]) / 2.0
-    found, rows = sorted(json.loads(child.stdout)), []
-    for told, (_, deadline_ms) in zip(found, asked, strict=True):
-        told_at_ms = deadline_ms - DROPPED * run_ms
-        rows.append(_Row(*told)._replace(deadline_ms=deadline_ms, told_at_ms=told_at_ms))
-    accepted = [row for row in rows if row.is_accepted]
-    refusals_ms = [row.took_ms for row in rows if not row.is_accepted] or [0.0]
-    in_time = sum(row.is_in_time for row in rows)
-    duration_s = (max(row.sent_ms + row.took_ms for row in rows) - rows[0].sent_ms) / 1e3
-    refused = [row for row in rows if row.status != 200]
+    planned, sent, took, status, may_retry = np.array(sorted(json.loads(child.stdout))).T
+    deadline = np.array([deadline_ms for _, deadline_ms in asked])
+    is_answered = status == 200
+    # A refusal that comes later is of a request that waited: it had been accepted.
+    is_accepted = is_answered | (took > deadline - DROPPED * run_ms)
+    is_in_time = is_answered & (took <= deadline)
+    refusals_ms = took[~is_accepted].tolist() or [0.0]
+    duration_s = ((sent + took).max() - sent[0]) / 1e3
     return {
         "capacity_per_s": capacity,
         "compute_ms": run_ms,
-        "requests": len(rows),
-        "accepted": len(accepted) / len(rows),
-        "in_time": in_time / len(accepted),
-        "dropped": sum(row.status != 200 for row in accepted) / len(accepted),
-        "goodput": in_time / duration_s / capacity,
+        "requests": len(took),
+        "accepted": float(is_accepted.mean()),
+        "in_time": float(is_in_time.sum() / is_accepted.sum()),
+        "dropped": float((is_accepted & ~is_answered).sum() / is_accepted.sum()),
+        "goodput": float(is_in_time.sum() / duration_s / capacity),
         "refusal_p50_ms": quantile(refusals_ms, 0.5),
         "refusal_p99_ms": quantile(refusals_ms, 0.99),
-        "late_ms": quantile([row.sent_ms - row.planned_ms for row in rows], 0.99),
+        "late_ms": quantile((sent - planned).tolist(), 0.99),
         "controller_waits": waited_s / (used_s + waited_s),
-        "statuses": dict(Counter(str(row.status) for row in rows)),
-        "told_when": sum(row.may_retry for row in refused) / max(1, len(refused)),
+        "statuses": dict(Counter(f"{one:.0f}" for one in status)),
+        "told_when": float(may_retry[~is_answered].sum() / max(1, (~is_answered).sum())),
     }
 
 

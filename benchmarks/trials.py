@@ -262,13 +262,15 @@ class Run:
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
         lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
         met = {True: "yes", False: "**no**", None: ""}
-        lines += table(
-            "finding | value | target | met",
-            [(one.name, f"{one.value:.4g} {one.unit}".strip(), one.target, met[one.is_met])
-             for one in self.findings],
-        )  # fmt: skip
-        rows = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
-                for row in self.summary()]  # fmt: skip
+        found = [
+            (one.name, f"{one.value:.4g} {one.unit}".strip(), one.target, met[one.is_met])
+            for one in self.findings
+        ]
+        lines += table("finding | value | target | met", found)
+        rows = [
+            [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+            for row in self.summary()
+        ]
         lines += ["", *table("case | arm | number | p50 | p99 | min | n", rows)]
         lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines).rstrip() + "\n"
