@@ -1,12 +1,5 @@
-"""``bench devices``: jobs that go to another device, and what it gives.
-
-SwitchFlow's figure 7, and its table 1 for a training job. On two cpu devices with one compute
-thread each, a model that the first one alone may serve. Arms take turns in each case:
-
-* *requests stay*: a client asks back to back; the job *waits* beside it, or *moves* away;
-* *of a job*: moves of a job with few tensors and of one with many, of as many bytes, and a plain
-  copy, all of them to pages that have yet to be made.
-"""
+"""``bench devices``: jobs that go to another device (SwitchFlow, figure 7, and its table 1 for a
+training job). README.md has the cases."""
 
 from __future__ import annotations
 

@@ -67,9 +67,6 @@ def run(bench: Run, _: Any = ()) -> None:
     bench.notes.append("JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
 
 
-# ---- requests ----------------------------------------------------------------------------------
-
-
 def _body(x: Any) -> bytes:
     tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
     return json.dumps({"inputs": [tensor]}).encode()
@@ -116,9 +113,6 @@ def _number(value: int) -> bytes:
         found.append(value & 127 | 128)
         value >>= 7
     return bytes([*found, value])
-
-
-# ---- loads -------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -43,9 +43,6 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     bench.notes.append("both ways compute with the same threads")
 
 
-# ---- tokens a second -----------------------------------------------------------------------------
-
-
 def _speed(bench: Run, place: lm.Place) -> None:
     name = place.size.name
     bench.say(f"{name}: starting a server, and transformers")
@@ -65,9 +62,6 @@ def _speed(bench: Run, place: lm.Place) -> None:
             bench.p50(f"{name}, {count} at once", arm, "tokens_per_s") for count in (1, lm.MANY)
         )
         bench.find(f"{name}: {lm.MANY} at once / one, {arm}", many / one, at_least=least)
-
-
-# ---- a cold model's first token ------------------------------------------------------------------
 
 
 def _cold(bench: Run, place: lm.Place) -> None:
@@ -98,9 +92,6 @@ def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator
         total_ms = now_ms() - began_ms
     return {"total_ms": total_ms, "copy_ms": timing.copy_ms, "stall_ms": timing.stall_ms,
             "compute_ms": timing.compute_ms, "resident": timing.resident}  # fmt: skip
-
-
-# ---- four models, memory for one and a half ------------------------------------------------------
 
 
 def _four(bench: Run, place: lm.Place) -> None:

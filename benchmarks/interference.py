@@ -1,14 +1,5 @@
-"""``bench interference``: inference beside a training job (SwitchFlow, figure 2 and tail latency).
-
-Requests arrive as a Poisson process; latency counts from the instant a request was due. Arms, in
-turns, each for a segment of some requests: *pipeswitch* (ours), *threads* (one process, one thread
-trains and one infers, neither excludes the other: multi-stream), *session-slicing* (the same with a
-lock that a session holds, a session being a training step or a request; first come, first
-served), *alone* (nothing trains).
-
-On the cpu device the *device* is as many cores as compute threads: the process of the last three
-arms is bound to so many, so that they cannot use more of the machine than ours does.
-"""
+"""``bench interference``: requests beside a training job (SwitchFlow, figure 6), and two models at
+once (figure 2) for ``bench switchflow``. README.md has the arms."""
 
 from __future__ import annotations
 
@@ -152,9 +143,6 @@ def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
     for arm in arms:
         speeds = bench.values(case, f"{arm}: training", "steps_per_s")
         bench.find(f"{case}: {arm}, training", quantile(speeds, 0.5), "steps/s")
-
-
-# ---- two models at once (SwitchFlow, figure 2) ---------------------------------------------------
 
 
 def twice(bench: Run, setting: Setting) -> None:

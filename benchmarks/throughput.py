@@ -1,10 +1,6 @@
 """``bench throughput``: what switching leaves of the throughput (PipeSwitch, figure 6).
 
-A cycle switches to a model and then asks it back to back until the cycle's time is over; the next
-cycle is another model's. Arms, in turns: *cold* (every switch is: the arena holds one of the two
-models), *both-fit* (our residency: the arena holds both), *ready* (never switches),
-*pipeswitch-style* (sends all weights again on each request), *stop-and-start* (a new process per
-cycle). Nothing trains.
+README.md says what each arm does. Nothing trains.
 """
 
 from __future__ import annotations

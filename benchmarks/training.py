@@ -1,11 +1,9 @@
 """``bench training``: what being preemptible costs a job, and how fast it steps aside.
 
-The same script runs plain and as a job in turns, on as many threads, commits included (as often
-as the default configuration has them). The plain script runs twice: as it is, and with the
-allocator's settings of a worker (``workers/training/script.py``), which make the job faster than a
-plain script: without them its cost is judged against what it gains. Rounds are compared pairwise,
-since a process has its own luck with its heap. Then a job that runs for ever is
-interrupted by requests at random moments.
+The plain script also runs with the allocator's settings of a worker
+(``workers/training/script.py``), which make the job faster than a plain script: without them its
+cost is judged against what it gains. Rounds are compared pairwise, since a process has its own luck
+with its heap.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""``bench workers``: who runs the new task (PipeSwitch, figure 9).
-
-Arms, in turns: *one-process* (the process that trained cleans up and infers), *two-processes* (a
-new process is forked while the old one stops, builds the model and infers), *pipeswitch-style*
-(active and standby, as published), *pipeswitch* (ours, the model not on the device), *ready*.
-
-The cpu device has no context to create: forking from a process that has torch imported, building
-the module and binding it is all that a new process costs here, and cleaning up is dropping
-references. On a GPU both rows are larger.
-"""
+"""``bench workers``: who runs the new task (PipeSwitch, figure 9). README.md has the arms."""
 
 from __future__ import annotations
 
