@@ -102,18 +102,21 @@ class Requests:
 
 
 def _findings(bench: Run, case: str) -> None:
-    cold = bench.values(case, "cold", "total_ms")
-    resident = bench.values(case, "resident", "total_ms")
-    ready = bench.values(case, "ready", "total_ms")
-    restart = bench.values(case, "stop-and-start", "total_ms")
+    cold, resident, ready, restart = (
+        bench.values(case, arm, "total_ms")
+        for arm in ("cold", "resident", "ready", "stop-and-start")
+    )
     ours = quantile(paired_differences(cold, resident), 0.5)
     theirs = quantile(restart, 0.5) - quantile(ready, 0.5)
-    bench.find(f"{case}: cold switch overhead, p50 of pairs", ours, "ms")
-    bench.find(f"{case}: the same from minimums", min(cold) - min(resident), "ms")
-    bench.find(f"{case}: switch + stall of the cold bill, p50", _wait_ms(bench, case, "cold"), "ms")
-    bench.find(f"{case}: stop-and-start overhead, p50", theirs, "ms")
-    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
     billed = _wait_ms(bench, case, "cold")
+    for what, value_ms in (
+        ("cold switch overhead, p50 of pairs", ours),
+        ("the same from minimums", min(cold) - min(resident)),
+        ("switch + stall of the cold bill, p50", billed),
+        ("stop-and-start overhead, p50", theirs),
+    ):
+        bench.find(f"{case}: {what}", value_ms, "ms")
+    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
     by_pairs = ratio(theirs, max(ours, billed))
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
