@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,31 +242,29 @@ class Report:
     def markdown(self) -> str:
         """For people: the first broken rung, mechanisms, stages, then switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
-        lines += [f"**{self.verdict()}**"]
-        keys = ("mechanism", "outcome", "text", "s")
-        tried = [[row.get(key, "") for key in keys] for row in self._results("mechanism")]
-        lines += table("mechanism | outcome | finding | s", tried)
-        whys = [f": {one.tail}" if one.status == "not run" else "" for one in self.outcomes]
-        ended = [
-            (one.name, f"{one.status}{why}", one.seconds)
-            for one, why in zip(self.outcomes, whys, strict=True)
-        ]
-        lines += table("stage | outcome | s", ended)
-        timed = [
-            (row.get("case", "soak"), row.get("arm", "cold"), *row["total_ms"].values())
-            for row in self._results("total_ms")
-        ]
-        lines += table("case | arm | p50 ms | p99 ms | min ms | n", timed)
-        found = []
+        lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
+        lines += ["|---|---|---|---|"]
+        for row in self._results("mechanism"):
+            text = str(row["text"]).replace("|", "/").replace("\n", " ")
+            lines.append(f"| {row['mechanism']} | {row['outcome']} | {text} | {row.get('s', '')} |")
+        lines += ["", "| stage | outcome | s |", "|---|---|---|"]
+        for o in self.outcomes:
+            why = f": {o.tail}" if o.status == "not run" else ""
+            lines.append(f"| {o.name} | {o.status}{why} | {o.seconds} |")
+        lines += ["", "| case | arm | p50 ms | p99 ms | min ms | n |", "|---|---|---|---|---|---|"]
+        for row in self._results("total_ms"):
+            t = row["total_ms"]
+            case, arm = row.get("case", "soak"), row.get("arm", "cold")
+            lines.append(f"| {case} | {arm} | {t['p50']} | {t['p99']} | {t['min']} | {t['n']} |")
+        lines += ["", "| finding | value | target |", "|---|---|---|"]
         for row in self._results("cold_over_ready"):
             name = f"{row['case']}: cold / ready-eager"
-            found.append((name, row["cold_over_ready"], row["target"] or ""))
-            found.append((f"{row['case']}: link, GB/s", row["link_gb_s"], ""))
+            lines.append(f"| {name} | {row['cold_over_ready']} | {row['target'] or ''} |")
+            lines.append(f"| {row['case']}: link, GB/s | {row['link_gb_s']} | |")
         for key in ("training_tax", "preemption_stop_ms", "leaked_device_bytes", "rungs"):
             for row in self._results(key):
                 target = row.get("target", "") if key == "training_tax" else ""
-                found.append((key, row[key], target))
-        lines += table("finding | value | target", found)
+                lines.append(f"| {key} | {row[key]} | {target} |")
         for outcome in self.outcomes:
             if outcome.status not in ("ok", "not run") and outcome.tail:
                 lines += ["", f"## {outcome.name}: {outcome.status}", "", "```"]
@@ -275,15 +273,6 @@ class Report:
 
     def _results(self, key: str) -> list[dict[str, Any]]:
         return [row for outcome in self.outcomes for row in outcome.results if key in row]
-
-
-def table(head: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return an empty line, then those of a Markdown table."""
-    lines = ["", f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    for row in rows:
-        cells = (str(cell).replace("|", "/").replace("\n", " ") for cell in row)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _commit() -> str:
