@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -92,18 +93,18 @@ One = TypeVar("One", bound=Foreign)
 
 
 def arms_of(
-    all_: Sequence[One],
+    programs: Sequence[One],
     measure: Callable[[One], Numbers],
     prepare: Callable[[One], object] = lambda _: None,
 ) -> list[Arm]:
     """Return an arm for each; the others stand still meanwhile."""
 
     def only(chosen: One) -> None:
-        for one in all_:
+        for one in programs:
             one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
         prepare(chosen)
 
-    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in all_]
+    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in programs]
 
 
 @contextlib.contextmanager
@@ -131,7 +132,7 @@ def started(
             try:
                 answers(process)
                 break
-            except (OSError, RuntimeError, ValueError):
+            except (OSError, RuntimeError, ValueError, http.client.HTTPException):
                 if process.poll() is not None or time.monotonic() > until_s:
                     raise RuntimeError(f"it did not start: {command}") from None
                 time.sleep(POLL_S)

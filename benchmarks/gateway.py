@@ -171,7 +171,11 @@ def _outputs(one: _Server, x: Any) -> Any:
     connection = http.client.HTTPConnection(one.address, timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", one.path, _body(x), {"Content-Type": "application/json"})
-        (y,) = json.loads(connection.getresponse().read())["outputs"]
+        answer = connection.getresponse()
+        text = answer.read()
+    if answer.status != http.HTTPStatus.OK:
+        raise RuntimeError(f"{one.name}: {answer.status} {text[:200]!r}")
+    (y,) = json.loads(text)["outputs"]
     return np.array(y["data"], np.float32)
 
 
