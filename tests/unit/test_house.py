@@ -73,7 +73,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
     "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
-    "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
+    "benchmarks/": "cli client devices errors ipc job machine planning programs "
     "programs/build scheduler simulator testing wire",
 }
 
