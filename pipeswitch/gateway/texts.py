@@ -79,6 +79,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     caller: str = ""  # that wishes for it
     since_s: float  # when the process began; of a wish: when that came
     idle_since_s: float | None = None  # None: it has answers under way
+    is_starting: bool = False
 
 
 def next_place(
@@ -95,6 +96,8 @@ def next_place(
     wishes = Counter(one.caller for one in wanted.values())
 
     def may_end(one: Place, owner: str) -> bool:
+        if one.is_starting:  # there is no process yet that could end
+            return False
         is_fair = one.owner == owner or has[one.owner] > has[owner]
         if one.idle_since_s is not None:
             return is_fair or now_s - one.idle_since_s >= TURN_S
@@ -454,7 +457,7 @@ class Texts:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), LOOK_S)
             del self._wanted[name]
-            self._starting[name] = place
+            self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
             if found[1]:
                 await self._talks.pop(found[1]).close()
             facts = await self.service.generation(caller, model, version, with_texts=True)
