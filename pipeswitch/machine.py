@@ -20,8 +20,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-RETURN_BYTES: Final = 8 << 20
-"""Private memory, more than at the start, from which on a process gives freed memory back."""
+RETURN_BYTES: Final = 8 << 20  # of private memory, more than at the start
 RETURN_S: Final = 2.0
 RETURN_MAX_S: Final = 30.0  # between two attempts, while nothing comes of them
 
@@ -51,8 +50,7 @@ class FreedMemory:
         gc.collect()
         if self._trim is not None:
             self._trim(0)
-        gained_bytes = before_bytes - self._private_bytes()
-        has_gained = gained_bytes >= RETURN_BYTES // 4
+        has_gained = before_bytes - self._private_bytes() >= RETURN_BYTES // 4
         self._wait_s = RETURN_S if has_gained else min(2 * self._wait_s, RETURN_MAX_S)
         self._next_s = now_s + self._wait_s
 

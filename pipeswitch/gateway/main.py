@@ -189,12 +189,9 @@ async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
 async def _return_memory() -> None:
     """Return memory to the system after large requests."""
     freed = FreedMemory()
-    try:
-        while True:
-            await asyncio.sleep(RETURN_S)
-            freed.give_back(time.monotonic())
-    finally:
-        freed.close()
+    while True:
+        await asyncio.sleep(RETURN_S)
+        freed.give_back(time.monotonic())
 
 
 def _refuse_huge_pages() -> None:

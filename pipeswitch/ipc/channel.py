@@ -130,8 +130,7 @@ class Channel:
 
         The kernel keeps the time: a message costs no call more.
         """
-        whole, part = divmod(seconds, 1.0)
-        limit = struct.pack("@ll", int(whole), int(part * 1e6))
+        limit = struct.pack("@ll", *divmod(int(seconds * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def close(self) -> None:
