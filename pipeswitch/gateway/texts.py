@@ -55,6 +55,7 @@ TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
 LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
 START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
 TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+END_S: Final = 0.005  # interval between checks of a killed process; a thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
 TRIES: Final = 3  # for a request whose processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -252,7 +253,8 @@ class Talk:
             self._writer.close()
             for request in filter(None, (self._computing, *self._turns.clear())):
                 self._fail(request)
-            await asyncio.to_thread(self._process.wait)
+            while self._process.poll() is None:  # it was killed
+                await asyncio.sleep(END_S)
 
     def _fail(self, request: _Request) -> None:
         """Fail a request: finally if it took too long, else so that another process may do it."""
