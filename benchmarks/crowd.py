@@ -313,13 +313,19 @@ def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
 
 
 def _memory_mib(server_pid: int) -> dict[str, float]:
-    """Return the private memory of a server's processes; of each kind, that of the largest."""
+    """Return the private memory of a server's processes; of each kind, that of the largest.
+
+    Shared memory (arena, pool, store, shares) has sizes of its own, and counts to a process only
+    for as long as no other one has it mapped: it is left out.
+    """
     found: dict[str, float] = {}
     for one in [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has ended
             kind = "controller" if one.pid == server_pid else one.name().rstrip("0123456789")
             kind = next((word for word in one.cmdline() if ".gateway." in word), kind)
-            found[kind] = max(found.get(kind, 0.0), one.memory_full_info().uss / (1 << 20))
+            maps = [m for m in one.memory_maps() if not m.path.startswith("/memfd:")]
+            private = sum(m.private_clean + m.private_dirty for m in maps)
+            found[kind] = max(found.get(kind, 0.0), private / (1 << 20))
     return found
 
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -50,6 +51,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
     WorkerSettings,
 )
+from pipeswitch.machine import FreedMemory
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 from pipeswitch.units import PrintableFormatter, printable
@@ -62,6 +64,7 @@ from .training.script import give_freed_memory_back, run_script
 from .training.tiles import Tiles
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
+REST_S = 5.0  # without a message: then a worker gives freed memory back
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
 
 
@@ -125,6 +128,7 @@ class Worker:
         self._job_epoch = 0
         self._job_known = threading.Event()
         self._is_confined = False
+        self._freed = FreedMemory()
 
     def map_memory(self, descriptors: Sequence[int]) -> None:
         """``descriptors``: the pool, then the arena's."""
@@ -155,8 +159,13 @@ class Worker:
 
     def serve(self) -> int:
         """One blocking call, one task at a time, until told to leave."""
+        self._task.set_limit(REST_S)
         while True:
-            received = self._task.receive()
+            try:
+                received = self._task.receive()
+            except BlockingIOError:
+                self._freed.give_back(time.monotonic())
+                continue
             if received is None:
                 os._exit(0)  # the controller is gone: a clean end is of no use
             message, descriptors = received

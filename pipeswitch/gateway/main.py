@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Final
 from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages import GatewaySettings
+from ..machine import RETURN_S, FreedMemory
 from ..roles import parse_roles
 from ..tracing import open_tracer
 from ..units import PrintableFormatter
@@ -38,17 +41,16 @@ from .keyed import KeyedDoor
 from .regions import Regions
 from .rest import Rest
 from .service import Service
-from .sharing import Shared
+from .sharing import Shared, started_pool
 from .ui import Page
 from .upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
-RETURN_EVERY_S: Final = 2.0
-RETURN_BYTES: Final = 32 << 20  # more than at the start
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
 DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
 BACKLOG: Final = 512
 ACCEPTS: Final = 16  # connections in one turn of the loop, then those that have asked are served
+COPIERS: Final = 6  # threads for long copies and sums
 SPARE_FILES: Final = 256  # beside one for each connection
 PR_SET_THP_DISABLE: Final = 41
 GC_THRESHOLD: Final = (
@@ -62,6 +64,7 @@ log = logging.getLogger(__name__)
 
 def main(descriptor: int) -> None:
     """Entry: learn what to do, serve, leave."""
+    faulthandler.enable()  # an extension's crash says where
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -89,6 +92,7 @@ def main(descriptor: int) -> None:
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
     """Until SIGTERM, or for as long as an orphan may."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_over.set)
 
@@ -183,19 +187,11 @@ async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
 
 
 async def _return_memory() -> None:
-    """Return memory to the system after large requests: neither the collector's rare runs nor the
-    allocator's free lists would."""
-    libc = ctypes.CDLL(None)
-    own_pages = _resident_pages()
+    """Return memory to the system after large requests."""
+    freed = FreedMemory()
     while True:
-        await asyncio.sleep(RETURN_EVERY_S)
-        if (_resident_pages() - own_pages) * resource.getpagesize() > RETURN_BYTES:
-            gc.collect()
-            libc.malloc_trim(0)
-
-
-def _resident_pages() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1])
+        await asyncio.sleep(RETURN_S)
+        freed.give_back(time.monotonic())
 
 
 def _refuse_huge_pages() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Final, Generic, TypeVar
 
 from ..shares import Shares
@@ -31,7 +32,7 @@ class Aside:
     turns however many one of them has."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "pipeswitch-aside")
+        self._thread = started_pool(1, "pipeswitch-aside")
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -47,6 +48,18 @@ class Aside:
             self._waiting[address] -= 1
             if not self._waiting[address]:
                 del self._waiting[address], self._turns[address]
+
+
+def started_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads all run already.
+
+    A pool that cannot start a thread raises, yet keeps the work and does it much later, when the
+    memory that it copies to is another request's.
+    """
+    pool, barrier = ThreadPoolExecutor(count, name), Barrier(count)
+    for _ in range(count):
+        pool.submit(barrier.wait)
+    return pool
 
 
 class Turns(Generic[T]):

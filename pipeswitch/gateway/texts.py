@@ -32,6 +32,7 @@ TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
 LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
 START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
 TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+END_S: Final = 0.005  # interval between checks of a killed process; a thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
@@ -54,6 +55,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     caller: str = ""  # that wishes for it
     since_s: float  # when the process began; of a wish: when that came
     idle_since_s: float | None = None  # None: it has answers under way
+    is_starting: bool = False
 
 
 def next_place(
@@ -70,6 +72,8 @@ def next_place(
     wishes = Counter(one.caller for one in wanted.values())
 
     def may_end(one: Place, owner: str) -> bool:
+        if one.is_starting:  # there is no process yet that could end
+            return False
         is_fair = one.owner == owner or has[one.owner] > has[owner]
         if one.idle_since_s is not None:
             return is_fair or now_s - one.idle_since_s >= TURN_S
@@ -224,7 +228,8 @@ class Talk:
             self._writer.close()
             for request in filter(None, (self._computing, *self._turns.clear())):
                 self._fail(request)
-            await asyncio.to_thread(self._process.wait)
+            while self._process.poll() is None:  # it was killed
+                await asyncio.sleep(END_S)
 
     def _fail(self, request: _Request) -> None:
         """Fail a request: finally if it took too long, else so that another process may do it."""
@@ -303,7 +308,7 @@ class Texts:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), LOOK_S)
             del self._wanted[name]
-            self._starting[name] = place
+            self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
             if found[1]:
                 await self._talks.pop(found[1]).close()
             facts = await self._service.generation(caller, model, version, with_texts=True)

@@ -91,6 +91,10 @@ def idle(owner: str, since_s: float) -> Place:
     return Place(owner=owner, since_s=0.0, idle_since_s=since_s)
 
 
+def starting(owner: str) -> Place:
+    return Place(owner=owner, since_s=0.0, is_starting=True)
+
+
 EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
 
 
@@ -110,6 +114,10 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),
+        # A process that starts takes a place, and cannot end for another, however long it waited.
+        ({"x": starting("a")}, {"y": busy("a", 1.0)}, 9 * TURN_S, None),
+        ({"x": starting("a"), "y": starting("a")}, {"z": busy("b", 1.0)}, 9 * TURN_S, None),
+        ({"x": starting("a"), "y": busy("a", 1.0)}, {"z": busy("b")}, 9 * TURN_S, ("z", "y")),
         # Two owners share: neither takes from the other what would make it the poorer one.
         ({"x": busy("a"), "y": busy("b")}, {"z": busy("a", 1.0)}, 5.0, None),
     ],

@@ -494,7 +494,9 @@ class Dispatch:
             batch=size,
             model=name,
             dispatched_at_ms=core.now_ms,
-            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
+            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
+            # An answer may overtake the daemon's word that all groups arrived.
+            or replica.computed_epoch == replica.residency_epoch,
             residency_epoch=replica.residency_epoch,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
