@@ -26,12 +26,13 @@ from ..roles import Standing
 from ..shares import Shares
 from ..wire.frames import MAX_TENSORS, WireTensor
 from . import oip
+from .arrivals import Arrivals, Arriving, Sockets
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
 from .protos import HEALTH, INFERENCE, REFLECTION
 from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
-from .refusals import NotFound, RequestTimeout, TooLarge, as_ours, status_of
+from .refusals import NotFound, TooLarge, as_ours, status_of
 from .service import Service
 from .sharing import Shared
 
@@ -44,7 +45,8 @@ CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls c
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
 MAX_CALLS: Final = 1024  # of all callers, at once
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
-MESSAGE_S: Final = 60.0  # for a call's only message to come; meanwhile it is one of those
+ARRIVING_MESSAGES: Final = 4  # of the largest, all together while they arrive
+MESSAGE_S: Final = 60.0  # for the only message of a call, which has a place meanwhile
 MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -55,8 +57,8 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 1),  # the controller holds the port
-    # What a stream may send before its last answer was read. Probing would raise it to many MiB,
-    # which no share counts; a message that is being read may always come whole.
+    # What a stream may send before its last answer was read. Probing would raise it to many MiB.
+    # A message that is being read may come whole: ``Arrivals`` counts it.
     ("grpc.http2.lookahead_bytes", 256 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
@@ -84,12 +86,15 @@ async def open_server(
     service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
     """A server that listens."""
+    most_bytes = settings.max_body_bytes + SPARE_BYTES
     bounds = (
-        ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES),
+        ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
     )
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers(Calls(service, callers, shared).handlers())
+    arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
+    arrivals = Arrivals(Shares(ARRIVING_MESSAGES * most_bytes), arrived)
+    server.add_generic_rpc_handlers(Calls(service, callers, shared, arrivals).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
         server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
@@ -106,10 +111,13 @@ class Calls:
     before it asks here who calls, and would not tell when an answer has left.
     """
 
-    def __init__(self, service: Service, callers: Callers, shared: Shared) -> None:
+    def __init__(
+        self, service: Service, callers: Callers, shared: Shared, arrivals: Arrivals
+    ) -> None:
         self._service = service
         self._callers = callers
         self._shared = shared
+        self._arrivals = arrivals
         self._watchers = Shares(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
 
@@ -161,12 +169,13 @@ class Calls:
             requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[bytes]:
             try:
-                with self._place(context) as address:
+                with self._place(context) as (address, arriving):
                     caller = Callers.PROBE if is_probe else self._caller(context)
-                    data = await _only(requests)
+                    data = await _only(arriving, requests)
                     LEFT_S.set(context.time_remaining())
                     async with self._answered(verb, caller, address, data) as answer:
                         yield answer
+                        arriving.left(answer)
                 return
             except PipeSwitchError as error:
                 told = _told(error)
@@ -193,8 +202,8 @@ class Calls:
             yield answer
 
     @contextlib.contextmanager
-    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[str]:
-        """Of a call, among those under way; its address.
+    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
+        """Count a call among those under way; yield its address and its messages.
 
         Raises:
             QueueFull: its address has half of them.
@@ -206,7 +215,8 @@ class Calls:
             )
         self._by_address[address] += 1
         try:
-            yield address
+            with self._arrivals.call(str(context.peer()), address) as arriving:
+                yield address, arriving
         finally:
             self._by_address[address] -= 1
             if not self._by_address[address]:
@@ -280,8 +290,11 @@ class Calls:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
-            with self._watchers.holding(_address(context), 1):
-                request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
+            address = _address(context)
+            with self._watchers.holding(address, 1):
+                with self._arrivals.call(str(context.peer()), address) as arriving:
+                    data = await _only(arriving, requests)
+                request = _read(HEALTH["HealthCheckRequest"], data)
                 if request.service not in ("", SERVICE):
                     yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
                     return
@@ -299,9 +312,9 @@ class Calls:
         self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
-            with self._place(context):
+            with self._place(context) as (_, arriving):
                 self._caller(context)
-                async for data in requests:
+                while (data := await arriving.next(requests)) is not None:
                     yield described(_read(message, data))
         except PipeSwitchError as error:
             await context.abort(*_told(error))
@@ -340,13 +353,14 @@ class Calls:
             return response(infer_response=await self._infer(caller, address, data))
 
         try:
-            with self._place(context) as address:
+            with self._place(context) as (address, arriving):
                 caller = self._caller(context)
-                async for data in requests:
+                while (data := await arriving.next(requests)) is not None:
                     try:
                         async with self._answered(streamed, caller, address, data) as answer:
                             data = b""  # the client may be slow to read the answer
                             yield answer
+                            arriving.left(answer)
                         continue
                     except PipeSwitchError as error:
                         failed = response(error_message=_told(error)[1])
@@ -368,20 +382,17 @@ def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
     return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
 
-async def _only(requests: AsyncIterator[bytes]) -> bytes:
-    """The message of a call that has one.
+async def _only(arriving: Arriving, requests: AsyncIterator[bytes]) -> bytes:
+    """Return the message of a call that has one.
 
     Raises:
         InvalidInput: there is none.
-        RequestTimeout: it does not come.
+        QueueFull, RequestTimeout: see ``Arriving.next``.
     """
-    try:
-        async with asyncio.timeout(MESSAGE_S):
-            return await anext(requests)
-    except StopAsyncIteration:
-        raise InvalidInput("the call has no message") from None
-    except TimeoutError:
-        raise RequestTimeout("the message came too slowly") from None
+    data = await arriving.next(requests, MESSAGE_S)
+    if data is None:
+        raise InvalidInput("the call has no message")
+    return data
 
 
 def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:

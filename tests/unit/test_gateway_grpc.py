@@ -16,6 +16,7 @@ pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.gateway import grpc as grpc_module
+from pipeswitch.gateway.arrivals import Arrivals
 from pipeswitch.gateway.grpc import (
     MAX_CALLS,
     MAX_PARTS,
@@ -33,8 +34,10 @@ from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.service import Service
 from pipeswitch.gateway.sharing import Shared
-from pipeswitch.shares import ALPHA
+from pipeswitch.shares import ALPHA, Shares
 from pipeswitch.wire.frames import MAX_TENSORS
+
+ARRIVALS = Arrivals(Shares(1 << 20), lambda peers: {})
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
@@ -231,7 +234,7 @@ def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
 
 def test_what_is_described_is_what_is_served() -> None:
     nothing: Any = None
-    calls = Calls(Service(nothing), nothing, nothing)
+    calls = Calls(Service(nothing), nothing, nothing, nothing)
     for handler, service in zip(calls.handlers(), SERVICES, strict=True):
         assert handler.service_name() == service
         described_ = POOL.FindServiceByName(service).methods_by_name
@@ -283,7 +286,7 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
     async def call() -> None:
         service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
         shared.answers.take("10.0.0.1", 1 << 20)  # of before, unread
-        calls, context = Calls(service, service, shared), Context("10.0.0.1")
+        calls, context = Calls(service, service, shared, ARRIVALS), Context("10.0.0.1")
 
         async def requests() -> AsyncIterator[bytes]:
             yield request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
@@ -320,7 +323,7 @@ def test_a_calls_deadline_is_its_requests_where_that_names_none(
 
     async def call(verb: str) -> None:
         service: Any = Service()
-        calls = Calls(service, service, Shared(1 << 20, 1 << 20))
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         context: Any = Context("10.0.0.1", left_s)
         made = request("FP32", [1], raw_input_contents=[b"1234"])
         made.parameters["timeout"].int64_param = timeout_us
@@ -344,7 +347,8 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
             return True
 
     async def watch_all() -> None:
-        calls = Calls(cast(Any, Service()), cast(Any, None), Shared(1 << 20, 1 << 20))
+        service = cast(Any, Service())
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         context, other = Context("10.0.0.1"), Context("10.0.0.2")
 
         async def requests() -> AsyncIterator[bytes]:
@@ -364,3 +368,32 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 
     assert MAX_WATCHERS < MAX_CALLS / 2
     asyncio.run(watch_all())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer", "ServerLive", "reflection"])
+def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: str) -> None:
+    class Service:
+        def standing(self, token: str) -> None: ...
+
+    async def call() -> None:
+        shares, context = Shares(1 << 20), Context("10.0.0.1")
+        arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
+        service = cast(Any, Service())
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), arrivals)
+
+        async def requests() -> AsyncIterator[bytes]:
+            await asyncio.get_running_loop().create_future()  # the other half does not come
+            yield b""
+
+        message = REFLECTION["grpc.reflection.v1"]["ServerReflectionRequest"]
+        behavior: Any = {
+            "ModelInfer": calls._unary("ModelInfer", calls._infer).stream_stream,
+            "ServerLive": calls._unary("ServerLive", calls._infer).stream_stream,
+            "ModelStreamInfer": calls._stream,
+            "reflection": lambda *args: calls._reflect(message, *args),
+        }[verb]
+        assert [found async for found in behavior(requests(), context)] == []
+        assert context.aborted == ["RESOURCE_EXHAUSTED"]
+        assert not shares.held
+
+    asyncio.run(call())
