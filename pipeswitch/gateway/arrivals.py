@@ -14,10 +14,12 @@ import os
 import socket
 import struct
 import termios
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final
 from urllib.parse import unquote
+
+import grpc.aio
 
 from ..errors import QueueFull
 from ..shares import Shares
@@ -42,8 +44,9 @@ class Arrivals:
         self._is_due = False  # the next look
 
     @contextmanager
-    def call(self, peer: str, address: str) -> Iterator[Arriving]:
+    def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
         """Count a call's bytes until it ends."""
+        peer = str(context.peer())
         connection = self._connections.get(peer)
         if connection is None:
             connection = self._connections[peer] = _Connection(self._shares, address)
@@ -51,7 +54,7 @@ class Arrivals:
         if not self._is_due:
             self._look_later()
         try:
-            yield Arriving(connection)
+            yield Arriving(connection, context)
         finally:
             connection.calls -= 1
 
@@ -131,14 +134,13 @@ class _Connection:
 class Arriving:
     """The messages of one call."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _Connection, context: grpc.aio.ServicerContext) -> None:
         self._connection = connection
+        self._context = context
         self._limit = asyncio.timeout(None)
         self._refusal: QueueFull | None = None
 
-    async def next(
-        self, requests: AsyncIterator[bytes], limit_s: float | None = None
-    ) -> bytes | None:
+    async def next(self, limit_s: float | None = None) -> bytes | None:
         """Return the next message; None at the end.
 
         Raises:
@@ -149,14 +151,15 @@ class Arriving:
         try:
             async with asyncio.timeout(limit_s) as self._limit:
                 waiting.add(self)
-                data = await anext(requests, None)
+                data = await self._context.read()
         except TimeoutError:
             raise self._refusal or RequestTimeout("the message came too slowly") from None
         finally:
             waiting.discard(self)
-        if data is not None:
-            self._connection.took(len(data))
-        return data
+        if data is grpc.aio.EOF:
+            return None
+        self._connection.took(len(data))
+        return bytes(data)
 
     def left(self, answer: bytes) -> None:
         """An answer has left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
@@ -69,16 +71,19 @@ _CONTENTS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
+_OUTPUT_TAG: Final = 6 << 3 | 2  # of raw_output_contents
+_STREAMED_TAG: Final = 2 << 3 | 2  # of a stream's infer_response
 SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
 MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
 SMALL_BYTES: Final = 64 << 10  # of a message without tensors
+MAX_MODELS: Final = 1024  # whose answers are remembered to be long
 
 CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
 """Metadata of the call that this task serves."""
 LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
 """What the call's own deadline leaves it; not of a stream, which has many requests."""
 Verb = Callable[[Standing, Any], Awaitable[Any]]
-Answered = Callable[[Standing, str, bytes], Awaitable[Any]]
+Answered = Callable[[Standing, str, bytes], Awaitable[bytes]]
 """The answer to a message of a caller, at an address."""
 
 
@@ -108,7 +113,8 @@ class Calls:
     """Calls to verbs.
 
     All are served as streams of messages, though most have one: gRPC's library would read that
-    before it asks here who calls, and would not tell when an answer has left.
+    before it asks here who calls, and would not tell when an answer has left. Messages are read
+    through the call's context: the library's iterator would keep the last one.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class Calls:
         self._arrivals = arrivals
         self._watchers = Shares(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
+        self._answer_bytes: dict[str, int] = {}  # of the last long answer, by model
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -165,15 +172,14 @@ class Calls:
     def _unary(self, name: str, verb: Answered) -> grpc.RpcMethodHandler:
         is_probe = name in ("ServerLive", "ServerReady", "Check")
 
-        async def call(
-            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-        ) -> AsyncIterator[bytes]:
+        async def call(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             try:
                 with self._place(context) as (address, arriving):
                     caller = Callers.PROBE if is_probe else self._caller(context)
-                    data = await _only(arriving, requests)
+                    data = await _only(arriving)
                     LEFT_S.set(context.time_remaining())
                     async with self._answered(verb, caller, address, data) as answer:
+                        data = b""  # the client may be slow to read the answer
                         yield answer
                         arriving.left(answer)
                 return
@@ -195,10 +201,10 @@ class Calls:
         Raises:
             QueueFull: its address has as many bytes here as it may have.
         """
-        with self._shared.waiting.holding(address, len(data)):
-            answer = _to_bytes(await verb(caller, address, data))
+        with self._shared.waiting.holding(address, _charged(len(data))):
+            answer = await verb(caller, address, data)
         del data  # it is no longer charged
-        with self._shared.answers.holding(address, len(answer)):
+        with self._shared.answers.holding(address, _charged(len(answer))):
             yield answer
 
     @contextlib.contextmanager
@@ -215,7 +221,7 @@ class Calls:
             )
         self._by_address[address] += 1
         try:
-            with self._arrivals.call(str(context.peer()), address) as arriving:
+            with self._arrivals.call(context, address) as arriving:
                 yield address, arriving
         finally:
             self._by_address[address] -= 1
@@ -286,14 +292,12 @@ class Calls:
             raise NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
         return await self._status()
 
-    async def _watch(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
+    async def _watch(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             address = _address(context)
             with self._watchers.holding(address, 1):
-                with self._arrivals.call(str(context.peer()), address) as arriving:
-                    data = await _only(arriving, requests)
+                with self._arrivals.call(context, address) as arriving:
+                    data = await _only(arriving)
                 request = _read(HEALTH["HealthCheckRequest"], data)
                 if request.service not in ("", SERVICE):
                     yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
@@ -309,12 +313,12 @@ class Calls:
             await context.abort(*_told(error))
 
     async def _reflect(
-        self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        self, message: Any, _: object, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
             with self._place(context) as (_, arriving):
                 self._caller(context)
-                while (data := await arriving.next(requests)) is not None:
+                while (data := await arriving.next()) is not None:
                     yield described(_read(message, data))
         except PipeSwitchError as error:
             await context.abort(*_told(error))
@@ -325,7 +329,9 @@ class Calls:
 
     # ---- a model -------------------------------------------------------------------------------
 
-    async def _infer(self, caller: Standing, address: str, data: bytes) -> Any:
+    async def _infer(
+        self, caller: Standing, address: str, data: bytes, *, is_streamed: bool = False
+    ) -> bytes:
         rest, raw = split_raw(data)
         if len(rest) <= oip.LONG_BYTES:
             request, asked = read_infer(rest, raw)
@@ -336,26 +342,30 @@ class Calls:
             left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
             asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
+        # Else who reads no answers would have them computed again and again.
+        if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
+            raise refusal
         outputs, bill = await self._service.infer(
             caller, model, request.model_version, asked, CARRIER.get(), address
         )
-        size_bytes = sum(len(output.data) for output in outputs)
+        parts = encode_answer(model, asked, outputs, bill, is_streamed=is_streamed)
+        if (size_bytes := sum(map(len, parts))) <= SPLIT_BYTES:
+            self._answer_bytes.pop(model, None)
+            return b"".join(parts)
+        if len(self._answer_bytes) >= MAX_MODELS:
+            self._answer_bytes.clear()
+        self._answer_bytes[model] = size_bytes
         with self._shared.answers.holding(address, size_bytes):  # before it is copied
-            return encode_answer(model, asked, outputs, bill)
+            return await self._shared.aside.run(address, joined, parts)
 
-    async def _stream(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """One answer for each request, in order; an error is an answer too, and goes on."""
         response = INFERENCE["ModelStreamInferResponse"]
-
-        async def streamed(caller: Standing, address: str, data: bytes) -> Any:
-            return response(infer_response=await self._infer(caller, address, data))
-
+        streamed = functools.partial(self._infer, is_streamed=True)
         try:
             with self._place(context) as (address, arriving):
                 caller = self._caller(context)
-                while (data := await arriving.next(requests)) is not None:
+                while (data := await arriving.next()) is not None:
                     try:
                         async with self._answered(streamed, caller, address, data) as answer:
                             data = b""  # the client may be slow to read the answer
@@ -382,14 +392,14 @@ def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
     return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
 
-async def _only(arriving: Arriving, requests: AsyncIterator[bytes]) -> bytes:
+async def _only(arriving: Arriving) -> bytes:
     """Return the message of a call that has one.
 
     Raises:
         InvalidInput: there is none.
         QueueFull, RequestTimeout: see ``Arriving.next``.
     """
-    data = await arriving.next(requests, MESSAGE_S)
+    data = await arriving.next(MESSAGE_S)
     if data is None:
         raise InvalidInput("the call has no message")
     return data
@@ -408,8 +418,8 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 def _small(message: Any, verb: Verb) -> Answered:
     """A verb whose message has no tensors."""
 
-    async def answered(caller: Standing, address: str, data: bytes) -> Any:
-        return await verb(caller, _read(message, data))
+    async def answered(caller: Standing, address: str, data: bytes) -> bytes:
+        return _to_bytes(await verb(caller, _read(message, data)))
 
     return answered
 
@@ -494,6 +504,11 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
     raise IndexError
 
 
+def _charged(size: int) -> int:
+    """Return the bytes that count to a share: the number of calls bounds small messages."""
+    return size if size > SMALL_BYTES else 0
+
+
 def _to_bytes(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -564,9 +579,15 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_answer(
-    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
-) -> Any:
-    """A ModelInferResponse; its tensors are raw.
+    model: str,
+    asked: InferRequest,
+    outputs: Sequence[Output],
+    bill: Mapping[str, Any],
+    *,
+    is_streamed: bool = False,
+) -> list[Any]:
+    """Return the buffers of a serialized ModelInferResponse, or of one in a
+    ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
 
     Raises:
         InvalidInput: an output is asked for that the model does not have.
@@ -574,14 +595,38 @@ def encode_answer(
     version = str(bill.get("version", oip.FIRST_VERSION))
     answer = INFERENCE["ModelInferResponse"](model_name=model, model_version=version, id=asked.id)
     _set(answer.parameters, bill)
+    raw: list[Any] = []
     for output, _ in oip.wanted(asked, outputs):
         row = answer.outputs.add(
             name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
         )
         if output.place is not None:
             _set(row.parameters, output.place.parameters())
-        answer.raw_output_contents.append(bytes(output.data))  # clients count: one for each
-    return answer
+        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # clients count: one for each
+    parts = [_to_bytes(answer), *raw]
+    return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_streamed else parts
+
+
+def _head(tag: int, size: int) -> bytes:
+    """Return a field's tag and length, as protobuf writes them before its bytes."""
+    head = bytearray([tag])
+    while size >= 128:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head)
+
+
+def joined(parts: Sequence[Any]) -> bytes:
+    """Return the parts in one. Unlike ``bytes.join``, this copies without the interpreter's lock,
+    so a thread that does it holds up no other."""
+    whole = bytes(sum(map(len, parts)))  # filled before anyone else sees it
+    at = np.frombuffer(whole, np.uint8).ctypes.data
+    for part in parts:
+        if size := len(part):
+            ctypes.memmove(at, np.frombuffer(part, np.uint8).ctypes.data, size)
+            at += size
+    return whole
 
 
 def _set(parameters: Any, values: Mapping[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+pytest.importorskip("grpc", reason="make installs it")
+
 from pipeswitch.errors import QueueFull
-from pipeswitch.gateway.arrivals import Arrivals, Arriving
+from pipeswitch.gateway.arrivals import Arrivals
 from pipeswitch.shares import Shares
 
 SIZE = 400 << 20
@@ -34,16 +35,15 @@ class Call:
     """A call that waits for its next message."""
 
     def __init__(self, wire: Wire, peer: str) -> None:
+        self._peer = peer
         self.came: asyncio.Queue[bytes] = asyncio.Queue()
-        self._call = wire.arrivals.call(peer, peer.partition(":")[0])
+        self.read = self.came.get  # as gRPC's contexts do
+        self._call = wire.arrivals.call(cast(Any, self), peer.partition(":")[0])
         self.arriving = self._call.__enter__()
-        self.task = asyncio.create_task(self._next(self.arriving))
+        self.task = asyncio.create_task(self.arriving.next())
 
-    async def _next(self, arriving: Arriving) -> Any:
-        async def requests() -> AsyncIterator[bytes]:
-            yield await self.came.get()
-
-        return await arriving.next(requests())
+    def peer(self) -> str:
+        return self._peer
 
     async def ended(self) -> Any:
         """Return the message, or the error; leave the call."""
