@@ -1,9 +1,8 @@
 """Bytes of gRPC messages that have not arrived whole, with a share for each address.
 
 gRPC's library reads the sockets itself and hands over whole messages only. The kernel knows how
-many bytes came on a connection; what its calls have taken of them is subtracted. So bytes are
-counted by connection while they arrive. If an address uses up its share, the waiting calls of its
-connection with the most bytes end.
+many bytes came on a connection; what its calls have taken of them is subtracted. If an address
+uses up its share, the waiting calls of its connection with the most bytes end.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..shares import Shares
 from .refusals import RequestTimeout
 
 LOOK_S: Final = 0.05  # between two counts, while there are calls
-CALL_BYTES: Final = 512  # of a connection, around each message: headers, pings, window updates
-FRAMING: Final = 256  # one byte around so many: of frames, of TLS, and of the windows of answers
+CALL_BYTES: Final = 1024  # of a connection, around each message: headers, pings, window updates
+FRAMING: Final = 256  # one byte around so many, of frames and of TLS
 TCP_BYTES_RECEIVED: Final = 128  # offset in Linux's struct tcp_info
 
 Arrived = Callable[[Collection[str]], Mapping[str, int]]
-"""Return the bytes that the process has received of each peer that is still connected."""
+"""Return the bytes that the process has read of each peer that is still connected."""
 
 
 class Arrivals:
@@ -47,12 +46,10 @@ class Arrivals:
     def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
         """Count a call's bytes until it ends."""
         peer = str(context.peer())
-        connection = self._connections.get(peer)
-        if connection is None:
+        if (connection := self._connections.get(peer)) is None:
             connection = self._connections[peer] = _Connection(self._shares, address)
         connection.calls += 1
-        if not self._is_due:
-            self._look_later()
+        self._look_later()
         try:
             yield Arriving(connection, context)
         finally:
@@ -66,20 +63,18 @@ class Arrivals:
             if peer not in arrived and not connection.calls:
                 del self._connections[peer]
         for largest in sorted(self._connections.values(), key=lambda one: -one.unfinished_bytes):
-            if not largest.unfinished_bytes:
-                break
-            if not self._shares.left(largest.address):
+            if largest.unfinished_bytes and not self._shares.left(largest.address):
                 largest.refuse()
 
     def _look_later(self) -> None:
-        self._is_due = True
-        asyncio.get_running_loop().call_later(LOOK_S, self._look_in_time)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(LOOK_S, self._look_in_time)
 
     def _look_in_time(self) -> None:
         self._is_due = False
-        has_calls = any(connection.calls for connection in self._connections.values())
         self.look()
-        if has_calls:  # after the last call, count once more
+        if any(one.calls or one.unfinished_bytes for one in self._connections.values()):
             self._look_later()
 
 
@@ -107,23 +102,18 @@ class _Connection:
         self._passed += size + size // FRAMING + CALL_BYTES
         self._hold(max(0, self.unfinished_bytes - size))
 
-    def passed(self, size: int) -> None:
-        """An answer of this size has left: the peer sent updates of its window."""
-        self._passed += size // FRAMING
-
     def refuse(self) -> None:
         """End the calls that wait for a message."""
-        if not self.waiting:
-            return
-        error = QueueFull(
-            f"{self._shares.of(self.address)} bytes of messages that have not arrived whole are "
-            f"more than this client's share of {self._shares.size}",
-            hint="smaller batches, or fewer at once",
-        )
-        self._passed = self._arrived
-        self._hold(0)
-        while self.waiting:
-            self.waiting.pop().refuse(error)
+        if self.waiting:
+            error = QueueFull(
+                f"{self._shares.of(self.address)} bytes of messages that have not arrived whole "
+                f"are more than this client's share of {self._shares.size}",
+                hint="smaller batches, or fewer at once",
+            )
+            self._passed = self._arrived
+            self._hold(0)
+            while self.waiting:
+                self.waiting.pop().refuse(error)
 
     def _hold(self, size: int) -> None:
         self._shares.give(self.address, self.unfinished_bytes)
@@ -161,10 +151,6 @@ class Arriving:
         self._connection.took(len(data))
         return bytes(data)
 
-    def left(self, answer: bytes) -> None:
-        """An answer has left."""
-        self._connection.passed(len(answer))
-
     def refuse(self, error: QueueFull) -> None:
         """End the wait."""
         if not self._limit.expired():
@@ -177,36 +163,31 @@ class Sockets:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._by_peer: dict[str, int] = {}  # descriptors
+        self._descriptors: set[int] = set()  # of them
 
     def arrived(self, peers: Collection[str]) -> dict[str, int]:
         """Return the bytes that were read of each peer, named as gRPC does (``ipv4:HOST:PORT``)."""
-        places = {peer: _place(peer) for peer in peers}
-        found = self._counts(places)
-        if len(found) < len(places):
-            self._by_peer = {}
-            for name in os.listdir("/proc/self/fd"):
-                with suppress(OSError), _borrowed(int(name)) as one:
-                    if place := self._peer_of(one):
-                        self._by_peer[place] = int(name)
-            found = self._counts(places)
-        return found
+        found = self._arrived(self._descriptors)
+        if not found.keys() >= {*map(_place, peers)}:
+            found = self._arrived({*map(int, os.listdir("/proc/self/fd"))})
+        return {peer: found[place] for peer in peers if (place := _place(peer)) in found}
 
-    def _counts(self, places: Mapping[str, str]) -> dict[str, int]:
-        found = {}
-        for peer, place in places.items():
-            with suppress(OSError, KeyError), _borrowed(self._by_peer[place]) as one:
-                if self._peer_of(one) == place:
-                    found[peer] = _received(one)
+    def _arrived(self, descriptors: set[int]) -> dict[str, int]:
+        found, self._descriptors = {}, set()
+        for descriptor in descriptors:
+            # A name of IPv6 is the longest: less would be cut off where a socket serves both.
+            kind = socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP
+            with suppress(OSError):
+                one = socket.socket(*kind, descriptor)
+                try:
+                    own = one.getsockname()
+                    if isinstance(own, tuple) and own[1] == self._port:
+                        host, port, *_ = one.getpeername()
+                        found[f"{host.removeprefix('::ffff:')}:{port}"] = _received(one)
+                        self._descriptors.add(descriptor)
+                finally:
+                    one.detach()  # it stays open
         return found
-
-    def _peer_of(self, one: socket.socket) -> str:
-        """Return ``HOST:PORT``; empty if the socket is not a connection at our port."""
-        own = one.getsockname()
-        if not isinstance(own, tuple) or own[1] != self._port:
-            return ""
-        host, port, *_ = one.getpeername()
-        return f"{host.removeprefix('::ffff:')}:{port}"
 
 
 def _place(peer: str) -> str:
@@ -214,20 +195,9 @@ def _place(peer: str) -> str:
     return f"{host.strip('[]')}:{port}"
 
 
-@contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket that is not closed. Raises OSError: it is no socket."""
-    # A name of IPv6 is the longest: less would be cut off where a socket serves both.
-    one = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, descriptor)
-    try:
-        yield one
-    finally:
-        one.detach()
-
-
 def _received(one: socket.socket) -> int:
     """Return the bytes that came on a connection, less those that nobody has read."""
     facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES_RECEIVED + 8)
-    unread = fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4))
+    (unread,) = struct.unpack("=i", fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4)))
     (count,) = struct.unpack_from("=Q", facts, TCP_BYTES_RECEIVED)
-    return int(count) - int(struct.unpack("=i", unread)[0])
+    return int(count) - int(unread)

@@ -36,7 +36,7 @@ from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
 from .refusals import NotFound, TooLarge, as_ours, status_of
 from .service import Service
-from .sharing import Shared
+from .sharing import CROWD, Shared
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +178,11 @@ class Calls:
                     caller = Callers.PROBE if is_probe else self._caller(context)
                     data = await _only(arriving)
                     LEFT_S.set(context.time_remaining())
-                    async with self._answered(verb, caller, address, data) as answer:
+                    async with self._answered(
+                        verb, caller, address, context.peer(), data
+                    ) as answer:
                         data = b""  # the client may be slow to read the answer
                         yield answer
-                        arriving.left(answer)
                 return
             except PipeSwitchError as error:
                 told = _told(error)
@@ -194,7 +195,7 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def _answered(
-        self, verb: Answered, caller: Standing, address: str, data: bytes
+        self, verb: Answered, caller: Standing, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
         """A message's answer, until it has left.
 
@@ -202,6 +203,8 @@ class Calls:
             QueueFull: its address has as many bytes here as it may have.
         """
         with self._shared.waiting.holding(address, _charged(len(data))):
+            if self._by_address[address] > CROWD:
+                await self._shared.passes.turn(address, peer)
             answer = await verb(caller, address, data)
         del data  # it is no longer charged
         with self._shared.answers.holding(address, _charged(len(answer))):
@@ -367,10 +370,11 @@ class Calls:
                 caller = self._caller(context)
                 while (data := await arriving.next()) is not None:
                     try:
-                        async with self._answered(streamed, caller, address, data) as answer:
+                        async with self._answered(
+                            streamed, caller, address, context.peer(), data
+                        ) as answer:
                             data = b""  # the client may be slow to read the answer
                             yield answer
-                            arriving.left(answer)
                         continue
                     except PipeSwitchError as error:
                         failed = response(error_message=_told(error)[1])

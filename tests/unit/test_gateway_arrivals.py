@@ -129,7 +129,6 @@ def test_a_busy_connection_with_an_idle_stream_is_not_refused() -> None:
             wire.arrived["a:1"] = wire.arrived.get("a:1", 0) + len(message) + around
             call.came.put_nowait(message)
             assert await call.ended() == message
-            call.arriving.left(message)
             wire.arrivals.look()
         assert not wire.shares.held
         idle.came.put_nowait(b"x")

@@ -36,7 +36,7 @@ from pipeswitch.gateway.protos import HEALTH, INFERENCE, POOL, REFLECTION
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.service import Service
-from pipeswitch.gateway.sharing import Shared
+from pipeswitch.gateway.sharing import CROWD, Shared
 from pipeswitch.shares import ALPHA, Shares
 from pipeswitch.wire.frames import MAX_TENSORS
 
@@ -255,8 +255,10 @@ class _Details:
 class Context:
     """A call's, as gRPC's library makes it."""
 
-    def __init__(self, address: str, *messages: bytes, left_s: float | None = None) -> None:
-        self.address, self.aborted = address, list[str]()
+    def __init__(
+        self, address: str, *messages: bytes, left_s: float | None = None, port: int = 4711
+    ) -> None:
+        self.address, self.aborted = f"{address}:{port}", list[str]()
         self.left_s = left_s
         self._messages = [*messages]
 
@@ -267,7 +269,7 @@ class Context:
         return self.left_s
 
     def peer(self) -> str:
-        return f"ipv4:{self.address}:4711"
+        return f"ipv4:{self.address}"
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -515,3 +517,34 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
         assert len([one async for one in behavior(None, Context("10.0.0.1", long_request(1)))]) == 1
 
     asyncio.run(call())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first(verb: str) -> None:
+    class Named(Echo):
+        async def infer(self, *given: Any) -> Any:
+            begun.append(given[-1])
+            return await super().infer()
+
+    class Later(Context):
+        async def read(self) -> Any:
+            await asyncio.sleep(0)  # all calls are there before the first message
+            return await super().read()
+
+    async def run() -> None:
+        behavior = behavior_of(verb, Named(1), Shared(1 << 20, 1 << 20))
+
+        async def ask(address: str, port: int) -> None:
+            context = Later(address, long_request(1), port=port)
+            assert len([found async for found in behavior(None, context)]) == 1
+            ended.append(port)
+
+        crowd = [ask("10.0.0.1", 1) for _ in range(4 * CROWD)]
+        others = [ask("10.0.0.2", 2) for _ in range(CROWD)]
+        await asyncio.gather(*crowd, ask("10.0.0.1", 3), *others)
+
+    begun, ended = list[str](), list[int]()
+    asyncio.run(run())
+    assert begun.index("10.0.0.2") <= CROWD
+    assert begun[: 3 * CROWD].count("10.0.0.2") == CROWD
+    assert ended.index(3) < ended.index(1) + 3 * CROWD  # one connection's calls are one turn
