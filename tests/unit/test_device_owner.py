@@ -25,18 +25,18 @@ def test_any_events_keep_the_owner_and_its_tasks_in_agreement() -> None:
             tasks = owner.tasks
             happen(owner, event)
             owner.check()
-            ended = {OwnerEvent.TASK_ENDED, OwnerEvent.PASS_ENDED} & {event}
+            ended = {OwnerEvent.TASK_ENDED, OwnerEvent.YIELDED_ENDED} & {event}
             assert event is OwnerEvent.TASKS_LOST or len(owner.tasks) == len(tasks) - len(ended)
     assert rows == set(OWNER_TRANSITIONS), "a row was never followed"
 
 
 def happen(owner: DeviceOwner, event: OwnerEvent) -> None:
     does: dict[OwnerEvent, Callable[[], object]] = {
-        OwnerEvent.TASK_STARTED: lambda: owner.start(""),
+        OwnerEvent.TASK_STARTED: lambda: owner.start(owner.pending, ""),  # type: ignore[arg-type]
         OwnerEvent.TASK_ENDED: lambda: owner.drop(owner.running, ""),  # type: ignore[arg-type]
         OwnerEvent.STEPPED_ASIDE: lambda: owner.step_aside(""),
-        OwnerEvent.PASS_RESUMED: lambda: owner.resume(""),
-        OwnerEvent.PASS_ENDED: lambda: owner.drop(owner.yielded, ""),  # type: ignore[arg-type]
+        OwnerEvent.RESUMED: lambda: owner.start(owner.yielded, ""),  # type: ignore[arg-type]
+        OwnerEvent.YIELDED_ENDED: lambda: owner.drop(owner.yielded, ""),  # type: ignore[arg-type]
         OwnerEvent.JOB_STARTED: lambda: owner.train("j", ""),  # type: ignore[arg-type]
         OwnerEvent.STOP_REQUESTED: lambda: owner.stop_job(0, 7),  # type: ignore[arg-type]
         OwnerEvent.JOB_LEFT: lambda: owner.job_left(""),

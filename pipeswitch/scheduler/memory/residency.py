@@ -300,11 +300,15 @@ class Residents:
             return False
         if replica.residency.state is Residency.ABANDONED:
             return False
+        replica.is_prefetch = self._send(replica, "prefetch hint")
+        return replica.is_prefetch
+
+    def _send(self, replica: Replica, cause: str) -> bool:
+        """Send a model that no request waits for; False: there is no room for it now."""
         window = self._arena.find_place(replica, for_request=False)
         if window is None or self._arena.obstacles(window):
             return False
-        self.transmit(replica, window, "prefetch hint")
-        replica.is_prefetch = True
+        self.transmit(replica, window, cause)
         return True
 
     def cancel_prefetches(self) -> None:
@@ -340,9 +344,7 @@ class Residents:
                 if core.now_ms < replica.retry_at_ms:
                     core.look_again(replica.retry_at_ms, PLACES)
                     continue
-                window = self._arena.find_place(replica, for_request=False)
-                if window is not None and not self._arena.obstacles(window):
-                    self.transmit(replica, window, "pinned")
+                self._send(replica, "pinned")
         return QUEUE | TURN | PLACES | MEASURED
 
     def refused(self, epoch: msg.Epoch, reason: str) -> None:

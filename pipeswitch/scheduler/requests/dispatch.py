@@ -56,10 +56,7 @@ class Turns:
             return
         task = owner.next_task
         if task is not None:
-            if task is owner.yielded:
-                self._resume(task)
-            else:
-                self._start(task, "has the turn")
+            self._start(task, "has the turn")
             self._device.emit(RaiseTurn(turn=task.turn, slot=task.slot))
 
     def passed(self, turn: Turn) -> None:
@@ -69,8 +66,16 @@ class Turns:
             self._start(owner.pending, "turn passed on")
 
     def _start(self, task: Activation, cause: str) -> None:
-        self._device.owner.start(cause)
-        task.began_at_ms = self._core.now_ms
+        now_ms, is_back = self._core.now_ms, task is self._device.owner.yielded
+        self._device.owner.start(task, cause)
+        if is_back:
+            away_ms = now_ms - task.aside_at_ms
+            task.aside_ms += away_ms
+            task.began_at_ms += away_ms
+            task.aside_at_ms = 0.0
+            self.let_in()
+            return
+        task.began_at_ms = now_ms
         for token in task.tokens:
             self._device.requests[token].state.apply(TaskEvent.STARTED, cause)
 
@@ -102,14 +107,6 @@ class Turns:
             return
         passing.aside_at_ms = self._core.now_ms
         owner.step_aside(f"epoch {epoch}")
-
-    def _resume(self, passing: Activation) -> None:
-        self._device.owner.resume(f"epoch {passing.epoch}")
-        away_ms = self._core.now_ms - passing.aside_at_ms
-        passing.aside_ms += away_ms
-        passing.began_at_ms += away_ms
-        passing.aside_at_ms = 0.0
-        self.let_in()
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.

@@ -57,11 +57,6 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         return self.state is OwnerState.IDLE and self.pending is None
 
     @property
-    def has_task(self) -> bool:
-        """An inference task has the turn, or is dispatched."""
-        return self.running is not None or self.pending is not None
-
-    @property
     def next_task(self) -> Activation | None:
         """The task that may have the turn now; None if another one or a job has it.
 
@@ -79,20 +74,20 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
                     return None
         return task
 
-    def start(self, cause: str) -> None:
-        """Give the turn to the pending task."""
-        self.apply(OwnerEvent.TASK_STARTED, cause)
-        self.running, self.pending = self.pending, None
+    def start(self, task: Activation, cause: str) -> None:
+        """Give the turn to the pending task, or back to the pass that stepped aside."""
+        if task is self.yielded:
+            self.apply(OwnerEvent.RESUMED, cause)
+            self.yielded = None
+        else:
+            self.apply(OwnerEvent.TASK_STARTED, cause)
+            self.pending = None
+        self.running = task
 
     def step_aside(self, cause: str) -> None:
         """Take the turn from the running pass; the pending task may have it."""
         self.apply(OwnerEvent.STEPPED_ASIDE, cause)
         self.running, self.yielded = None, self.running
-
-    def resume(self, cause: str) -> None:
-        """Give the turn back to the pass that stepped aside."""
-        self.apply(OwnerEvent.PASS_RESUMED, cause)
-        self.running, self.yielded = self.yielded, None
 
     def drop(self, task: Activation, cause: str) -> None:
         """Remove a dispatched task, which is over or lost its worker."""
@@ -100,7 +95,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
             self.apply(OwnerEvent.TASK_ENDED, cause)
             self.running = None
         elif task is self.yielded:
-            self.apply(OwnerEvent.PASS_ENDED, cause)
+            self.apply(OwnerEvent.YIELDED_ENDED, cause)
             self.yielded = None
         else:
             self.pending = None

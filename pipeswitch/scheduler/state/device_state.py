@@ -75,7 +75,8 @@ class DeviceState:
     @property
     def is_busy(self) -> bool:
         """A task has the turn or is dispatched, or a request waits."""
-        return self.owner.has_task or bool(self.queue)
+        owner = self.owner
+        return owner.running is not None or owner.pending is not None or bool(self.queue)
 
     @property
     def last_waiting(self) -> Request | None:

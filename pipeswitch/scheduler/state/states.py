@@ -254,8 +254,8 @@ class OwnerEvent(Name):
     TASK_STARTED = "task_started"
     TASK_ENDED = "task_ended"
     STEPPED_ASIDE = "stepped_aside"
-    PASS_RESUMED = "pass_resumed"
-    PASS_ENDED = "pass_ended"
+    RESUMED = "resumed"
+    YIELDED_ENDED = "yielded_ended"
     JOB_STARTED = "job_started"
     STOP_REQUESTED = "stop_requested"
     JOB_LEFT = "job_left"
@@ -272,12 +272,12 @@ OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, OwnerEvent], OwnerState]] = {
     (_D.INFERENCE, _H.TASK_ENDED): _D.IDLE,
     (_D.INFERENCE, _H.STEPPED_ASIDE): _D.YIELDED,
     (_D.YIELDED, _H.TASK_STARTED): _D.LENT,
-    (_D.YIELDED, _H.PASS_RESUMED): _D.INFERENCE,  # no task waits any more
+    (_D.YIELDED, _H.RESUMED): _D.INFERENCE,  # no task waits any more
     (_D.LENT, _H.TASK_ENDED): _D.RECLAIMED,
-    (_D.RECLAIMED, _H.PASS_RESUMED): _D.INFERENCE,
-    (_D.YIELDED, _H.PASS_ENDED): _D.IDLE,  # its worker died
-    (_D.LENT, _H.PASS_ENDED): _D.INFERENCE,
-    (_D.RECLAIMED, _H.PASS_ENDED): _D.IDLE,
+    (_D.RECLAIMED, _H.RESUMED): _D.INFERENCE,
+    (_D.YIELDED, _H.YIELDED_ENDED): _D.IDLE,  # its worker died
+    (_D.LENT, _H.YIELDED_ENDED): _D.INFERENCE,
+    (_D.RECLAIMED, _H.YIELDED_ENDED): _D.IDLE,
     (_D.IDLE, _H.JOB_STARTED): _D.TRAINING,
     (_D.TRAINING, _H.STOP_REQUESTED): _D.STOPPING,
     (_D.STOPPING, _H.STOP_REQUESTED): _D.STOPPING,  # at a step's end, then at once
