@@ -1,35 +1,29 @@
 """Jobs that go to another device: what requests see of it, and what it gives.
 
-SwitchFlow's figure 7, and its table 1 for a training job. On two cpu devices with one compute
-thread each, a model that the first one alone may serve. Arms take turns in each case:
+SwitchFlow's figure 7. On two cpu devices with one compute thread each, a model that the first one
+alone may serve. A job that moves is evicted, and its script starts again on the other device. Arms
+take turns in each case:
 
 * *its own job moves*: a request preempts a job, which in the arm *moving* is sent to the other
-  device at that instant; its state is copied while the request computes;
+  device at that instant;
 * *another job moves*: the same, and the job that moves is one that trained on the other device;
-* *requests stay*: a client asks back to back; the job *waits* beside it, or *moves* away;
-* *of a job*: moves of a job with few tensors and of one with many, of as many bytes, and a plain
-  copy, all of them to pages that have yet to be made.
+* *requests stay*: a client asks back to back; the job *waits* beside it, or *moves* away.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
-
-import numpy as np
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer
 
 from .models import MIB, MODELS
-from .pipeline import mapping
 from .serving import TWINS, Training, ask, inputs_of, serving, window
-from .state import MAX_OVER_PLAIN
 from .trials import Arm, Numbers, Run, nothing, now_ms
 
 MODEL: Final = "resnet18"
@@ -38,7 +32,6 @@ FEW: Final = ("--width", "1024", "--layers", "4", "--batch", "64")  # 64 MiB wit
 MANY: Final = ("--width", "128", "--layers", "256", "--batch", "64")  # as many bytes, 64 x tensors
 SLICES_BYTES: Final = 192 * MIB  # both jobs' on one device
 MOST_LATER: Final = 1.05  # a request beside a move, over one without
-EVENT_S: Final = 10.0
 WINDOW_S: Final = 3.0
 QUICK_WINDOW_S: Final = 1.5
 ROUNDS: Final = 50
@@ -87,7 +80,6 @@ def measure(bench: Run, running: RunningServer, client: Client) -> None:
         many = Training(client, 1, bench.seed, MANY, "many-tensors")
         few.task.move(HOME)
         preempt("another job moves", [few, many], AWAY, HOME)
-        _state(bench, client, few, many)
         for job in (few, many):
             job.task.cancel()
     bench.notes.append("beside_ms: so long of the request a move was under way")
@@ -154,47 +146,3 @@ def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: An
     for key, what in (("trained_per_s", "steps a second"), ("median_ms", "a request")):
         waits, moves = (quantile(bench.values(case, arm.name, key), 0.5) for arm in arms)
         bench.find(f"{case}: {what}, the job moves / waits", moves / waits)
-
-
-def _state(bench: Run, client: Client, few: Training, many: Training) -> None:
-    """Table 1, of jobs: ``transfer_ms`` is the copy alone."""
-    places = itertools.cycle((HOME, AWAY))
-    moved = client.events("job.moved", timeout_s=EVENT_S)
-
-    def move(job: Training) -> Numbers:
-        began_ms, before = now_ms(), job.task.status()["moves"]
-        while job.task.move(next(places))["moves"] == before:
-            pass  # it was there already
-        move_ms = now_ms() - began_ms
-        record = next((one for one in moved if one["job"] == job.task.name), None)
-        if record is None:
-            raise RuntimeError(f"{job.task.name} left its process behind: {job.task.status()}")
-        return {"move_ms": move_ms, "transfer_ms": record["copy_ms"], "bytes": record["bytes"]}
-
-    _bring([few, many], AWAY)
-    size_bytes = move(few)["bytes"]
-    source = mapping(size_bytes)
-    source[:] = 1
-
-    def plain_copy() -> Numbers:
-        """To memory that is new, as the job's is: its pages are made meanwhile."""
-        target, began_ms = mapping(size_bytes), now_ms()
-        np.copyto(target, source)
-        return {"transfer_ms": now_ms() - began_ms}
-
-    case = f"{size_bytes / MIB:.0f} MiB of a job"
-    arms = [
-        Arm("few tensors", partial(move, few), few.run),
-        Arm("many tensors", partial(move, many), many.run),
-        Arm("plain-copy", plain_copy),
-    ]
-    bench.say(f"{case}: measuring")
-    bench.trial_loop(case, arms, bench.rounds(ROUNDS, QUICK_ROUNDS))
-    per_mib = {}
-    for arm in arms:
-        times_ms = bench.values(case, arm.name, "transfer_ms")
-        per_mib[arm.name] = quantile(times_ms, 0.5) * MIB / size_bytes
-        bench.find(f"{case}: {arm.name}, p50 per MiB", per_mib[arm.name], "ms/MiB")
-    for other in ("few tensors", "plain-copy"):
-        share = per_mib["many tensors"] / per_mib[other]
-        bench.find(f"{case}: many tensors / {other}", share, at_most=MAX_OVER_PLAIN)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
-from ..ipc.messages import Epoch, MoveTask
+from ..ipc.messages import Epoch
 from ..programs.layout import TensorSpec
 from .orders import WORD_BYTES, WORD_MASK
 
@@ -119,22 +119,6 @@ class PoolView:
         return self._slice(spec)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        raise NotImplementedError
-
-    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
-        """Copy the last slice to another device; the same addresses lead to it there (ADR 33).
-
-        Turns are passed on over there from now on, and nothing of the old device stays mapped.
-
-        Args:
-            descriptors: as ``MoveTask`` says; this object's from now on.
-
-        Returns:
-            Bytes that were copied.
-
-        Raises:
-            OSError, RemoteProtocolError: it cannot; half of it may be done.
-        """
         raise NotImplementedError
 
     def host_copies(self) -> HostCopies:

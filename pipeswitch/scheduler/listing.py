@@ -475,6 +475,6 @@ class Listing:
         """Regions that a process computes in or copies into now: models in use, training slices."""
         replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
-        kinds = ("slice", "moving", "scrub")
+        kinds = ("slice", "scrub")
         slices = sum(region.owner.kind in kinds for region in device.arena.regions)
         return in_use + slices

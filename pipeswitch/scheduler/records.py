@@ -29,15 +29,12 @@ from .policies.job_orders import JobView
 from .requests.accounts import Charge
 from .states import (
     MODEL_TRANSITIONS,
-    MOVE_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
     TASK_TRANSITIONS,
     VERSION_TRANSITIONS,
     WORKER_TRANSITIONS,
     ModelEvent,
     ModelState,
-    MoveEvent,
-    MoveState,
     Residency,
     ResidencyEvent,
     StateMachine,
@@ -291,10 +288,7 @@ class Job:
     sent_to: str = ""  # the one of them that its user moved it to
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    move: StateMachine[MoveState, MoveEvent] = field(init=False)
-    target: int = 0  # of the move under way: the device's place among the server's
-    move_asked_at_ms: float = 0.0
-    moves: int = 0  # with its process
+    leaves_for: int | None = None  # index of the device that it was evicted for
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
@@ -359,7 +353,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
-        self.move = StateMachine(f"move of {self.name}", MoveState.STAYS, MOVE_TRANSITIONS)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -390,11 +383,6 @@ class Job:
     def slice(self) -> Owner:
         """Of its state's range on the device."""
         return Owner("slice", self.name)
-
-    @property
-    def moving(self) -> Owner:
-        """Of the range on another device that its state is copied to."""
-        return Owner("moving", self.name)
 
     @property
     def commits(self) -> Owner:

@@ -76,11 +76,6 @@ class Arena:
             )
 
     @property
-    def coming(self) -> int:
-        """Jobs whose state is being copied here."""
-        return sum(region.owner.kind == "moving" for region in self.regions)
-
-    @property
     def leasable_bytes(self) -> int:
         """The arena without its arrival words: what models and slices can have."""
         words = self.regions.get(WORDS)
@@ -111,7 +106,7 @@ class Arena:
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         device = self._device
         kind, name = region.owner
-        if kind in ("words", "moving"):
+        if kind == "words":
             return None  # 1.
         if kind == "scrub":
             return SOON_FREE  # 3.

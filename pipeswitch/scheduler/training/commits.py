@@ -12,7 +12,7 @@ from ..device_state import DeviceState
 from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..memory.ledgers import Arena, Store
 from ..records import NO_EPOCH, Job, Worker
-from ..states import TASK_FINAL, MoveState
+from ..states import TASK_FINAL
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
 NO_COPY: Final = (NO_EPOCH, 0)
@@ -146,8 +146,6 @@ class Commits:
         for job in device.jobs.values():
             if job.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
                 continue
-            if job.move.state is MoveState.COPYING:
-                continue  # another device's daemon will
             if core.now_ms < job.persist_due_at_ms:
                 core.look_again(job.persist_due_at_ms, JOBS)
                 continue
