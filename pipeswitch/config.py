@@ -193,11 +193,6 @@ class DeviceConfig(_Checked):
     arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
         "auto", "device memory to take: auto, 20GiB or a fraction", Amount.parse
     )
-    prefix: Amount = _setting(  # noqa: RUF009 - as above
-        "auto",
-        "part of the arena for the first groups of models that had to leave: auto (none), 1GiB…",
-        Amount.parse,
-    )
     link_gbps: float = _setting(
         0.0, "cpu device: model a host link of this many GB/s; 0: as fast as it goes", low=0
     )

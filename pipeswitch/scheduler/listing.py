@@ -27,7 +27,7 @@ from .requests.accounts import Account
 from .states import ModelState, Residency, TaskState, WorkerState
 from .training.jobs import activations_row
 
-DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
+DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
 OWNER = "(owner)"  # a tenant's name here: no key's has such characters
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -352,8 +352,6 @@ class Listing:
             return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.landings is not None:
             return f"larger than the arena: {gib(replica.sent_bytes)} come with each pass"
-        if replica.residency.state is Residency.PARTIAL:
-            return "its prefix is kept"
         return "pinned" if replica.model.want_pinned else ""
 
     def _ps_job(self, on: Device, job: Job) -> dict[str, Any]:

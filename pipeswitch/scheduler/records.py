@@ -148,10 +148,8 @@ class Replica:
     next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
     profile: Profile | None = None  # the one its plan was made from
     profile_plan: Plan = ()
-    profile_prefix: int = 0  # how many of its groups are worth keeping
-    prefix_groups: int = 0  # of the plan in force; kept from its next transmission on
-    kept_groups: int = 0  # of the region it has: how it is split in two
-    kept_bytes: int = 0  # that were there when it was sent last
+    kept_groups: int = 0  # of one that streams: the groups that stay between two passes
+    kept_bytes: int = 0  # bytes of those groups, if they were there when it was sent last
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
     landings: Landings | None = None  # of one that is larger than the arena: it streams
@@ -176,12 +174,12 @@ class Replica:
 
     @property
     def owner(self) -> Owner:
-        """Of its bytes and its arrival words; with a prefix, of that."""
+        """Owner of its arrival words and its bytes; of one that streams, of those that it keeps."""
         return self.model.owner
 
     @property
     def rest(self) -> Owner:
-        """Of what lies behind its prefix on the device."""
+        """Owner of the ring that a model streams through."""
         return Owner("rest", self.name)
 
     @property

@@ -25,7 +25,7 @@ Worker (a slot; the process behind it changes):
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
   RESIDENT      complete on the device.       PINNED        complete, and never a victim.
-  PARTIAL       a resident prefix: its first groups stay, the rest must be sent again.
+  PARTIAL       larger than the arena: between two passes only what it keeps is there.
   ABANDONED     its copy was cancelled or broke off: free when no byte is written or read there.
 
 Registration (a model on the server):
@@ -205,7 +205,7 @@ class ResidencyEvent(Name):
     PIN = "pin"
     UNPIN = "unpin"
     EVICTED = "evicted"
-    EVICTED_TO_PREFIX = "evicted_to_prefix"
+    RING_FREED = "ring_freed"
     DEVICE_LOST = "device_lost"
 
 
@@ -222,7 +222,7 @@ RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency
     (_R.PINNED, _T.UNPIN): _R.RESIDENT,
     (_R.RESIDENT, _T.EVICTED): _R.HOST,
     (_R.PARTIAL, _T.EVICTED): _R.HOST,
-    (_R.RESIDENT, _T.EVICTED_TO_PREFIX): _R.PARTIAL,
+    (_R.RESIDENT, _T.RING_FREED): _R.PARTIAL,
     **{(state, _T.DEVICE_LOST): _R.HOST for state in Residency},
 }
 

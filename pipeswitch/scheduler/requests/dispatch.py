@@ -537,7 +537,7 @@ class Dispatch:
         if device.training is not None:
             activation.preempted = device.training
             self._training.stop(device.training, activation.turn, activation.slot)
-        kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+        kind = "resident" if not is_switch else "partial" if activation.kept_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:
             core.counts["switches"] += 1
