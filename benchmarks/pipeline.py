@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
-from pipeswitch.planning.exact import best_groupings
 from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import Plan, bucket
 from pipeswitch.planning.planned import robust_plan
@@ -81,15 +80,8 @@ class _Arms:
     def __init__(self, rig: Rig, costs: LayerCosts) -> None:
         self._rig = rig
         self.plans: dict[str, Plan] = _simple_plans(rig)
-        groupings = best_groupings(costs)
-        prefix_layers = groupings.least_prefix()
-        self.prefix_bytes = costs.offsets_bytes[prefix_layers]
         self.plans["planned"] = robust_plan(costs)
-        self.plans["planned-prefix"] = groupings.plan(prefix_layers)
-        self.resident = {
-            "planned-prefix": min(prefix_layers, 1),
-            "resident": len(self.plans["resident"]),
-        }
+        self.resident = {"resident": len(self.plans["resident"])}
         self.switches: dict[str, list[Switch]] = {name: [] for name in self.plans}
 
     def arm(self, name: str) -> Arm:
@@ -174,8 +166,6 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
     bench.find(f"{case}: planned / best other, minimums", share, at_most=QUIET)
     predicted_ms = makespan(arms.plans["planned"], planned_for)
     bench.find(f"{case}: planned, measured / predicted, p50", p50["planned"] / predicted_ms)
-    bench.find(f"{case}: resident prefix", 100 * arms.prefix_bytes / sum(rig.layer_bytes), "%")
-    for name in ("planned", "planned-prefix"):
-        stall_ms = bench.p50(case, name, "stall_ms")
-        bench.find(f"{case}: {name}, waited for the link, p50", stall_ms, "ms")
+    stall_ms = bench.p50(case, "planned", "stall_ms")
+    bench.find(f"{case}: planned, waited for the link, p50", stall_ms, "ms")
     bench.notes.append(f"{case}: {len(arms.plans['planned'])} planned groups")

@@ -3,9 +3,9 @@
 Figure 2, case *… twice*: two clients, each with a model of its own, ask back to back. Arms, in
 turns: *pipeswitch* (one model computes at a time), *threads* (both in one process, neither excludes
 the other: multi-stream), *session-slicing* (a lock that a request holds), *alone* (one client).
-Figure 6 is ``bench interference``: requests beside a training job. Figure 7 and table 1 are
-``bench devices``: preempted jobs that go to another device; table 1 of models is ``bench state``.
-Figures 8 to 10 are ``bench shared-input``: jobs on the same data.
+Figure 6 is ``bench interference``: requests beside a training job. Figure 7 is
+``bench devices``: preempted jobs that go to another device. Table 1, of models,
+is ``bench state``. Figures 8 to 10 are ``bench shared-input``: jobs on the same data.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
         other.run(bench)
     bench.notes.append(
         "… twice: figure 2; one model and a training job: figure 6; … moves, requests stay: "
-        "figure 7; jobs: figures 8 to 10; … of a job, and models alone: table 1"
+        "figure 7; jobs: figures 8 to 10; models alone: table 1"
     )

@@ -246,7 +246,6 @@ class DeviceConfig(Section, frozen=True):
 
     name: auto, cpu or cuda:0; several: cuda:0,cuda:1,cpu
     arena: device memory to take: auto, 20GiB or a fraction
-    prefix: part of the arena for the first groups of models that had to leave: auto (none), 1GiB…
     link_gbps: cpu device: model a host link of this many GB/s; 0: as fast as it goes
     waits: cuda: what waits for a layer group to arrive: auto, cpu or gpu
     words: cuda: how arrival is signalled: auto, copy or write
@@ -259,7 +258,6 @@ class DeviceConfig(Section, frozen=True):
 
     name: Annotated[str, _written("a device", _device_names)] = "auto"
     arena: AmountSetting = Amount()
-    prefix: AmountSetting = Amount()
     link_gbps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     waits: Literal["auto", "cpu", "gpu"] = "auto"
     words: Literal["auto", "copy", "write"] = "auto"

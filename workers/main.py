@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from functools import partial
 
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.view import PoolView, now_ms
@@ -36,8 +35,6 @@ from pipeswitch.ipc.messages import (
     LeaseRefused,
     Message,
     ModelPrepared,
-    Moved,
-    MoveTask,
     Parked,
     Ping,
     Pong,
@@ -261,22 +258,6 @@ class Worker:
 
             torch.autograd.set_multithreading_enabled(False)
 
-    def _move(self, order: MoveTask, descriptors: Sequence[int]) -> None:
-        """The gate calls this while the script waits in it. Half moved, the last commit counts."""
-        assert self._host is not None
-        self._host.await_copied()
-        began_at_ms = now_ms()
-        try:
-            reach("job.move")
-            copied_bytes = self._view.move(order, descriptors)
-            reach("job.moved")
-        except Exception:
-            sys.stderr.write(printable(traceback.format_exc()))
-            sys.stderr.flush()
-            os._exit(STATUS_FAILED)
-        copy_ms = now_ms() - began_at_ms
-        self._task.send(Moved(epoch=order.epoch, copied_bytes=copied_bytes, copy_ms=copy_ms))
-
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
@@ -321,8 +302,6 @@ class Worker:
             case EvictTask():
                 self._gate.request_evict()
                 host.wake()
-            case MoveTask():
-                self._gate.request_move(partial(self._move, message, tuple(descriptors)))
             case LeaseGranted() | LeaseRefused() | HostGranted():
                 host.lease_answered(message, descriptors)
             case StepCommitted():

@@ -393,7 +393,7 @@ def plan(
     as_json: bool,
     watch: bool,
 ) -> None:
-    """Predict switch times, groups and prefixes, and say what the arena holds.
+    """Predict switch times and groups, and say what the arena holds.
 
     With --train arguments after -- go to the script, and no server is needed.
     """

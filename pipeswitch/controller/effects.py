@@ -74,9 +74,6 @@ class Effects:
         match command:
             case _ if isinstance(command, ev.OfDevice):
                 self._devices[command.device].perform(command)
-            case ev.HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
-                other = self._devices[command.to_device]
-                self._devices[command.device].hand_over(slot, other, (to_slot, generation))
             case ev.SpawnStage() | ev.ToStage() | ev.KillStage() | ev.TakeResult():
                 self._stages.perform(command)
             case ev.Answer():

@@ -184,7 +184,6 @@ def make_scheduler(
     each = [
         dataclasses.replace(
             settings, device=device.name, arena_bytes=one.arena_bytes,
-            prefix_bytes=config.device.prefix.resolve(one.arena_bytes, 0),
             identity=identity_of(device, one),
         )
         for device, one in zip(devices, sizes, strict=True)

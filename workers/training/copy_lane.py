@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeswitch.devices.copies import HostCopies
+from pipeswitch.devices.view import HostCopies
 from pipeswitch.ipc.gate import Gate, Where
 
 

@@ -538,7 +538,7 @@ class Dispatch:
         if owner.job is not None:
             activation.preempted = owner.job
             self._training.stop(owner.job, activation.turn, activation.slot)
-        kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+        kind = "resident" if not is_switch else "partial" if activation.kept_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:
             core.counts["switches"] += 1
