@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote
 
@@ -19,9 +20,11 @@ import msgspec
 
 from ..client.client import FINAL_JOB_STATES
 from ..errors import InvalidInput
-from ..frontend.permissions import check_source
-from ..roles import URGENT_PRIORITY, Role, Standing
+from ..frontend.permissions import Rules
+from ..frontend.registration import check, check_origin, require_roles
+from ..roles import Role, Standing
 from ..units import nearest
+from ..wire.register_request import RegisterRequest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
 from .http import Answer, Head, Work, json_answer
@@ -72,21 +75,6 @@ class Asked:
         return value
 
 
-class Registration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a registration."""
-
-    source: str
-    weights: str = ""
-    inputs: dict[str, tuple[list[int | None], str]] = {}
-    priority: str = ""
-    pin: bool = False
-    max_batch: int = 0
-    batch: int = 0
-    batch_delay_ms: float = 0.0
-    precision: str = ""
-    max_error: float = 0.0
-
-
 Verb = Callable[[Asked], Awaitable[Answer]]
 
 
@@ -126,7 +114,7 @@ class Api:
         """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
         self._upstream = upstream
         self._feed = feed
-        self._allow_code = tuple(allow_code)
+        self._rules = Rules(allow_code=allow_code)
         operate, infer, register = Role.OPERATE, Role.INFER, Role.REGISTER
         self.routes = (
             Route(method="GET", path="openapi.json", role=infer, run=self._document,
@@ -173,7 +161,7 @@ class Api:
             Route(method="POST", path="models/{model}", role=register, run=self._register,
                   what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
                   "body then; to pin needs operate, a factory code and --allow-code",
-                  takes={"application/json": Registration,
+                  takes={"application/json": RegisterRequest,
                          BUNDLE: {"type": "string", "format": "binary"}},
                   query={"priority": ("string", "With a bundle: high, normal or low"),
                          "pin": ("boolean", "With a bundle: keep it on the device"),
@@ -278,23 +266,21 @@ class Api:
 
     async def _register(self, asked: Asked) -> Answer:
         """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
-        is_bundle = asked.head.headers.get("content-type", "").startswith(BUNDLE)
-        given = _of_query(asked) if is_bundle else _registration(asked.body)
-        if given.pin:
-            require_role(asked.caller, Role.OPERATE, "to pin a model")
-        if given.priority == URGENT_PRIORITY:
-            require_role(asked.caller, Role.URGENT, "a model of priority high")
-        if is_bundle:
-            source = await self._upstream.upload(asked.body, "bundle", asked.caller.tenant)
+        caller = asked.caller
+        require = partial(require_role, caller)
+        if asked.head.headers.get("content-type", "").startswith(BUNDLE):
+            if not len(asked.body):
+                raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
+            fields = {"source": "", **asked.query}
+            given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
+            require_roles(given, require)
+            source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
+            given = msgspec.structs.replace(given, source=source)
         else:
-            source = given.source
-            checked = check_source(
-                source, given.weights, is_owner=False, allow_code=self._allow_code, uploads_dir=""
-            )
-            if checked.is_code:
-                require_role(asked.caller, Role.CODE, "a factory")
-        tenant = asked.caller.tenant  # it counts as that client's, not as the owner's
-        body = {**msgspec.to_builtins(given), "source": source, "tenant": tenant}
+            given = _registration(lambda: _decoder.decode(asked.body))
+            check_origin(given, require, self._rules, is_owner=False)
+        # It counts as that client's, not as the owner's.
+        body = given.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 
 
@@ -362,31 +348,17 @@ def _query(head: Head, route: Route) -> dict[str, str]:
     return query
 
 
-def _registration(body: Any) -> Registration:
+def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
     try:
-        return _decoder.decode(body)
+        given = decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
-            f"the body is no registration: {error}",
+            f"this is not a registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
             f"{BUNDLE}",
         ) from None
+    check(given)
+    return given
 
 
-def _of_query(asked: Asked) -> Registration:
-    """What a bundle, which is the body, leaves to say."""
-    if not len(asked.body):
-        raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-    return Registration(
-        source="",
-        priority=asked.query.get("priority", ""),
-        pin=asked.flag("pin"),
-        max_batch=int(asked.number("max_batch", 0, MAX_OFFSET)),
-        batch=int(asked.number("batch", 0, MAX_OFFSET)),
-        batch_delay_ms=asked.number("batch_delay_ms", 0, MAX_OFFSET),
-        precision=asked.query.get("precision", ""),
-        max_error=asked.number("max_error", 0, 1),
-    )
-
-
-_decoder = msgspec.json.Decoder(Registration)
+_decoder = msgspec.json.Decoder(RegisterRequest)
