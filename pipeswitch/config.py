@@ -455,8 +455,7 @@ class ModelConfig(_Checked):
     priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
     pin: bool = _setting(False, "keep on the device")
     devices: tuple[str, ...] = _setting(
-        (),
-        "devices that may serve it, by name or kind; empty: all of the first one's kind",
+        (), "devices that may serve it, by name or kind; empty: all of the first one's kind"
     )
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
@@ -539,6 +538,63 @@ def _read(item: dataclasses.Field[Any], given: Any) -> Any:
     return value
 
 
+class _Reader:
+    """Reads tables of settings; ``errors`` collects every problem with its origin."""
+
+    def __init__(self, where: str, origins: Mapping[str, str]) -> None:
+        self._where, self._origins = where, origins
+        self.errors: list[str] = []
+
+    def complain(self, text: str, place: str) -> None:
+        origin = self._origins.get(place, self._where)
+        self.errors.append(f"{origin}: {text}" if origin else text)
+
+    def table(self, cls: type[_Checked], title: str, section: str, given: Any) -> dict[str, Any]:
+        """Values of a section by the fields' names."""
+        known, values = _settings(cls), {}
+        if not isinstance(given, Mapping):
+            self.complain(f"{section}: {given!r} is not a table", section)
+            return {}
+        for key, value in given.items():
+            try:
+                if key not in known:
+                    raise ValueError(f"unknown key{nearest(key, known)}")
+                values[known[key].name] = _read(known[key], value)
+            except ValueError as problem:
+                self.complain(f"{title} {key}: {problem}", f"{section}.{key}")
+        for key, item in known.items():
+            if item.metadata.get("is_required") and key not in given:
+                self.complain(f"{title} {key}: is required", section)
+        return values
+
+    def models(self, tables: Any) -> list[dict[str, Any]]:
+        if not isinstance(tables, list):
+            self.complain("model: write [[model]] above each model, with two brackets", "model")
+            return []
+        models = [
+            self.table(ModelConfig, f"[[model]] {index}", "model", table)
+            for index, table in enumerate(tables)
+        ]
+        names = [model.get("name") for model in models]
+        for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
+            self.complain(f"[[model]] name: {name!r} is there twice", "model")
+        return models
+
+    def weights(self, tenants: Any) -> dict[str, float]:
+        if not isinstance(tenants, Mapping):
+            self.complain(f"tenants: {tenants!r} is not a table", "tenants")
+            return {}
+        weights = {}
+        for name, value in tenants.items():
+            try:
+                if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
+                    raise ValueError("is no name of a key or token")
+                weights[name] = _read(WEIGHT, value)
+            except ValueError as problem:
+                self.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
+        return weights
+
+
 def parse(
     raw: Mapping[str, Any], where: str = "", origins: Mapping[str, str] | None = None
 ) -> Config:
@@ -553,65 +609,23 @@ def parse(
     Raises:
         ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
     """
-    errors: list[str] = []
-
-    def complain(text: str, place: str) -> None:
-        origin = (origins or {}).get(place, where)
-        errors.append(f"{origin}: {text}" if origin else text)
-
-    def read(cls: type[_Checked], title: str, section: str, given: Any) -> dict[str, Any]:
-        known, values = _settings(cls), {}
-        if not isinstance(given, Mapping):
-            complain(f"{section}: {given!r} is not a table", section)
-            return {}
-        for key, value in given.items():
-            try:
-                if key not in known:
-                    raise ValueError(f"unknown key{nearest(key, known)}")
-                values[known[key].name] = _read(known[key], value)
-            except ValueError as problem:
-                complain(f"{title} {key}: {problem}", f"{section}.{key}")
-        for key, item in known.items():
-            if item.metadata.get("is_required") and key not in given:
-                complain(f"{title} {key}: is required", section)
-        return values
-
+    reader = _Reader(where, origins or {})
     sections = {
-        name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
+        name: reader.table(cls, f"[{name}]", name, raw.get(name, {}))
+        for name, cls in SECTIONS.items()
     }
-    tables = raw.get("model", [])
-    if not isinstance(tables, list):
-        complain("model: write [[model]] above each model, with two brackets", "model")
-        tables = []
-    models = [
-        read(ModelConfig, f"[[model]] {index}", "model", table)
-        for index, table in enumerate(tables)
-    ]
-    names = [model.get("name") for model in models]
-    for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
-        complain(f"[[model]] name: {name!r} is there twice", "model")
+    models = reader.models(raw.get("model", []))
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
-        complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
-    tenants = raw.get("tenants", {})
-    if not isinstance(tenants, Mapping):
-        complain(f"tenants: {tenants!r} is not a table", "tenants")
-        tenants = {}
-    weights = {}
-    for name, value in tenants.items():
-        try:
-            if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
-                raise ValueError("is no name of a key or token")
-            weights[name] = _read(WEIGHT, value)
-        except ValueError as problem:
-            complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
+        reader.complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
+    weights = reader.weights(raw.get("tenants", {}))
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:
-            complain(f"[{name}]: unknown section{nearest(name, others)}", name)
-    if errors:
+            reader.complain(f"[{name}]: unknown section{nearest(name, others)}", name)
+    if reader.errors:
         hint = "pipeswitch config init writes a commented example"
-        raise ConfigError("\n".join(errors), hint=hint, errors=errors)
+        raise ConfigError("\n".join(reader.errors), hint=hint, errors=reader.errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
         tenants=weights,

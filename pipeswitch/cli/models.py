@@ -42,8 +42,10 @@ def _signature(
 def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
     """What ``--state`` says, as it travels."""
     ends = {name: (source, *source.rpartition("+")) for name, source in _pairs(pairs).items()}
-    return {name: (one, int(axis)) if axis.isdecimal() else (source, -1)
-            for name, (source, one, _, axis) in ends.items()}  # fmt: skip
+    return {
+        name: (one, int(axis)) if axis.isdecimal() else (source, -1)
+        for name, (source, one, _, axis) in ends.items()
+    }
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -30,14 +30,7 @@ from ..wire.register_request import RegisterRequest
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
-from .model_sources import (
-    Dynamic,
-    Inputs,
-    LocalSource,
-    declared,
-    declared_flat,
-    states,
-)
+from .model_sources import Dynamic, Inputs, LocalSource, declared, declared_flat, states
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller

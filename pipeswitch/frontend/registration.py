@@ -73,11 +73,7 @@ def _is_extent(extent: Extent) -> bool:
 
 
 def check_origin(
-    request: RegisterRequest,
-    require: Callable[[Role, str], None],
-    rules: Rules,
-    *,
-    is_owner: bool,
+    request: RegisterRequest, require: Callable[[Role, str], None], rules: Rules, *, is_owner: bool
 ) -> CheckedSource:
     """Check that this client may name these files and functions, and require the roles for them.
 

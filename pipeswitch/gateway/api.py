@@ -75,6 +75,7 @@ class Asked:
         return value
 
 
+OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
 Verb = Callable[[Asked], Awaitable[Answer]]
 
 
@@ -115,32 +116,39 @@ class Api:
         self._upstream = upstream
         self._feed = feed
         self._rules = Rules(allow_code=allow_code)
-        operate, infer, register = Role.OPERATE, Role.INFER, Role.REGISTER
-        self.routes = (
-            Route(method="GET", path="openapi.json", role=infer, run=self._document,
+        self.routes = (*self._server_routes(), *self._job_routes(), *self._model_routes())
+        self._description = document(self.routes, prefix=PREFIX, version=version)
+
+    def _server_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="openapi.json", role=INFER, run=self._document,
                   what="This description"),
-            Route(method="GET", path="about", role=operate, run=self._verb("ping"),
+            Route(method="GET", path="about", role=OPERATE, run=self._verb("ping"),
                   what="The server: device, sizes, addresses"),
-            Route(method="GET", path="ps", role=operate, run=self._verb("ps"),
+            Route(method="GET", path="ps", role=OPERATE, run=self._verb("ps"),
                   what="Models, jobs and processes, what they do and hold now"),
-            Route(method="GET", path="stats", role=operate, run=self._verb("stats"),
+            Route(method="GET", path="stats", role=OPERATE, run=self._verb("stats"),
                   what="Counters and sizes"),
-            Route(method="GET", path="plan", role=operate, run=self._verb("plan"),
+            Route(method="GET", path="plan", role=OPERATE, run=self._verb("plan"),
                   what="Each model's profile, and the arena"),
-            Route(method="GET", path="trace", role=operate, run=self._trace,
+            Route(method="GET", path="trace", role=OPERATE, run=self._trace,
                   what="The end of the timeline, as a Chrome trace; now_ms is its clock",
                   query={"seconds": ("number", "How much of it; 10 unless told")}),
-            Route(method="GET", path="events", role=operate, run=self._events,
+            Route(method="GET", path="events", role=OPERATE, run=self._events,
                   gives=CONTENT_TYPE,
                   what="Events as they come; Last-Event-ID goes on behind one; an event named "
                   "dropped counts those a slow reader missed",
                   query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
-            Route(method="GET", path="jobs", role=operate, run=self._verb("jobs"),
+        )  # fmt: skip
+
+    def _job_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="jobs", role=OPERATE, run=self._verb("jobs"),
                   what="One row for each job"),
-            Route(method="GET", path="jobs/{job}", role=operate, run=self._job("show"),
+            Route(method="GET", path="jobs/{job}", role=OPERATE, run=self._job("show"),
                   what="A job's row"),
             *(
-                Route(method="POST", path=f"jobs/{{job}}/{action}", role=operate,
+                Route(method="POST", path=f"jobs/{{job}}/{action}", role=OPERATE,
                       run=self._job(action), what=what)
                 for action, what in (
                     ("pause", "Commit, give the device back, hold until resume"),
@@ -148,17 +156,21 @@ class Api:
                     ("cancel", "End it"),
                 )
             ),
-            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._text("logs"),
+            Route(method="GET", path="jobs/{job}/logs", role=OPERATE, run=self._text("logs"),
                   gives=TEXT, what="What it printed",
                   query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
-            Route(method="GET", path="jobs/{job}/history", role=operate,
+            Route(method="GET", path="jobs/{job}/history", role=OPERATE,
                   run=self._text("history"), gives=TEXT, query=OFFSET,
                   what="What job.log reported, a line of JSON for each time"),
-            Route(method="GET", path="models", role=infer, run=self._models,
+        )  # fmt: skip
+
+    def _model_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="models", role=INFER, run=self._models,
                   what="One row for each model; in full with the role operate"),
-            Route(method="GET", path="models/{model}", role=infer, run=self._model,
+            Route(method="GET", path="models/{model}", role=INFER, run=self._model,
                   what="A model's row", query={"version": ("integer", "0: the current one's")}),
-            Route(method="POST", path="models/{model}", role=register, run=self._register,
+            Route(method="POST", path="models/{model}", role=REGISTER, run=self._register,
                   what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
                   "body then; to pin needs operate, a factory code and --allow-code",
                   takes={"application/json": RegisterRequest,
@@ -170,14 +182,13 @@ class Api:
                          "batch_delay_ms": ("number", "With a bundle: for which one waits"),
                          "precision": ("string", "With a bundle: exact or fast"),
                          "max_error": ("number", "With a bundle: of precision, at most")}),
-            Route(method="DELETE", path="models/{model}", role=operate,
+            Route(method="DELETE", path="models/{model}", role=OPERATE,
                   run=self._verb("unregister", is_safe=False), what="Unregister"),
-            Route(method="POST", path="models/{model}/load", role=operate,
+            Route(method="POST", path="models/{model}/load", role=OPERATE,
                   run=self._verb("load"), what="Pin it on the device"),
-            Route(method="POST", path="models/{model}/unload", role=operate,
+            Route(method="POST", path="models/{model}/unload", role=OPERATE,
                   run=self._verb("unload"), what="Unpin it"),
         )  # fmt: skip
-        self._description = document(self.routes, prefix=PREFIX, version=version)
 
     def find(self, head: Head, caller: Standing) -> Work:
         """What a request asks for.

@@ -11,7 +11,7 @@ import torch
 from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.messages import Epoch, MoveTask
+from pipeswitch.ipc.messages import Epoch, MoveTask, Slot, WorkerSettings
 
 PAGE = mmap.PAGESIZE
 PAGES = 16  # of each device
@@ -27,10 +27,10 @@ def device() -> list[int]:
 @pytest.fixture
 def view() -> CpuPoolView:
     work, board, bell = device()
-    return CpuPoolView(
-        models=sealed_memfd("models", PAGES * PAGE), work=work, board=board, bell=bell,
-        bells=[bell], arena_bytes=PAGES * PAGE, words=16,
-    )  # fmt: skip
+    settings = WorkerSettings(slot=Slot(0), device="cpu", arena_bytes=PAGES * PAGE, words=16,
+                              pool_bytes=0, threads=1, bell_count=1)  # fmt: skip
+    arena = sealed_memfd("models", PAGES * PAGE), work
+    return CpuPoolView(settings, arena, board=board, bells=[bell])
 
 
 def order(size_bytes: int) -> MoveTask:
