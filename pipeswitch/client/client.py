@@ -30,7 +30,7 @@ from ..wire.register_request import RegisterRequest
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
-from .model_sources import Dynamic, Inputs, LocalSource, declared, declared_flat, states
+from .model_sources import Dynamic, Inputs, LocalSource, declared, states
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
@@ -404,9 +404,9 @@ class Client(Verbs):
             batch=batch,
             batch_delay_ms=batch_delay_ms,
             preprocess=preprocess,
-            raw=declared_flat(raw),
+            raw=declared(raw, nests=False)[1],
             postprocess=postprocess,
-            returns=declared_flat(returns),
+            returns=declared(returns, nests=False)[1],
             state=states(state or {}),
             generate=generate,
             precision=precision,

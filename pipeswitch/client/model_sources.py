@@ -60,21 +60,18 @@ class LocalSource:
         """
         self.upload, self.progress = upload, progress
         with contextlib.ExitStack() as self.stack:  # files made here are gone with it
-            return self._sent(request)
+            source, weights = self._source(request), request.weights
+            request = msgspec.structs.replace(request, source=source)
+            if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
+                request = self._with_example(request)
+            if weights.endswith(PICKLED) and os.path.isfile(weights):
+                from ..programs.build.files import convert_weights
 
-    def _sent(self, request: RegisterRequest) -> RegisterRequest:
-        source, weights = self._source(request), request.weights
-        request = msgspec.structs.replace(request, source=source)
-        if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
-            request = self._with_example(request)
-        if weights.endswith(PICKLED) and os.path.isfile(weights):
-            from ..programs.build.files import convert_weights
-
-            weights = str(self._folder / "weights.safetensors")
-            convert_weights(request.weights, weights)
-        if weights.endswith(".safetensors"):
-            weights = self.upload(weights, "safetensors", self.progress)
-        return msgspec.structs.replace(request, weights=weights)
+                weights = str(self._folder / "weights.safetensors")
+                convert_weights(request.weights, weights)
+            if weights.endswith(".safetensors"):
+                weights = upload(weights, "safetensors", progress)
+            return msgspec.structs.replace(request, weights=weights)
 
     def _source(self, request: RegisterRequest) -> str:
         """Return the source for the server; upload files and modules first."""
@@ -182,14 +179,14 @@ def states(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (one, -1) if isinstance(one, str) else one for name, one in state.items()}
 
 
-def declared(inputs: Inputs | None) -> tuple[Tree, dict[str, Any]]:
-    """Declared inputs as they travel: how they nest, if they do, and each by its name.
+def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
+    """Return declared inputs as they travel: how they nest, if they do, and each by its name.
 
     Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``.
+        InvalidInput: they are not ``{name: (shape, dtype)}``, or nest where they may not.
     """
     try:
-        takes, found = flatten(dict(inputs or {}), "input", _is_declared)
+        tree, found = flatten(dict(inputs or {}), "input", _is_declared)
         flat = {
             key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
             for key, (shape, dtype) in found.items()
@@ -199,19 +196,10 @@ def declared(inputs: Inputs | None) -> tuple[Tree, dict[str, Any]]:
             f"inputs are not {{name: (shape, dtype)}}: {error}",
             hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
         ) from error
-    return (takes if list(flat) != list(inputs or {}) else None), flat
-
-
-def declared_flat(inputs: Inputs | None) -> dict[str, Any]:
-    """Return ``raw`` or ``returns`` as they travel.
-
-    Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``, or they nest.
-    """
-    takes, flat = declared(inputs)
-    if takes is not None:
+    takes = tree if list(flat) != list(inputs or {}) else None
+    if takes is not None and not nests:
         raise InvalidInput("raw and returns do not nest")
-    return flat
+    return takes, flat
 
 
 def _is_declared(value: Any) -> bool:

@@ -123,38 +123,26 @@ def registration(
     check_name(model, "model")
     check(request)
     source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)
-    spec = encode_spec(model, request, source)
+    fields = msgspec.structs.asdict(request)
+    del fields["priority"], fields["pin"]  # the scheduler's
+    fields["max_batch"] = fields["max_batch"] or (
+        DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
+    )
+    fields |= {"source": source.source, "weights": source.weights, "example": source.example}
+    fields["precision"] = request.precision or "exact"
+    spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
+    digest = hashlib.sha256(spec)  # equal requests give equal digests
+    for path in source.owner_files:
+        facts = os.stat(path)  # the same path with other bytes is another model
+        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
     return RegisterAsked(
         token=token,
         model=ModelName(model),
         spec=spec,
-        spec_digest=_digest(spec, source),
+        spec_digest=digest.hexdigest(),
         priority=priority_number(request.priority, default=1),
         is_pinned=request.pin,
         tenant=standing.tenant,
         devices=request.devices,
         stage=stage_of(spec),
     )
-
-
-def encode_spec(model: str, request: RegisterRequest, source: CheckedSource) -> bytes:
-    """Return msgpack of the BuildSpec; equal requests give equal bytes."""
-    fields = msgspec.structs.asdict(request)
-    del fields["priority"], fields["pin"]  # the scheduler's
-    most = DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
-    fields |= {
-        "source": source.source,
-        "weights": source.weights,
-        "example": source.example,
-        "max_batch": request.max_batch or most,
-        "precision": request.precision or "exact",
-    }
-    return msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
-
-
-def _digest(spec: bytes, source: CheckedSource) -> str:
-    digest = hashlib.sha256(spec)
-    for path in source.owner_files:
-        facts = os.stat(path)  # the same path with other bytes is another model
-        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
-    return digest.hexdigest()

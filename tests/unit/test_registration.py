@@ -71,8 +71,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
     """Version 1 of the protocol: clients before the struct sent defaults too."""
     older = {"source": SOURCE, "weights": "", "inputs": {}, "priority": "", "pin": False,
-             "max_batch": 0, "batch": 0, "batch_delay_ms": 0.0, "takes": None, "example": "",
-             "devices": [], "state": {}, "generate": False, "precision": ""}  # fmt: skip
+             "max_batch": 0, "batch": 0, "batch_delay_ms": 0.0, "takes": None}  # fmt: skip
     sdk = Recorded()
     sdk.register("m", SOURCE)
     assert sdk.body == {"source": SOURCE}  # an older server knows each field that is sent
