@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -28,7 +27,7 @@ from ..wire.register_request import RegisterRequest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
 from .http import Answer, Head, Work, json_answer
-from .openapi import document
+from .openapi import Route, document
 from .refusals import MethodNotAllowed, NotFound
 from .upstream import Upstream
 
@@ -43,7 +42,6 @@ MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
-_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,33 +75,6 @@ class Asked:
 
 OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
 Verb = Callable[[Asked], Awaitable[Answer]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One method of one path."""
-
-    method: str
-    path: str  # below PREFIX, with {names}
-    role: Role
-    what: str
-    run: Verb
-    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
-    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
-    gives: str = "application/json"
-
-    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """The names of a path's parts; None: it is another route's."""
-        wanted = self.path.split("/")
-        if len(wanted) != len(parts):
-            return None
-        names = {}
-        for want, part in zip(wanted, parts, strict=True):
-            if found := _PLACEHOLDER.fullmatch(want):
-                names[found[1]] = unquote(part)
-            elif want != part:
-                return None
-        return names
 
 
 class Api:

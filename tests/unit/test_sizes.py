@@ -32,7 +32,7 @@ LARGE = {
     "methods": "session.TrainingSession 51, activations.Activations 37, bindings.Cuda 37, "
     "http.Connection 37, world.World 35, actors.Placement 34, cluster.ClusterConnection 34, "
     "view.PoolView 33, sequences.Sequences 31, frontend.Frontend 30, jobs.Jobs 29, "
-    "training.Training 29, device_state.DeviceState 28, gate.Gate 27, ledgers.Arena 26, "
+    "training.Training 29, device_state.DeviceState 28, ledgers.Arena 26, "
     "registry.Registry 26",
 }
 
