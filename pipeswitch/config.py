@@ -580,20 +580,6 @@ class _Reader:
             self.complain(f"[[model]] name: {name!r} is there twice", "model")
         return models
 
-    def weights(self, tenants: Any) -> dict[str, float]:
-        if not isinstance(tenants, Mapping):
-            self.complain(f"tenants: {tenants!r} is not a table", "tenants")
-            return {}
-        weights = {}
-        for name, value in tenants.items():
-            try:
-                if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
-                    raise ValueError("is no name of a key or token")
-                weights[name] = _read(WEIGHT, value)
-            except ValueError as problem:
-                self.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
-        return weights
-
 
 def parse(
     raw: Mapping[str, Any], where: str = "", origins: Mapping[str, str] | None = None
@@ -618,7 +604,17 @@ def parse(
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
         reader.complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
-    weights = reader.weights(raw.get("tenants", {}))
+    tenants, weights = raw.get("tenants", {}), {}
+    if not isinstance(tenants, Mapping):
+        reader.complain(f"tenants: {tenants!r} is not a table", "tenants")
+        tenants = {}
+    for name, value in tenants.items():
+        try:
+            if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
+                raise ValueError("is no name of a key or token")
+            weights[name] = _read(WEIGHT, value)
+        except ValueError as problem:
+            reader.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:

@@ -263,13 +263,14 @@ class _Comparison:
         """Print the tables."""
         cluster, has_requests, given = self.cluster, bool(self.requests), self.given
         views.console().print(_headline(facts))
-        views.console().print(_table(rows, has_requests=has_requests, has_jobs=bool(self.jobs),
-                                     has_tokens=given.has_tokens))  # fmt: skip
+        table = _table(rows, has_requests=has_requests, has_jobs=bool(self.jobs),
+                       has_tokens=given.has_tokens)  # fmt: skip
+        views.console().print(table)
         for row in rows:
             if cluster and row["in_slo"] < cluster.need:
-                views.echo(f"{row['policy']}, memory {row['memory']}: not even {cluster.nodes} "
-                           f"nodes suffice; --nodes {2 * cluster.nodes} "
-                           f"--tiles {cluster.tiles}")  # fmt: skip
+                nodes = f"{cluster.nodes} nodes suffice; --nodes {2 * cluster.nodes}"
+                where = f"{row['policy']}, memory {row['memory']}"
+                views.echo(f"{where}: not even {nodes} --tiles {cluster.tiles}")
         if self.jobs:
             views.console().print()
             views.console().print(_jobs_table(rows, has_requests=has_requests))

@@ -30,7 +30,7 @@ from ..wire.register_request import RegisterRequest
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
-from .model_sources import Dynamic, Inputs, LocalSource, declared, states
+from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
@@ -392,6 +392,7 @@ class Client(Verbs):
             RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
         """
         takes, signature = declared(inputs)
+        state = state or {}  # an output alone replaces its input
         request = RegisterRequest(
             source="",
             weights=os.fspath(weights or ""),
@@ -407,7 +408,7 @@ class Client(Verbs):
             raw=declared(raw, nests=False)[1],
             postprocess=postprocess,
             returns=declared(returns, nests=False)[1],
-            state=states(state or {}),
+            state={key: (one, -1) if isinstance(one, str) else one for key, one in state.items()},
             generate=generate,
             precision=precision,
             max_error=max_error,

@@ -174,11 +174,6 @@ def check_program_options(source: str, weights: str, inputs: object) -> None:
         raise InvalidInput(f"{source!r} says what it takes", hint="omit inputs")
 
 
-def states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sequence's state as it travels: an output alone replaces its input."""
-    return {name: (one, -1) if isinstance(one, str) else one for name, one in state.items()}
-
-
 def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
     """Return declared inputs as they travel: how they nest, if they do, and each by its name.
 

@@ -32,11 +32,7 @@ NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permissi
 
 
 def check(request: RegisterRequest) -> None:
-    """Refuse values that cannot be, alone or together.
-
-    Raises:
-        InvalidInput, RegistrationRefused: which one, and what to write instead.
-    """
+    """Raise InvalidInput or RegistrationRefused for values that cannot be, alone or together."""
     _check_signature("inputs", request.inputs, DTYPES)
     _check_signature("raw", request.raw, (*DTYPES, BYTES))
     _check_signature("returns", request.returns, (*DTYPES, BYTES))
@@ -75,14 +71,8 @@ def _is_extent(extent: Extent) -> bool:
 def check_origin(
     request: RegisterRequest, require: Callable[[Role, str], None], rules: Rules, *, is_owner: bool
 ) -> CheckedSource:
-    """Check that this client may name these files and functions, and require the roles for them.
-
-    Args:
-        require: raises PermissionDenied if the client lacks a role for the purpose named.
-
-    Raises:
-        PermissionDenied, InvalidInput.
-    """
+    """Check that this client may name these files and functions, and require the roles for them:
+    ``require`` raises PermissionDenied if the client lacks a role for the purpose named."""
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
@@ -115,11 +105,7 @@ def registration(
     standing: Standing = OWNER,
     rules: Rules = NO_RULES,
 ) -> RegisterAsked:
-    """Return the event of a registration that is checked here.
-
-    Raises:
-        PermissionDenied, InvalidInput, RegistrationRefused.
-    """
+    """Return the event of a registration, or raise the error of the first check that fails."""
     check_name(model, "model")
     check(request)
     source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)

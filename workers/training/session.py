@@ -28,12 +28,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from pipeswitch.errors import (
-    HostStoreFull,
-    InvalidInput,
-    OutOfDeviceMemory,
-    PipeSwitchError,
-)
+from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory, PipeSwitchError
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
