@@ -1,4 +1,4 @@
-"""``bench devices``: jobs that go to another device (SwitchFlow, figure 7). README.md has the case."""
+"""``bench devices``: a job that goes to another device (SwitchFlow, figure 7): README.md has it."""
 
 from __future__ import annotations
 

@@ -509,6 +509,50 @@ SECTIONS: Final[Mapping[str, type[Section]]] = {
 }
 
 
+class _Reader:
+    """Reads tables of settings; ``errors`` collects every problem with its origin."""
+
+    def __init__(self, where: str, origins: Mapping[str, str]) -> None:
+        self._where, self._origins = where, origins
+        self.errors: list[str] = []
+
+    def complain(self, text: str, place: str) -> None:
+        origin = self._origins.get(place, self._where)
+        self.errors.append(f"{origin}: {text}" if origin else text)
+
+    def table(self, cls: type[Section], title: str, section: str, given: Any) -> dict[str, Any]:
+        """Return the values of a section by the fields' names."""
+        known, values = settings(cls), dict[str, Any]()
+        if not isinstance(given, Mapping):
+            self.complain(f"{section}: {given!r} is not a table", section)
+            return values
+        for key, value in given.items():
+            try:
+                if key not in known:
+                    raise ValueError(f"unknown key{nearest(key, known)}")
+                values[known[key].name] = _read(known[key].kind, value)
+            except ValueError as problem:
+                self.complain(f"{title} {key}: {problem}", f"{section}.{key}")
+        for key, item in known.items():
+            if item.is_required and key not in given:
+                self.complain(f"{title} {key}: is required", section)
+        return values
+
+    def models(self, tables: Any) -> list[dict[str, Any]]:
+        """Return the values of each ``[[model]]``."""
+        if not isinstance(tables, list):
+            self.complain("model: write [[model]] above each model, with two brackets", "model")
+            return []
+        models = [
+            self.table(ModelConfig, f"[[model]] {index}", "model", table)
+            for index, table in enumerate(tables)
+        ]
+        names = [model.get("name") for model in models]
+        for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
+            self.complain(f"[[model]] name: {name!r} is there twice", "model")
+        return models
+
+
 def parse(
     raw: Mapping[str, Any], where: str = "", origins: Mapping[str, str] | None = None
 ) -> Config:
@@ -523,62 +567,31 @@ def parse(
     Raises:
         ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
     """
-    errors: list[str] = []
-
-    def complain(text: str, place: str) -> None:
-        origin = (origins or {}).get(place, where)
-        errors.append(f"{origin}: {text}" if origin else text)
-
-    def read(cls: type[Section], title: str, section: str, given: Any) -> dict[str, Any]:
-        known, values = settings(cls), dict[str, Any]()
-        if not isinstance(given, Mapping):
-            complain(f"{section}: {given!r} is not a table", section)
-            return values
-        for key, value in given.items():
-            try:
-                if key not in known:
-                    raise ValueError(f"unknown key{nearest(key, known)}")
-                values[known[key].name] = _read(known[key].kind, value)
-            except ValueError as problem:
-                complain(f"{title} {key}: {problem}", f"{section}.{key}")
-        for key, item in known.items():
-            if item.is_required and key not in given:
-                complain(f"{title} {key}: is required", section)
-        return values
-
+    reader = _Reader(where, origins or {})
     sections = {
-        name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
+        name: reader.table(cls, f"[{name}]", name, raw.get(name, {}))
+        for name, cls in SECTIONS.items()
     }
-    tables = raw.get("model", [])
-    if not isinstance(tables, list):
-        complain("model: write [[model]] above each model, with two brackets", "model")
-        tables = []
-    models = [
-        read(ModelConfig, f"[[model]] {index}", "model", table)
-        for index, table in enumerate(tables)
-    ]
-    names = [model.get("name") for model in models]
-    for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
-        complain(f"[[model]] name: {name!r} is there twice", "model")
+    models = reader.models(raw.get("model", []))
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
-        complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
+        reader.complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
     tenants, weights = raw.get("tenants", {}), {}
     if not isinstance(tenants, Mapping):
-        complain(f"tenants: {tenants!r} is not a table", "tenants")
+        reader.complain(f"tenants: {tenants!r} is not a table", "tenants")
         tenants = {}
     for name, value in tenants.items():
         try:
             weights[_read(TenantName, name)] = _read(Weight, value)
         except ValueError as problem:
-            complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
+            reader.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:
-            complain(f"[{name}]: unknown section{nearest(name, others)}", name)
-    if errors:
+            reader.complain(f"[{name}]: unknown section{nearest(name, others)}", name)
+    if reader.errors:
         hint = "pipeswitch config init writes a commented example"
-        raise ConfigError("\n".join(errors), hint=hint, errors=errors)
+        raise ConfigError("\n".join(reader.errors), hint=hint, errors=reader.errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
         tenants=weights,

@@ -131,18 +131,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.tokens:
             stack.callback(loop.create_task(_follow(settings.tokens, callers, http)).cancel)
         if settings.http:
-            listening = socket.socket(fileno=descriptors[1])
-            protocol: Callable[[], asyncio.BaseProtocol] = http
-            if settings.tls_cert:
-                from .tls import Secured, context_of
-
-                protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
-            server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
-            listening.listen(BACKLOG)
-            watch = loop.create_task(http.watch())
-            stack.callback(watch.cancel)
-            stack.push_async_callback(http.drain, DRAIN_S)
-            stack.callback(server.close)
+            await _listen(http, settings, descriptors[1], stack)
         if settings.grpc:
             # Its event engine takes ten switches of threads for a call, the poller before it six.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
@@ -155,6 +144,24 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         gc.set_threshold(GC_THRESHOLD)
         stack.callback(loop.create_task(_return_memory()).cancel)
         await is_over.wait()
+
+
+async def _listen(
+    http: HttpServer, settings: GatewaySettings, descriptor: int, stack: contextlib.AsyncExitStack
+) -> None:
+    """Accept HTTP, with TLS if it is set up; ``stack`` drains and closes it."""
+    loop = asyncio.get_running_loop()
+    listening = socket.socket(fileno=descriptor)
+    protocol: Callable[[], asyncio.BaseProtocol] = http
+    if settings.tls_cert:
+        from .tls import Secured, context_of
+
+        protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
+    server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
+    listening.listen(BACKLOG)
+    stack.callback(loop.create_task(http.watch()).cancel)
+    stack.push_async_callback(http.drain, DRAIN_S)
+    stack.callback(server.close)
 
 
 def _callers(settings: GatewaySettings) -> Callers:

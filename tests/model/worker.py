@@ -160,13 +160,13 @@ def _freeze_gate(gate: Gate, e: Add) -> Any:
             e(-pair[1])
     return (
         gate._state.value, gate._accepted is not None, gate._future is not None,
-        gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where, gate._at_boundary,
+        gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where, gate._at_boundary,
     )  # fmt: skip
 
 
 def _thaw_gate(frozen: Any, n: Next, gate: Gate) -> Gate:
     state, has_accepted, has_future = frozen[:3]
-    (gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where,
+    (gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where,
      gate._at_boundary) = frozen[3:]  # fmt: skip
     gate._state = _STATES[state]
     gate._turn, gate._granted = n(), n()

@@ -84,10 +84,11 @@ def test_ctrl_c_keeps_the_bills_of_what_was_answered() -> None:
             future.set_result(SimpleNamespace(timing=None))
             return future
 
-    for pace in (None, ("constant", 1e6)):
+    for is_paced in (False, True):
         sent: list[str] = []
         client: Any = Interrupted()
-        outcomes = cli_infer.run_requests(client, "m", None, 10, pace, {}, 0, lambda outcome: None)
+        outcomes = cli_infer.run_requests(client, "m", None, [0.0] * 10, {}, lambda outcome: None,
+                                          is_paced=is_paced)  # fmt: skip
         assert [outcome.number for outcome in outcomes] == [0, 1]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...ipc.messages import WorkerSettings
 from ...programs.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
 from ..view import PoolView
@@ -24,40 +25,31 @@ class CpuPoolView(PoolView):
     """See ``PoolView``. Imports torch with the first tensor."""
 
     def __init__(
-        self,
-        *,
-        models: int,
-        work: int | None,
-        board: int,
-        bell: int,
-        bells: Sequence[int],
-        arena_bytes: int,
-        words: int,
-        is_one_tenants: bool = False,
-        link_bytes_per_s: float = 0.0,
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
-        Only the arrival words can be read until ``enter`` and ``slice_bytes``.
+        Only the arrival words can be read until ``enter`` and ``slice_bytes``. Where tenants are
+        separate, the file of models has pages where this tenant's lie, new ones with each copy.
 
         Args:
-            work: None for a worker that runs no training script, where tenants are separate.
-            is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
-                copy; in an arena of all tenants they were there before.
-            board, bell, bells: as ``PoolView``.
+            arena: the files of the models and of training slices; the latter is missing for a
+                worker that runs no training script, where tenants are separate.
         """
-        super().__init__(models, words, board=board, bell=bell, bells=bells)
-        self._window = windows.Window(models, arena_bytes)
+        models, *work = arena
+        bell = bells[settings.slot]
+        super().__init__(models, settings.words, board=board, bell=bell, bells=bells)
+        self._window = windows.Window(models, settings.arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
         self._open_end = 0
         self._landed: set[int] = set()  # units that were opened one by one
-        self._is_one_tenants = is_one_tenants
-        self._link_bytes_per_s = link_bytes_per_s
+        self._is_one_tenants = settings.separates_tenants
+        self._link_bytes_per_s = settings.link_bytes_per_s
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
-        if work is not None:
-            self._map_work(work)
+        if work:
+            self._map_work(work[0])
         self._pool_windows: windows.Guarded | None = None
         self._lent: tuple[tuple[tuple[int, int], ...], bool] | None = None
 
