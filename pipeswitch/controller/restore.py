@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -134,7 +133,7 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
 
 def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
     """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs."""
-    fields = dataclasses.asdict(model)
+    fields = msgspec.structs.asdict(model)
     for key in ("inputs", "raw", "returns"):
         read = functools.partial(parse_input, texts=key != "inputs")
         fields[key] = dict(map(read, fields[key], itertools.count()))

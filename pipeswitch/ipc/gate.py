@@ -216,7 +216,6 @@ class Gate:
     # ------------------------------------------------------------------ any thread
 
     @property
-    @property
     def waits_for_boundary(self) -> bool:
         """It was asked to stop, and goes on until it leaves the device."""
         return self._state is GateState.STOPPING and self._at_boundary and not self.is_evicting

@@ -30,10 +30,9 @@ LARGE = {
     "recurrent._stft 10, inference.Inference.__init__ 9, jobs.Jobs.adopt 9, "
     "recurrent._shapes 9",
     "methods": "session.TrainingSession 51, activations.Activations 37, bindings.Cuda 37, "
-    "http.Connection 37, world.World 35, actors.Placement 34, cluster.ClusterConnection 34, "
-    "view.PoolView 33, sequences.Sequences 31, frontend.Frontend 30, jobs.Jobs 29, "
-    "training.Training 29, device_state.DeviceState 28, ledgers.Arena 26, "
-    "registry.Registry 26",
+    "http.Connection 37, actors.Placement 34, cluster.ClusterConnection 33, world.World 33, "
+    "view.PoolView 32, sequences.Sequences 31, frontend.Frontend 30, jobs.Jobs 29, "
+    "training.Training 29, device_state.DeviceState 26, registry.Registry 26",
 }
 
 

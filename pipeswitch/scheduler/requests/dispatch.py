@@ -491,9 +491,7 @@ class Dispatch:
             batch=size,
             model=name,
             dispatched_at_ms=core.now_ms,
-            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
-            # An answer may overtake the daemon's word that all groups arrived.
-            or replica.computed_epoch == replica.residency_epoch,
+            was_resident=_was_resident(replica),
             residency_epoch=replica.residency_epoch,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
@@ -562,3 +560,10 @@ def _joined(request: Request) -> JoinedRequest:
         sequence=request.sequence,
         after=request.after,
     )
+
+
+def _was_resident(replica: Replica) -> bool:
+    """Return whether the device has the model. An answer may overtake the daemon's message that all
+    groups arrived."""
+    is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
+    return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

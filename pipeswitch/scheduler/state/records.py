@@ -157,7 +157,7 @@ class Replica:
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
-    computed_epoch: Epoch | None = None  # residency epoch of the last copy that was computed with
+    computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that was computed with
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
     transmission: TransmitEnded | None = None  # the last complete one
