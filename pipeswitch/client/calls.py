@@ -35,7 +35,7 @@ from ..wire.frames import (
     RequestHeader,
     WireTensor,
     decode_reply,
-    encode_header,
+    encoder,
 )
 from .links import StreamLink, Watcher
 
@@ -181,7 +181,8 @@ class Calls:
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
-        parts = [MAGIC, encode_header(header), *frames]
+        encoder.encode_into(header, packed := bytearray())  # as ``encode_header`` does
+        parts = [MAGIC, bytes(packed), *frames]
         link.send(parts, header.id, may_share=header.op == "infer")
 
     def _cancel(self, request_id: str) -> None:

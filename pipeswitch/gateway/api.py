@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from ..client.client import FINAL_JOB_STATES
+from ..codec import encode_json
 from ..errors import InvalidInput
 from ..frontend.permissions import Rules
 from ..frontend.registration import check, check_origin, require_roles
@@ -25,6 +26,7 @@ from ..roles import Role, Standing
 from ..units import nearest
 from ..wire.register_request import RegisterRequest
 from .callers import require_role, told
+from .decoding import decode_json
 from .feed import CONTENT_TYPE, Feed
 from .http import Answer, Head, Work, json_answer
 from .openapi import Route, document
@@ -190,7 +192,7 @@ class Api:
         seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
         found = await self._upstream.ask("trace", body={"seconds": seconds})
         told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
-        text = await asyncio.to_thread(msgspec.json.encode, told)  # megabytes of an hour
+        text = await asyncio.to_thread(encode_json, told)  # megabytes of an hour
         return Answer(parts=[text], headers=GUARDS)
 
     async def _events(self, asked: Asked) -> Answer:
@@ -259,7 +261,7 @@ class Api:
             source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
             given = msgspec.structs.replace(given, source=source)
         else:
-            given = _registration(lambda: _decoder.decode(asked.body))
+            given = _registration(lambda: decode_json(asked.body, RegisterRequest))
             check_origin(given, require, self._rules, is_owner=False)
         # It counts as that client's, not as the owner's.
         body = given.body() | {"tenant": caller.tenant}
@@ -341,6 +343,3 @@ def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
         ) from None
     check(given)
     return given
-
-
-_decoder = msgspec.json.Decoder(RegisterRequest)

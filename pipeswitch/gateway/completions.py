@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from ..codec import encode_json
 from ..errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ..programs.answer import MAX_STOPS, Ending
 from ..programs.generating import Token
@@ -27,6 +28,7 @@ from ..programs.sampling import MAX_SEED, Sampling
 from ..roles import Standing
 from ..units import nearest
 from .answers import Answering, Answers
+from .decoding import check_memory
 from .feed import CONTENT_TYPE
 from .http import Answer, Head, Work, json_answer, refusal
 from .oip import LONG_BYTES
@@ -308,7 +310,7 @@ async def _pieces(
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: %s\n\n" % msgspec.json.encode(value)
+    return b"data: %s\n\n" % encode_json(value)
 
 
 def openai_body(error: PipeSwitchError) -> dict[str, Any]:
@@ -326,7 +328,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
 
 def refused(error: PipeSwitchError) -> Answer:
     """As ``http.refusal``, for OpenAI's clients."""
-    return replace(refusal(error), parts=[msgspec.json.encode(openai_body(error))])
+    return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
 
 def _check_size(size: int) -> None:
@@ -338,7 +340,9 @@ def _said(body: Any, kind: type[S]) -> S:
     """
     Raises:
         InvalidInput: it is no such request, or asks for what is not done here.
+        OSError: memory is short.
     """
+    check_memory(len(body))
     try:
         given = _fields(body)
         if kind is Asked and "parameters" in given:
@@ -355,7 +359,7 @@ def _said(body: Any, kind: type[S]) -> S:
         if "prompt" in given:
             given["prompt"] = _prompt(given["prompt"])
         wanted = {name: given[name] for name in known if name in given}
-        return msgspec.json.decode(msgspec.json.encode(wanted), type=kind)
+        return msgspec.json.decode(encode_json(wanted), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
         raise InvalidInput(
@@ -433,5 +437,5 @@ def _prompt(given: msgspec.Raw) -> msgspec.Raw:
     for kind in (str | list[int], tuple[str], tuple[list[int]]):
         with contextlib.suppress(msgspec.ValidationError):
             found = msgspec.json.decode(given, type=kind)
-            return msgspec.Raw(msgspec.json.encode(found[0])) if isinstance(found, tuple) else given
+            return msgspec.Raw(encode_json(found[0])) if isinstance(found, tuple) else given
     raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")

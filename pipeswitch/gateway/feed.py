@@ -13,8 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
-
+from ..codec import encode_json
 from ..errors import QueueFull
 
 KEPT: Final = 2000  # events: a minute of training and a request each 50 ms
@@ -37,7 +36,7 @@ class Feed:
 
     def add(self, topic: str, body: dict[str, Any]) -> None:
         """One more event, for all who read."""
-        data = msgspec.json.encode({"topic": topic, **body})
+        data = encode_json({"topic": topic, **body})
         self._events.append((topic, b"id: %s-%d\ndata: %s\n\n" % (self._id, self._next, data)))
         self._next += 1
         news, self._news = self._news, asyncio.Event()
@@ -138,7 +137,7 @@ class Reader:
 
 
 def _named(name: str, **fields: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(fields))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode_json(fields))
 
 
 def _dropped(count: int | None) -> bytes:

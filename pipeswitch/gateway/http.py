@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from ..client.looped import Prompt
+from ..codec import encode_json
 from ..errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ..units import format_bytes
 from .refusals import (
@@ -149,7 +150,7 @@ async def answered(work: Work, body: Any) -> Answer:
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
-    return Answer(status=status, parts=[msgspec.json.encode(value)], headers=headers)
+    return Answer(status=status, parts=[encode_json(value)], headers=headers)
 
 
 def refusal(error: PipeSwitchError) -> Answer:

@@ -12,17 +12,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from mmap import MAP_PRIVATE, mmap
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from ..codec import json_encoder
 from ..errors import InvalidInput
 from ..programs.dims import BATCH
 from ..programs.layout import ITEM_BYTES
 from ..texts import BYTES, LENGTH_BYTES, pack, packed, unpack
 from ..units import format_bytes, nearest
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+from .decoding import MEMORY_OF_A_BYTE, RESERVE_BYTES
 from .refusals import TooLarge
 
 DATATYPES: Final[Mapping[str, str]] = {
@@ -212,10 +215,12 @@ def _parsed(text: memoryview) -> _Body:
                 f"more than {MAX_MARKS} lists or names in one body",
                 hint="send a tensor's numbers as one flat list, or as binary data",
             )
-    try:
+    try:  # as ``check_memory`` does, without a call more
+        mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
         return _decoder.decode(text)
-    except msgspec.DecodeError:
-        # Clients in Python write NaN and Infinity, and others 1e999: Python's parser reads them.
+    except (msgspec.DecodeError, OSError):
+        # Clients in Python write NaN and Infinity, and others 1e999: Python's parser reads them,
+        # and it does with little memory.
         with contextlib.suppress(ValueError, msgspec.ValidationError):
             asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
             named = [(one.name, one.parameters) for one in (*asked.inputs, *(asked.outputs or ()))]
@@ -297,7 +302,7 @@ def encode_answer(
         answer["id"] = asked.id
     if bill:
         answer["parameters"] = bill
-    head = msgspec.json.encode({**answer, "outputs": rows})
+    json_encoder.encode_into({**answer, "outputs": rows}, head := bytearray())
     return [head, *binary], len(head) if binary else None
 
 

@@ -19,6 +19,7 @@ from .api import PREFIX, Api
 from .callers import Callers
 from .completions import PREFIX as TEXT_PREFIX
 from .completions import Completions, refused
+from .decoding import decode_json
 from .http import Answer, Head, Work, answered, json_answer, refusal
 from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .service import Service
@@ -288,7 +289,7 @@ def _object(body: Any) -> dict[str, Any]:
     if len(body) > MAX_OBJECT_BYTES:
         raise TooLarge(f"{len(body)} bytes of JSON, {MAX_OBJECT_BYTES} at most are read here")
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        return decode_json(body, dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the body is no JSON object: {error}") from None
 

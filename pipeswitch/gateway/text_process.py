@@ -19,12 +19,14 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
+from ..codec import encode_msgpack
 from ..errors import InvalidInput
 from ..programs import generating
 from ..programs.answer import Ending
 from ..programs.generating import Facts, Generating, Token, Tokenizer, tokenizer_of
 from ..programs.sampling import Sampling
 from ..sandbox.confine import confine_worker, missing
+from .decoding import check_memory
 
 MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
@@ -196,6 +198,7 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
         InvalidInput: they are not a list of messages, or a content is not text.
     """
     try:
+        check_memory(len(messages))
         chat = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
         if not 0 < len(chat) <= MAX_MESSAGES:
             raise InvalidInput(
@@ -291,7 +294,7 @@ def main() -> None:
     reply: Hello | Step | Wrong | None = Hello()
     while True:
         if reply is not None:
-            sink.write(framed(msgspec.msgpack.encode(reply)))
+            sink.write(framed(encode_msgpack(reply)))
             sink.flush()
         if not (data := _frame(source)):
             return

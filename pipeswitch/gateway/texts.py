@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ..codec import encode_msgpack
 from ..errors import InvalidInput, ServerUnavailable
 from ..programs.generating import Facts
 from ..roles import Standing
@@ -120,7 +121,7 @@ class Talk:
         self.idle_since_s = self._since_s
         self.answers = 0  # under way
         self.is_over = self._is_late = self._is_started = False
-        self._begin(_Request(msgspec.msgpack.encode(facts)), START_S)
+        self._begin(_Request(encode_msgpack(facts)), START_S)
         self._reading = asyncio.create_task(self._read())
 
     @staticmethod
@@ -355,6 +356,6 @@ def _encoded(asked: Asked) -> bytes:
         InvalidInput: a value of the request cannot be sent.
     """
     try:
-        return msgspec.msgpack.encode(asked)
+        return encode_msgpack(asked)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(f"a value of this request is not valid: {error}") from None

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from ..codec import encoder_with, msgpack_encoder
 from ..errors import RemoteProtocolError
 from .bill import Bill
 
@@ -96,9 +97,10 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot travel")
 
 
-encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encoder.encode
-pack_dict: Callable[[dict[str, Any]], bytes] = encoder.encode
+encoder = msgpack_encoder(plain)
+encode: Final = encoder_with(encoder)
+encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encode
+pack_dict: Callable[[dict[str, Any]], bytes] = encode
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 

@@ -28,29 +28,30 @@ MAY_IMPORT: Mapping[str, str] = {
     "units": "",
     "texts": "errors",
     "machine": "",
+    "codec": "",
     "failpoints": "",
     "lane": "errors",
     "sandbox": "",
     "roles": "errors",
     "shares": "errors",
     "config": "errors units",
-    "planning": "",
-    "wire": "config errors roles",
+    "planning": "codec",
+    "wire": "codec config errors roles",
     "tracing": "wire",
     "ipc": "errors failpoints wire",
-    "programs": "errors planning units texts",
-    "commits": "errors failpoints ipc machine",
-    "inputs": "commits errors",
+    "programs": "codec errors planning texts units",
+    "commits": "codec errors failpoints ipc machine",
+    "inputs": "codec commits errors",
     "job": "errors inputs units",
     # The decisions.
     "scheduler/policies": "planning",
-    "scheduler": "errors ipc planning programs scheduler/policies shares wire",
+    "scheduler": "codec errors ipc planning programs scheduler/policies shares wire",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
     "policies": "config errors scheduler/policies",
     "watchdog": "policies",
     # The device, and the processes that touch it.
-    "devices": "config errors failpoints ipc programs units",
-    "programs/build": "commits devices errors failpoints ipc programs sandbox units",
+    "devices": "codec config errors failpoints ipc programs units",
+    "programs/build": "codec commits devices errors failpoints ipc programs sandbox units",
     "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
     "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
@@ -59,18 +60,18 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "commits config errors failpoints ipc job lane machine programs roles scheduler "
-    "shares units wire texts",
-    "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
+    "frontend": "codec commits config errors failpoints ipc job lane machine programs roles "
+    "scheduler shares units wire texts",
+    "controller": "codec commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
     "client": "commits errors programs programs/build tracing wire texts",
     "__init__": "client errors job wire",
-    "cluster": "client commits config controller errors ipc roles scheduler/policies simulator "
-    "wire",
+    "cluster": "codec client commits config controller errors ipc roles scheduler/policies "
+    "simulator wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc machine programs roles sandbox shares tracing units "
-    "wire texts",
+    "gateway": "codec client errors frontend ipc machine programs roles sandbox shares tracing "
+    "units wire texts",
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
     "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from ...codec import encode_msgpack
 from ...config import DeviceConfig
 from ...errors import ConfigError, PipeSwitchError
 from ...ipc.messages import DaemonSettings, WorkerSettings
@@ -93,7 +94,7 @@ class CudaKind:
             name=f"cuda:{index}",
             why=f"{device['name']}, {ladder}",
             arena_bytes=arena_bytes,
-            options=msgspec.msgpack.encode(options),
+            options=encode_msgpack(options),
             title=device["name"],
             uuid=device["uuid"],
             rungs=str(ladder),
