@@ -18,7 +18,7 @@ import msgspec
 from .. import failpoints
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..failpoints import garbled
-from ..wire.frames import MAX_HEADER_BYTES, decode_with, encode, refuse_deep
+from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
 from . import messages as msg
 
 MAX_DESCRIPTORS: Final = 64
@@ -34,7 +34,8 @@ _message_decoder = msgspec.msgpack.Decoder(msg.AnyMessage)
 
 def encode_message(message: msg.Message) -> bytes:
     """msgpack of an internal message."""
-    return encode(message)
+    encoder.encode_into(message, data := bytearray())  # as ``encode`` does, without a call more
+    return bytes(data)
 
 
 def decode_message(data: bytes | memoryview) -> msg.Message:

@@ -146,3 +146,19 @@ def test_a_gateway_without_memory_or_threads_goes_on(running: tools.Checked) -> 
         assert status(running, "small", ONE) == 200
     assert status(running, "echo", LARGE) == 200
     assert gateway_pid(running) == pid
+
+
+def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> None:
+    """There is memory for its bytes, and none for what it becomes."""
+    pid, found = gateway_pid(running), []
+    tensor = {"name": "x", "shape": ONE.shape, "datatype": "FP32", "data": ONE.tolist()}
+    body = json.dumps({"id": "x" * 4 * MIB, "inputs": [tensor]})
+    with limited([pid], resource.RLIMIT_DATA, 9 * MIB):
+        for path in ("/v2/models/small/infer", "/v2/models/small/generate"):
+            caller = http.client.HTTPConnection(running.running.http_address, timeout=60)
+            with contextlib.closing(caller), contextlib.suppress(OSError):
+                caller.request("POST", path, body)
+                found.append(caller.getresponse().status)
+        assert status(running, "small", ONE) == 200
+    assert set(found) <= {413, 429, 503}
+    assert gateway_pid(running) == pid
