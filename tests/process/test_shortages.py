@@ -21,8 +21,10 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gateway import grpc_caller
+from benchmarks.gateway import infer_message
 from pipeswitch import errors
+
+grpc = pytest.importorskip("grpc", reason="make installs it")
 
 MIB = 1 << 20
 SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
@@ -120,8 +122,9 @@ def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Chec
         assert not found
     asks.join(60)
     assert (found, gateway_pid(running)) == ([200], pid)
-    with grpc_caller(running.running.grpc_address, "small", ONE, "x") as asked:
-        asked()
+    with grpc.insecure_channel(running.running.grpc_address) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        infer(infer_message("small", ONE, "x"), timeout=60)
 
 
 def status(checked: tools.Checked, model: str, x: np.ndarray[Any, Any]) -> int:
