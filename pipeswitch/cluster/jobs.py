@@ -20,7 +20,6 @@ import msgspec
 
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import node_of, placement_of, told
-from ..codec import encode_json
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
 from ..config import NAME_PATTERN
 from ..controller.journal import FILE_NAME, JournalFile
@@ -253,7 +252,7 @@ def _newest(folder: Path) -> tuple[bytes, bytes]:
         if (commit := read_record(folder)) is None:
             break
         with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place
-            return encode_json(commit), (folder / commit.image).read_bytes()
+            return msgspec.json.encode(commit), (folder / commit.image).read_bytes()
     return b"", b""
 
 

@@ -24,7 +24,6 @@ from typing import Final
 
 import msgspec
 
-from ..codec import encode_json
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.sparse import open_plain
@@ -81,7 +80,7 @@ def write_commit(
         temporary.rename(directory / name)
         reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
-        _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(encode_json(record)))
+        _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
         sync_directory(directory)  # the image's name must be on disk before anything names it
         reach("persist.record.written")
         (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import msgspec
 
-from ..codec import encode_msgpack
 from ..config import NAME_PATTERN
 from ..ipc.sparse import open_plain
 
@@ -78,7 +77,7 @@ def key_of(entry: Entry) -> Key:
 
 def digest_of(values: Any) -> str:
     """Return the digest that tells a damaged entry from a sound one."""
-    return hashlib.sha256(encode_msgpack(values)).hexdigest()
+    return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()
 
 
 def superseded_by(entry: Entry) -> list[Key]:
@@ -161,7 +160,7 @@ class EntryCopies:
 
 def packed(entries: list[Entry]) -> bytes:
     """Return the content of a file that holds these entries: a digest, then MessagePack."""
-    content = encode_msgpack(entries)
+    content = msgspec.msgpack.encode(entries)
     return hashlib.sha256(content).hexdigest().encode() + content
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-from ..codec import encode_msgpack
 from ..errors import InvalidInput
 from ..ipc.messages import ModelName
 from ..programs.layout import ITEM_BYTES
@@ -117,7 +116,7 @@ def registration(
     )
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
     fields["precision"] = request.precision or "exact"
-    spec = encode_msgpack(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
+    spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
     digest = hashlib.sha256(spec)  # equal requests give equal digests
     for path in source.owner_files:
         facts = os.stat(path)  # the same path with other bytes is another model

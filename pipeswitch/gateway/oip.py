@@ -219,8 +219,7 @@ def _parsed(text: memoryview) -> _Body:
         mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
         return _decoder.decode(text)
     except (msgspec.DecodeError, OSError):
-        # Clients in Python write NaN and Infinity, and others 1e999: Python's parser reads them,
-        # and it does with little memory.
+        # Python's parser reads NaN, Infinity and 1e999, which clients write, and without memory.
         with contextlib.suppress(ValueError, msgspec.ValidationError):
             asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
             named = [(one.name, one.parameters) for one in (*asked.inputs, *(asked.outputs or ()))]

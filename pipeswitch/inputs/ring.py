@@ -23,7 +23,6 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from ..codec import encode_msgpack
 from ..commits import tagged
 from ..errors import InvalidInput
 from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
@@ -37,6 +36,7 @@ TABLE_LOCK, ALIVE, LOADING = 0, 1, 1 + MAX_SUBSCRIBERS  # bytes that are locked
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of fcntl(2)
 
 _decoder = msgspec.msgpack.Decoder(Table)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class Lent:
@@ -215,7 +215,7 @@ class Ring:
             if newer:
                 table = _decoder.decode(self._head[start + 8 : start + 8 + size])
             yield table
-            data = encode_msgpack(table)
+            data = _encoder.encode(table)
             assert len(data) + 8 <= HALF_BYTES
             start = PAGE_BYTES + (newer + 1) % 2 * HALF_BYTES
             self._head[start : start + 8 + len(data)] = len(data).to_bytes(8, "little") + data

@@ -13,8 +13,6 @@ from typing import Final
 
 import msgspec
 
-from ..codec import encode_json
-
 VERSION: Final = 1
 MAX_BYTES: Final = 32 << 20  # of a file: a program of 65 536 layers needs less
 MAX_MS: Final = 1e9
@@ -146,7 +144,7 @@ class Found:
 
 def encode(profile: Profile) -> bytes:
     """JSON for a file, indented for people."""
-    return msgspec.json.format(encode_json(profile), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
 
 
 def decode(raw: bytes) -> Profile:

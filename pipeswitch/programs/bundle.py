@@ -27,7 +27,6 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from ..codec import encode_json
 from ..errors import RegistrationRefused
 from ..units import printable
 from .dims import (
@@ -170,13 +169,13 @@ def write_bundle(
     metadata = {METADATA_KEY: encode_graph(graph)}
     if generation is not None:
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
-        metadata[GENERATION_KEY] = encode_json(generation).decode()
+        metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
     write_safetensors(path, tensors, data, metadata)
 
 
 def encode_graph(graph: Graph) -> str:
     """The graph as canonical JSON."""
-    return encode_json(graph).decode()
+    return msgspec.json.encode(graph).decode()
 
 
 def decode_graph(text: str, *, is_derived: bool = False) -> Graph:

@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from ..codec import encode_json, encode_msgpack
 from ..errors import RegistrationRefused
 from .bundle import check_signature, check_trees
 from .dims import extent_text
@@ -190,7 +189,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
                 raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
             text = content
         manifest = msgspec.json.decode(text, type=Manifest)
-        encode_msgpack(manifest)
+        msgspec.msgpack.encode(manifest)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
     folder = "" if isinstance(path, int) else os.path.basename(path)
@@ -204,7 +203,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     """Write ``manifest.json`` into the folder ``path``: a line of JSON, and its digest."""
-    content = encode_json(manifest)
+    content = msgspec.json.encode(manifest)
     digest = hashlib.sha256(content).hexdigest().encode()
     (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
 
@@ -238,4 +237,4 @@ def kept(spec: bytes, folder: Path) -> bytes:
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
     source = str(folder / BUNDLE_FILE)
-    return encode_msgpack(msgspec.structs.replace(unpacked, source=source, weights=""))
+    return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, source=source, weights=""))

@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from ..codec import encode_msgpack
 from .events import Span, Spans
 
 RING_BYTES: Final = 6 << 20  # some 2 KiB a switch: the last 3,000
@@ -23,6 +22,7 @@ NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
 FIXED_TRACKS: Final = {"scheduler": 0, "copy": 1}
 
+_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Span])
 
 
@@ -49,7 +49,7 @@ class Timeline:
 
     def add(self, command: Spans) -> None:
         spans = command.spans
-        packed = encode_msgpack(spans)
+        packed = _encoder.encode(spans)
         if len(packed) > MOST_BYTES:
             packed = _short(spans)
         slot, begin = self._count % KEPT, self._end
@@ -103,10 +103,10 @@ def _short(spans: Sequence[Span]) -> bytes:
     """At most ``MOST_BYTES``, whatever the names and the arguments are."""
     short = [replace(span, name=_plain(span.name), track=_plain(span.track), args={})
              for span in spans]  # fmt: skip
-    packed = encode_msgpack(short)
+    packed = _encoder.encode(short)
     while len(packed) > MOST_BYTES:
         short = short[: len(short) // 2]
-        packed = encode_msgpack(short)
+        packed = _encoder.encode(short)
     return packed
 
 

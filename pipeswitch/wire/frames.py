@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ..codec import encoder_with, msgpack_encoder
+from ..codec import encoder_with
 from ..errors import RemoteProtocolError
 from .bill import Bill
 
@@ -97,10 +97,9 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot travel")
 
 
-encoder = msgpack_encoder(plain)
-encode: Final = encoder_with(encoder)
-encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encode
-pack_dict: Callable[[dict[str, Any]], bytes] = encode
+encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encoder_with(encoder)
+pack_dict: Callable[[dict[str, Any]], bytes] = encoder_with(encoder)
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 

@@ -11,12 +11,11 @@ pytest.importorskip("httptools", reason="make installs it")
 
 CASES = {
     "an answer in JSON": "http.json_answer({'text': TEXT})",
-    "an answer with numbers": "oip.encode_answer('m', asked, [], {'text': TEXT})",
+    "an answer's parameters": "oip.encode_answer('m', asked, [], {'text': TEXT})",
     "a piece of a stream": "completions._event({'text': TEXT})",
     "an event of the feed": "feed.Feed().add('topic', {'text': TEXT})",
     "a message to a text process": "texts._encoded(text_process.Drop(answer=TEXT))",
     "a message to the server": "frames.pack_dict({'text': TEXT})",
-    "a header to the server": "frames.encode_header(frames.RequestHeader(v=1, op=TEXT, id=''))",
     "a message between processes": "channel.encode_message(TEXT)",
     "a request with a long name": "oip.decode_request(NAME, None)",
     "an object": "rest._object(OBJECT)",

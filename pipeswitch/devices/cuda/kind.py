@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from ...codec import encode_msgpack
 from ...config import DeviceConfig
 from ...errors import ConfigError, PipeSwitchError
 from ...ipc.messages import DaemonSettings, WorkerSettings
@@ -94,7 +93,7 @@ class CudaKind:
             name=f"cuda:{index}",
             why=f"{device['name']}, {ladder}",
             arena_bytes=arena_bytes,
-            options=encode_msgpack(options),
+            options=msgspec.msgpack.encode(options),
             title=device["name"],
             uuid=device["uuid"],
             rungs=str(ladder),

@@ -10,7 +10,6 @@ from typing import Final
 import msgspec
 import torch
 
-from ...codec import encode_json
 from ...devices.cpu.packed import KERNELS
 from ...errors import RegistrationRefused
 from ..bundle import read_bundle
@@ -61,7 +60,7 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
     taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (
         min(joined_bytes, MOST_JOINED_BYTES) if manifest.pads else joined_bytes
     )
-    digest = hashlib.sha256(manifest.digest.encode() + encode_json(batching))
+    digest = hashlib.sha256(manifest.digest.encode() + msgspec.json.encode(batching))
     return msgspec.structs.replace(
         manifest,
         batching=batching,

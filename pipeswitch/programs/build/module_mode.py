@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...codec import encode_json
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
 from ..dims import Dim, Extent, Values, values_of, values_text
@@ -106,7 +105,7 @@ def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
     """The manifest with its factory's code, and the digest of all that makes up the program."""
     sha256 = manifest.weights_sha256
     facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code]
-    digest = hashlib.sha256(encode_json(facts)).hexdigest()
+    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
     return msgspec.structs.replace(manifest, digest=digest, extra={**manifest.extra, "code": code})
 
 

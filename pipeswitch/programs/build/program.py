@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...codec import encode_json, encode_sorted
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
@@ -395,10 +394,10 @@ def _digest(
     manifest: Manifest, graph: Graph, weights_sha256: str, generation: Generation | None
 ) -> str:
     """Who checked it belongs to it: a program of older contracts is another one."""
-    digest = hashlib.sha256(encode_sorted(graph))
+    digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
-    digest.update(encode_json([manifest.inputs, manifest.outputs, manifest.dims]))
+    digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
     if generation is not None:  # the same weights with another tokenizer say other things
-        digest.update(encode_json(generation))
+        digest.update(msgspec.json.encode(generation))
     return digest.hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from ... import errors
-from ...codec import encode_msgpack
 from ...ipc.messages import ModelName
 from ...programs.chains import Chain, chain_of
 from ...programs.layout import Manifest
@@ -35,7 +34,7 @@ class Chains:
         if name not in self._machine.chains:
             self._machine.chains[name] = chain, event.tenant
             if event.restored is None:
-                entry = {"kind": "chain", "name": name, "spec": encode_msgpack(chain),
+                entry = {"kind": "chain", "name": name, "spec": msgspec.msgpack.encode(chain),
                          "tenant": event.tenant}  # fmt: skip
                 core.emit(Journal(entry=entry, accepts=(event.token,)))
             core.emit(Announce(model=name, manifest=chain.manifest, priority=0, chain=chain))

@@ -18,7 +18,6 @@ from typing import Final, Literal
 
 import msgspec
 
-from ...codec import encode_msgpack
 from ...errors import (
     Cancelled,
     InvalidInput,
@@ -244,7 +243,7 @@ class Publishing:
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
         spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights, "part": one.part}
-        packed, token = encode_msgpack(spec), one.token
+        packed, token = msgspec.msgpack.encode(spec), one.token
         one.stage, one.token = "builds", None  # the registry answers it
         one.version = self._registry.begin_version(before, packed, token)
         one.registration = self._registry.registrations[one.version.name]
