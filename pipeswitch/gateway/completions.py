@@ -340,7 +340,6 @@ def _said(body: Any, kind: type[S]) -> S:
     """
     Raises:
         InvalidInput: it is no such request, or asks for what is not done here.
-        OSError: memory is short.
     """
     check_memory(len(body))
     try:

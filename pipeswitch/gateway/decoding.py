@@ -8,13 +8,13 @@ import msgspec
 
 T = TypeVar("T")
 MEMORY_OF_A_BYTE: Final = 40  # of JSON, at most
-RESERVE_BYTES: Final = 32 << 20  # for what other libraries' threads take meanwhile
+RESERVE_BYTES: Final = 128 << 20  # for other libraries: C++ without memory ends the process
 
 
-def check_memory(json_bytes: int) -> None:
-    """Raise OSError (ENOMEM) unless memory is free for what so much JSON becomes.
+def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
+    """Raise OSError (ENOMEM) unless memory is free for what so many bytes of JSON become.
     A decoder lets no other Python thread run, so none takes that memory meanwhile."""
-    mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * json_bytes, MAP_PRIVATE).close()
+    mmap(-1, RESERVE_BYTES + count * each_bytes, MAP_PRIVATE).close()
 
 
 def decode_json(data: Any, kind: type[T]) -> T:

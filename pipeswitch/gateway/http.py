@@ -26,6 +26,7 @@ from ..client.looped import Prompt
 from ..codec import encode_json
 from ..errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ..units import format_bytes
+from .decoding import check_memory
 from .refusals import (
     RETRY_AFTER_S,
     HeadTooLarge,
@@ -495,7 +496,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             self._body = bytearray() if length is None else _untouched(length)
-        except MemoryError:
+        except (MemoryError, OSError):
             self._error = QueueFull(
                 "the gateway is short of memory for a body of this length",
                 hint="send again in a moment",
@@ -647,7 +648,7 @@ class Connection(asyncio.BufferedProtocol):
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
             return refusal(error)
-        except MemoryError:
+        except (MemoryError, OSError):
             return refusal(QueueFull("no memory for what this body becomes", hint=AGAIN))
         try:
             return await answered(work, body)
@@ -780,6 +781,8 @@ class Connection(asyncio.BufferedProtocol):
 
 def _untouched(size: int) -> memoryview:
     """Memory that costs nothing before bytes come: a length alone is soon said."""
+    if size > INLINE_BYTES:
+        check_memory(size, each_bytes=1)
     raw: Any = np.empty(size, np.uint8)
     return memoryview(raw)
 
@@ -788,8 +791,10 @@ def _inflated(data: Any, most: int) -> bytes:
     """
     Raises:
         InvalidInput: it is not what its head says.
-        TooLarge: it becomes more than ``most`` bytes.
+        TooLarge: it becomes more than ``most`` bytes. OSError: memory is short.
     """
+    if len(data) > INLINE_BYTES:
+        check_memory(most, each_bytes=2)  # its pieces, and all of it
     inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or deflate, by the first bytes
     try:
         body = inflater.decompress(data, most + 1)
