@@ -26,6 +26,7 @@ from ..state.device_state import DeviceState
 from ..state.records import Job, Worker
 from ..state.states import (
     TASK_ON_WORKER,
+    WORKER_FREE,
     MoveState,
     OwnerState,
     TaskEvent,
@@ -149,7 +150,9 @@ class Training:
         free = [
             worker
             for worker in self._device.workers.values()
-            if worker.state.state is WorkerState.STANDBY and worker.preparing is None
+            if worker.state.state in WORKER_FREE
+            and worker.state.state is WorkerState.STANDBY
+            and worker.preparing is None
         ]
 
         def order(worker: Worker) -> tuple[bool, int, int]:
