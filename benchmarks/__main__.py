@@ -20,27 +20,27 @@ from .trials import Run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
-BENCHMARKS: Final = {
-    "switch": "switch",
-    "throughput": "throughput",
-    "pipeline": "pipeline",
-    "memory": "memory",
-    "workers": "workers",
-    "state": "state",
-    "interference": "interference",
-    "request-path": "request_path",
-    "gateway": "gateway",
-    "fleet": "fleet",
-    "crowd": "crowd",
-    "overload": "overload",
-    "training": "training",
-    "devices": "devices",
-    "shared-input": "shared_input",
-    "switchflow": "switchflow",
-    "replay": "replay",
-    "generation": "generation",
-    "peers": "peers",
-}
+NAMES: Final = (
+    "switch",
+    "throughput",
+    "pipeline",
+    "memory",
+    "workers",
+    "state",
+    "interference",
+    "request-path",
+    "gateway",
+    "crowd",
+    "overload",
+    "training",
+    "devices",
+    "shared-input",
+    "switchflow",
+    "replay",
+    "generation",
+    "peers",
+)
+BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
 """Name on the command line to module of ``benchmarks``; each has ``run``."""
 OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
 
@@ -73,7 +73,7 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         check_folder("--out", out / "report.md")
-    tell = emit or _write_line
+    tell = emit or click.echo
     facts = machine_facts()  # once: afterwards the load is also ours
     for name in names or [name for name in BENCHMARKS if name not in OF_OTHERS]:
         module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
@@ -92,18 +92,12 @@ def run(
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
     """As it can be typed again."""
     words = ["python", "-m", "benchmarks", name]
-    if models:
-        words += ["--models", ",".join(models)]
+    words += ["--models", ",".join(models)] if models else []
     words += ["--trials", str(trials)] if trials else []
     return " ".join(words + ["--quick"] * is_quick)
 
 
-def _write_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-@click.command()
+@click.command(epilog=f"{', '.join(NAMES)}. switchflow has some of the others again.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
 @click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
@@ -115,23 +109,14 @@ def main(
     names: tuple[str, ...], models: str, quick: bool, trials: int, out: str | None, seed: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure this machine (none named: all).
-
-    switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    fleet, crowd, overload, training, devices, shared-input, replay, generation, peers;
-    switchflow (its figures: some of these again, and one more)
-    """
+    """Measure this machine (none named: all)."""
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]
-    options: dict[str, Any] = {
-        "is_quick": quick,
-        "trials": trials,
-        "as_json": as_json,
-        "seed": seed,
-    }
+    folder = Path(out) if out else None
+    options: dict[str, Any] = {"trials": trials, "as_json": as_json, "seed": seed}
     try:
-        sys.exit(run(names, models=chosen, out=Path(out) if out else None, **options))
+        sys.exit(run(names, models=chosen, is_quick=quick, out=folder, **options))
     except PipeSwitchError as error:
         raise click.ClickException(str(error)) from None
 

@@ -15,18 +15,14 @@ from .trials import Numbers, now_ms
 TRAIN_MODULE: Final = "benchmarks.train_script"
 
 
-class ReadyModel:
+class ReadyModel(Baseline):
     """The model alone in a process that waits: the lower bound. Its clock is inside, no network."""
 
     name = "ready"
-    every = 1
 
     def __init__(self, setting: Setting) -> None:
         self._child = spawn("ready", setting.order())
         read_line(self._child)
-
-    def prepare(self) -> None:
-        """Nothing: it is ready."""
 
     def measure(self) -> Numbers:
         return next_answer(self._child)
@@ -35,7 +31,7 @@ class ReadyModel:
         end(self._child)
 
 
-class StopAndStart:
+class StopAndStart(Baseline):
     """Kill the process that runs, start one for the request: no state is kept on the device.
 
     Kept fast where a user could: SIGKILL, no random initialisation, weights mapped, files cached.

@@ -109,13 +109,14 @@ def once(order: dict[str, Any]) -> None:
 
     if order["source"].startswith("torchvision:"):
         import torchvision  # noqa: F401 - counted as import, not as build
+    device = order.get("device", "cpu")
     torch.set_num_threads(order["threads"])
     imported_ms = now_ms()
     module = plain.structure(order)
     built_ms = now_ms()
-    _assign(module, load_file(order["weights_path"]))
+    _assign(module, load_file(order["weights_path"], device=device))
     loaded_ms = now_ms()
-    inputs = plain.inputs_of(order)
+    inputs = [value.to(device) for value in plain.inputs_of(order)]
     with torch.inference_mode():
         output = module(*inputs)
     say(

@@ -42,3 +42,16 @@ def tower_24() -> nn.Module:
     """Return 24 layers of 512 by 512 and ReLU, without biases: 24 MiB."""
     pairs = [(nn.Linear(512, 512, bias=False), nn.ReLU()) for _ in range(24)]
     return nn.Sequential(*(module for pair in pairs for module in pair))
+
+
+def bert_base_like() -> nn.Module:
+    """An encoder of BERT-base's shape over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
+    layer = nn.TransformerEncoderLayer(
+        768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
+    )
+    return nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+
+
+def tiny() -> nn.Module:
+    """Return what the GPU stages have without a GPU."""
+    return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))

@@ -1,59 +1,58 @@
-"""``bench gateway``: what HTTP and gRPC cost beside our own client, and beside other servers.
+"""``bench gateway``: HTTP with JSON beside other servers.
 
-First one caller, in turns: our client at the owner's socket, HTTP with binary tensors, gRPC. The
-callers of the latter two are as thin as can be (a socket, bytes made before), so what is measured
-is the gateway. Then 1, 8 and 64 connections that ask again as soon as they are answered, over HTTP
-with JSON, which all servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS``
-(a virtual environment with ``kserve`` and ``litserve``), in turns, the others stopped.
+1, 8 and 64 connections that ask again as soon as they are answered, over HTTP with JSON, which all
+servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS`` (a virtual
+environment with ``kserve``, ``litserve`` and ``ray[serve]``), in turns, the others stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import http.client
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
+from .foreign import (
+    RIVALS_FOLDER,
+    Foreign,
+    arms_of,
+    environment,
+    free_port,
+    python_of,
+    started,
+    usable,
+)
 from .models import BenchModel
 from .setting import Setting
-from .trials import Arm, Numbers, Run, now_ms
+from .trials import Numbers, Run, now_ms
 
-SOURCE: Final = "benchmarks.factories:first_column"
-SIZES: Final = {"1KB": 1 << 10, "600KB": 602_112}
-MAX_MORE_MS: Final = {"1KB": 1.0, "600KB": 1.5}  # than our own client
 SMALL: Final = BenchModel(
     "small", "benchmarks.factories:small_mlp", 1 << 20, {"input": ((1, 64), "float32")}
 )
-RIVALS: Final = ("kserve", "litserve")
-RIVALS_FOLDER: Final = "PIPESWITCH_BENCH_RIVALS"
+INFER: Final = f"/v2/models/{SMALL.name}/infer"
+RIVALS: Final = ("kserve", "litserve", "ray")
 CONNECTIONS: Final = (1, 8, 64)
 LOAD_S: Final = 3.0
 QUICK_LOAD_S: Final = 1.0
 MIN_THROUGHPUT: Final = 2.0  # of a rival's
 MAX_P99: Final = 0.5  # the same
-START_S: Final = 90.0
-Ask = Callable[[], Any]
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Latencies of one caller, then loads."""
+    """Load all servers in turns."""
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(
@@ -61,116 +60,36 @@ def run(bench: Run, _: Any = ()) -> None:
         ) as running,
         running.client() as client,
     ):
-        for name, size in SIZES.items():
-            bench.say(f"{name}: measuring")
-            _latencies(bench, name, size, running, client)
         setting = Setting(SMALL, Path(folder), bench.threads, bench.seed)
         weights = f"random:{bench.seed}"
         client.register(SMALL.name, SMALL.source, weights=weights, inputs=SMALL.inputs)
         _loads(bench, running, setting)
-    bench.notes.append("HTTP and gRPC: requests made before, sent over a connection that is kept")
-    bench.notes.append("loads: JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
+    bench.notes.append("JSON, [1, 64] float32 in, [1, 8] out; a rival is stopped meanwhile")
 
 
-# ---- one caller --------------------------------------------------------------------------------
-
-
-def _latencies(bench: Run, name: str, size: int, running: RunningServer, client: Client) -> None:
-    model, x = f"gateway-{name.lower()}", np.ones((1, size // 4), dtype=np.float32)
-    client.register(model, SOURCE, weights="random:0", inputs={"x": ((1, size // 4), "float32")})
-    asks: dict[str, Ask] = {"own": lambda: client.infer(model, x)}
-    with contextlib.ExitStack() as stack:
-        http = stack.enter_context(Http(running.http_address))
-        asks["http"] = functools.partial(http.ask, binary_request(model, x))
-        try:
-            asks["grpc"] = stack.enter_context(grpc_caller(running.grpc_address, model, x))
-        except ImportError:
-            bench.skip({"grpc": "grpcio is not installed: pip install 'pipeswitch[grpc]'"})
-        arms = [Arm(arm, functools.partial(_timed, ask)) for arm, ask in asks.items()]
-        bench.trial_loop(name, arms, bench.rounds(300, 60), warmup=20)
-    own = quantile(bench.values(name, "own", "total_ms"), 0.5)
-    for arm in [arm for arm in asks if arm != "own"]:
-        more = quantile(bench.values(name, arm, "total_ms"), 0.5) - own
-        bench.find(f"{name}: {arm} - own, p50", more, "ms", at_most=MAX_MORE_MS[name])
-
-
-def _timed(ask: Ask) -> Numbers:
-    began_ms = now_ms()
-    ask()
-    return {"total_ms": now_ms() - began_ms}
-
-
-def binary_request(model: str, x: Any, timeout_us: int = 0) -> bytes:
-    """Tensors behind the JSON, and so in the answer."""
-    head = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "x", "datatype": "FP32", "shape": x.shape,
-                    "parameters": {"binary_data_size": x.nbytes},
-                }
-            ],
-            "parameters": {"binary_data_output": True, "timeout": timeout_us},
-        }
-    ).encode()  # fmt: skip
-    lines = f"Inference-Header-Content-Length: {len(head)}\r\n"
-    return _post(f"/v2/models/{model}/infer", head + x.tobytes(), lines)
-
-
-def json_request(x: Any, path: str = f"/v2/models/{SMALL.name}/infer") -> bytes:
-    """``x`` to the small model, or to what a server has at ``path``."""
+def _body(x: Any) -> bytes:
     tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    return _post(path, body, "Content-Type: application/json\r\n")
+    return json.dumps({"inputs": [tensor]}).encode()
 
 
-def _post(path: str, body: bytes, lines: str = "") -> bytes:
+def json_request(x: Any, path: str) -> bytes:
+    """Return a request with ``x`` to what a server has at ``path``."""
+    return post(path, _body(x), "Content-Type: application/json\r\n")
+
+
+def post(path: str, body: bytes, lines: str = "") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
     return head.encode() + body
 
 
-class Http:
-    """A connection that is kept; one request at a time."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=60)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._answer = self._socket.makefile("rb")
-
-    def __enter__(self) -> Http:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._answer.close()
-        self._socket.close()
-
-    def ask(self, request: bytes) -> bytes:
-        """The body of the answer."""
-        self._socket.sendall(request)
-        status = self._answer.readline()
-        size = 0
-        while (line := self._answer.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                size = int(line.split(b":")[1])
-        body = self._answer.read(size)
-        if b" 200 " not in status:
-            raise RuntimeError(f"{status!r} {body[:200]!r}")
-        return body
-
-
-@contextlib.contextmanager
-def grpc_caller(
-    address: str, model: str, x: Any, name: str = "x", token: str = ""
-) -> Iterator[Ask]:
-    """Raises ImportError: its library is an extra."""
-    import grpc
-
-    request = infer_message(model, x, name)
-    who = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        yield lambda: infer(request, timeout=60, metadata=who)
+async def ask(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> tuple[int, bytes]:
+    """Send a request over a connection that is kept; return the answer's status and its head."""
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
+    return int(head.split()[1]), head
 
 
 def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
@@ -196,151 +115,91 @@ def _number(value: int) -> bytes:
     return bytes([*found, value])
 
 
-# ---- loads -------------------------------------------------------------------------------------
-
-
 @dataclass
-class _Rival:
-    """Another server; its processes stand still while it is not measured."""
+class _Server(Foreign):
+    """Ours or a rival, with the request that it understands."""
 
-    name: str
-    address: str
-    request: bytes
-    process: subprocess.Popen[bytes] | None = None
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, number)
+    address: str = ""
+    path: str = ""
 
 
 def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
     x = np.random.default_rng(bench.seed).random((1, 64), dtype=np.float32)
-    v2, lit = json_request(x), json_request(x, "/predict")
     with contextlib.ExitStack() as stack:
-        servers = [_Rival("pipeswitch", running.http_address, v2)]
+        servers = [_Server("pipeswitch", address=running.http_address, path=INFER)]
         for name in usable(bench, RIVALS_FOLDER, RIVALS):
             bench.say(f"{name}: starting")
             order = setting.order() | {"name": SMALL.name}
-            request = v2 if name == "kserve" else lit
-            servers.append(stack.enter_context(_started(name, order, request)))
-        wanted = _outputs(servers[0])
+            servers.append(stack.enter_context(_started(name, order, x)))
+        wanted = _outputs(servers[0], x)
         for one in servers[1:]:
             one.signal(signal.SIGCONT)
-            np.testing.assert_allclose(_outputs(one), wanted, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(_outputs(one, x), wanted, rtol=1e-4, atol=1e-5)
             one.signal(signal.SIGSTOP)
         seconds = QUICK_LOAD_S if bench.is_quick else LOAD_S
         for count in CONNECTIONS:
             case = f"{count} connections"
             bench.say(f"{case}: measuring")
-            arms = [
-                Arm(
-                    one.name,
-                    functools.partial(_load, one, count, seconds),
-                    functools.partial(_only, one, servers),
-                )
-                for one in servers
-            ]
-            bench.trial_loop(case, arms, bench.rounds(5, 2))
-            _judge(bench, case, [one.name for one in servers])
 
+            def load(one: _Server, count: int = count) -> Numbers:
+                return asyncio.run(_load(one, json_request(x, one.path), count, seconds))
 
-def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
-    """Of these rivals, those that are installed; the others are told as skipped."""
-    folder = Path(os.environ.get(variable) or os.devnull)
-    found = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
-    why = f"{variable} names no virtual environment that has it"
-    bench.skip({name: why for name in names if name not in found})
-    return found
+            bench.trial_loop(case, arms_of(servers, load), bench.rounds(5, 2))
+            for name in [one.name for one in servers[1:]]:
+                for key, what, target in (
+                    ("throughput_per_s", "throughput", {"at_least": MIN_THROUGHPUT}),
+                    ("tail_ms", "p99", {"at_most": MAX_P99}),
+                ):
+                    share = bench.p50(case, "pipeswitch", key) / bench.p50(case, name, key)
+                    bench.find(f"{case}: {what} / {name}", share, "", **target)
 
 
 @contextlib.contextmanager
-def _started(name: str, order: dict[str, Any], request: bytes) -> Iterator[_Rival]:
-    """One that answers, and is stopped."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _started(name: str, order: dict[str, Any], x: Any) -> Iterator[_Server]:
+    """Start a rival that answers, and is stopped."""
+    port = free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
-    python = Path(os.environ[RIVALS_FOLDER], "bin", "python")
-    script = Path(__file__).with_name(f"rival_{name}.py")
-    process = subprocess.Popen(
-        [python, "-P", script, json.dumps(order)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )
-    rival = _Rival(name, f"127.0.0.1:{port}", request, process)
-    try:
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                _outputs(rival)
-                break
-            except (OSError, RuntimeError, ValueError):
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"{name} did not start in {python}") from None
-                time.sleep(0.2)
-        rival.signal(signal.SIGSTOP)
-        yield rival
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            rival.signal(signal.SIGKILL)
-        process.wait()
+    script = str(Path(__file__).with_name(f"rival_{name}.py"))
+    path = "/predict" if name == "litserve" else INFER
+    server = _Server(name, address=f"127.0.0.1:{port}", path=path)
+    command = [python_of(RIVALS_FOLDER), "-P", script, json.dumps(order)]
+    with started(command, lambda _: _outputs(server, x), environment()) as server.process:
+        yield server
 
 
-def _outputs(one: _Rival) -> Any:
-    with Http(one.address) as http:
-        return np.array(json.loads(http.ask(one.request))["outputs"][0]["data"], np.float32)
+def _outputs(one: _Server, x: Any) -> Any:
+    connection = http.client.HTTPConnection(one.address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", one.path, _body(x), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+    if answer.status != http.HTTPStatus.OK:
+        raise RuntimeError(f"{one.name}: {answer.status} {text[:200]!r}")
+    (y,) = json.loads(text)["outputs"]
+    return np.array(y["data"], np.float32)
 
 
-def _only(chosen: _Rival, servers: list[_Rival]) -> None:
-    for one in servers:
-        one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
-
-
-def _load(one: _Rival, count: int, seconds: float) -> Numbers:
-    return asyncio.run(_ask_for(one, count, seconds))
-
-
-async def _ask_for(one: _Rival, count: int, seconds: float) -> Numbers:
-    until_s = time.monotonic() + seconds
+async def _load(one: _Server, request: bytes, count: int, seconds: float) -> Numbers:
+    """Ask on each connection again as soon as there is an answer."""
     taken_ms: list[float] = []
+
+    async def caller() -> None:
+        host, _, port = one.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.closing(writer):
+            while time.monotonic() < until_s:
+                began_ms = now_ms()
+                status, head = await ask(reader, writer, request)
+                if status != http.HTTPStatus.OK:
+                    raise RuntimeError(f"{one.name}: {head[:60]!r}")
+                taken_ms.append(now_ms() - began_ms)
+
     began_s = time.monotonic()
-    await asyncio.gather(*(_caller(one, until_s, taken_ms) for _ in range(count)))
-    elapsed_s = time.monotonic() - began_s
+    until_s = began_s + seconds
+    await asyncio.gather(*(caller() for _ in range(count)))
     return {
-        "throughput_per_s": len(taken_ms) / elapsed_s,
+        "throughput_per_s": len(taken_ms) / (time.monotonic() - began_s),
         "median_ms": quantile(taken_ms, 0.5),
         "tail_ms": quantile(taken_ms, 0.99),
         "requests": len(taken_ms),
     }
-
-
-async def _caller(one: _Rival, until_s: float, taken_ms: list[float]) -> None:
-    """Ask again as soon as there is an answer."""
-    host, _, port = one.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        while time.monotonic() < until_s:
-            began_ms = now_ms()
-            writer.write(one.request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
-            await reader.readexactly(size)
-            if b" 200 " not in head[:16]:
-                raise RuntimeError(f"{one.name}: {head[:60]!r}")
-            taken_ms.append(now_ms() - began_ms)
-    finally:
-        writer.close()
-
-
-def _judge(bench: Run, case: str, names: list[str]) -> None:
-    def p50(name: str, key: str) -> float:
-        return quantile(bench.values(case, name, key), 0.5)
-
-    for name in names[1:]:
-        faster = p50("pipeswitch", "throughput_per_s") / p50(name, "throughput_per_s")
-        bench.find(f"{case}: throughput / {name}", faster, at_least=MIN_THROUGHPUT)
-        tail = p50("pipeswitch", "tail_ms") / p50(name, "tail_ms")
-        bench.find(f"{case}: p99 / {name}", tail, at_most=MAX_P99)

@@ -62,6 +62,11 @@ def _server(rung: str, *needs: str) -> Stage:
 
 SERVED = ("device", "memory", "ipc", "torch", "tensor")  # what no server is without
 
+
+def _serving(limit_s: float, *words: str) -> Stage:
+    return Stage("-".join(words), limit_s, ("-m", "benchmarks.gpu_servers", *words), SERVED)
+
+
 STAGES = (
     # The first import of torch on a cold disk may take a minute: it is paid in the first stage.
     Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
@@ -73,12 +78,12 @@ STAGES = (
     _server("slice", "slice"),
     _server("waits", "graph", "wait-write"),
     _server("highest", "graph", "wait-write", "slice"),
-    Stage("switch-resnet152", 75, ("-m", "benchmarks.gpu_switch", "resnet152"), SERVED),
-    Stage("switch-bert-base", 60, ("-m", "benchmarks.gpu_switch", "bert-base"), SERVED),
-    Stage("training", 80, ("-m", "benchmarks.gpu_training"), SERVED),
-    Stage("soak", 70, ("-m", "benchmarks.gpu_soak"), SERVED),
-    Stage("switch-inception_v3", 60, ("-m", "benchmarks.gpu_switch", "inception_v3"), SERVED),
-    Stage("switch-vit_l_16", 90, ("-m", "benchmarks.gpu_switch", "vit_l_16"), SERVED),
+    _serving(75, "switch", "resnet152"),
+    _serving(60, "switch", "bert-base"),
+    _serving(80, "training"),
+    _serving(70, "soak"),
+    _serving(60, "switch", "inception_v3"),
+    _serving(90, "switch", "vit_l_16"),
 )
 
 
@@ -122,21 +127,17 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
         output.seek(0)
         text = output.read()
     results, rest = _split(text)
-    status = "ok"
+    status, tail = "failed" if process.returncode else "ok", ""
     if timed_out:
         status = "timed out"
     elif process.returncode == NEEDS_A_GPU or any("needs" in result for result in results):
         status = "needs a GPU"
-    elif process.returncode:
-        status = "failed"
     if stayed:
         results.append({"processes_that_had_to_be_killed": stayed})
-    tail = ""
     if status not in ("ok", "needs a GPU"):
         tail = "\n".join([*server_logs(began_at_s), rest[-TAIL:]])
-    return Outcome(
-        stage.name, status, round(time.monotonic() - began_s, 1), process.returncode, results, tail
-    )
+    seconds = round(time.monotonic() - began_s, 1)
+    return Outcome(stage.name, status, seconds, process.returncode, results, tail)
 
 
 def end_leftovers(mark: str) -> list[str]:

@@ -3,7 +3,7 @@
 Arms: ``ready-eager`` and ``ready-graph`` (the model lies on the device), ``serial`` (all weights
 from pinned memory, then compute: PipeSwitch without the pipeline), ``to-device`` (``module.to``
 from ordinary memory). Each starts with the input in host memory and ends with the output there, as
-a request does. ``once`` is what stop-and-start starts.
+a request does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from .gpu_common import is_fake, now_ms
 from .trials import say
-
-STARTED_AT_MS = now_ms()
 
 
 class Arms:
@@ -38,21 +37,16 @@ class Arms:
                 for batch in order["batches"]
             }
         self.stream = None if is_fake() else torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.resident = self._copy_of_module().to(self.device)
+        self.resident = deepcopy(self.module).to(self.device)
         self.graphs: dict[int, tuple[Any, list[Any], Any]] = {}
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self.host_weights = [self._pinned(tensor.detach()) for tensor in tensors]
-        landing = self._copy_of_module().to(self.device)
+        landing = deepcopy(self.module).to(self.device)
         self.landing_module = landing
         self.landing = [*landing.parameters(), *landing.buffers()]
 
     def _pinned(self, tensor: Any) -> Any:
         return tensor.contiguous() if is_fake() else tensor.contiguous().pin_memory()
-
-    def _copy_of_module(self) -> Any:
-        import copy
-
-        return copy.deepcopy(self.module)
 
     def _timed(self, run: Callable[[], Any]) -> dict[str, float]:
         torch = self.torch
@@ -107,7 +101,7 @@ class Arms:
         return self._timed(run)
 
     def to_device(self, batch: int) -> dict[str, float]:
-        module = self._copy_of_module()  # not timed: it was there before
+        module = deepcopy(self.module)  # not timed: it was there before
         return self._timed(lambda: module.to(self.device)(*self._inputs(batch)))
 
 
@@ -129,30 +123,6 @@ def answer(order: dict[str, Any]) -> None:
             say(error=f"{type(error).__name__}: {error}"[:300])
 
 
-def once(order: dict[str, Any]) -> None:
-    """Stop-and-start, the quick way: from the start of python to the first answer, without random
-    initialisation, weights straight from the file."""
-    import numpy as np
-    import torch
-    from safetensors.torch import load_file
-
-    from . import plain
-    from .child import _assign
-
-    device = "cpu" if is_fake() else "cuda"
-    imported_ms = now_ms()
-    module = plain.structure(order).eval()
-    _assign(module, load_file(order["weights_path"], device=device))
-    loaded_ms = now_ms()
-    with np.load(order["inputs_path"]) as arrays, torch.inference_mode():
-        values = [torch.from_numpy(arrays[name]).to(device) for name in arrays.files]
-        _, scale = sums(module(*values))
-    say(
-        import_ms=imported_ms - STARTED_AT_MS, load_ms=loaded_ms - imported_ms,
-        compute_ms=now_ms() - loaded_ms, scale=scale,
-    )  # fmt: skip
-
-
 def sums(output: Any) -> tuple[float, float]:
     """To the host, as a request's output goes; its sum, and that of its absolute values."""
     value = output
@@ -163,4 +133,4 @@ def sums(output: Any) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    {"answer": answer, "once": once}[sys.argv[1]](json.loads(sys.argv[2]))
+    answer(json.loads(sys.argv[2]))

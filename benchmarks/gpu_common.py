@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .models import MIB, BenchModel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +76,25 @@ def rung_environment() -> dict[str, str]:
     return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
 
 
+@contextlib.contextmanager
+def served(arena: str, store: str = "512MiB", **environment: str) -> Iterator[tuple[Any, Any]]:
+    """Yield a server on the GPU and its client; put the end of its log where the stage fails."""
+    from pipeswitch.testing import server
+
+    with (
+        server(
+            arena=arena, host_store=store, devices=("cuda:0",),
+            environment=rung_environment() | environment,
+        ) as running,
+        running.client() as client,
+    ):  # fmt: skip
+        try:
+            yield running, client
+        except Exception:
+            put(server_log=running.log()[-6000:])
+            raise
+
+
 def now_ms() -> float:
     return time.monotonic() * 1000.0
 
@@ -89,17 +111,10 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class GpuModel:
-    """A model as it is measured. ``room_bytes``: its region, rounded up."""
+class GpuModel(BenchModel):
+    """A model as it is measured."""
 
-    name: str
-    source: str
-    room_bytes: int
-    inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     target: float = 0.0  # of cold / ready-eager at batch 8
-
-
-MIB = 1 << 20
 
 
 def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -111,12 +126,12 @@ def models() -> dict[str, GpuModel]:
     import importlib.util
 
     if is_fake():
-        tiny = GpuModel("tiny", "benchmarks.gpu_models:tiny", 0, {"x": ((8, 64), "float32")})
+        tiny = GpuModel("tiny", "benchmarks.factories:tiny", 0, {"x": ((8, 64), "float32")})
         return {tiny.name: tiny}
     has_transformers = importlib.util.find_spec("transformers") is not None
     bert = GpuModel(
         "bert-base",
-        "hf:bert-base-uncased" if has_transformers else "benchmarks.gpu_models:bert_base_like",
+        "hf:bert-base-uncased" if has_transformers else "benchmarks.factories:bert_base_like",
         440 * MIB,
         {} if has_transformers else {"x": ((8, 128, 768), "float32")},
         target=1.7,

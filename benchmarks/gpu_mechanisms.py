@@ -14,30 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.devices.cuda import selftest
 from pipeswitch.devices.cuda.examine import look
 from pipeswitch.devices.cuda.ladder import Outcome, Wishes, Words, choose
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
-from pipeswitch.devices.cuda.selftest import (
-    CHECKS,
-    GROUP_BYTES,
-    HEAD_BYTES,
-    LAST_BYTES,
-    MIB,
-    ROUNDS,
-    Check,
-    Pipe,
-    Rig,
-    Sender,
-    expect,
-    fill,
-    fork,
-    main,
-    opened,
-    round_trip,
-    share,
-    tensor_of,
-    total,
-)
+from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Check, Rig
 from pipeswitch.errors import ConfigError
 from pipeswitch.ipc.board import sealed_memfd
 
@@ -51,7 +32,7 @@ def _pinned(rig: Rig) -> str:
     """A memfd, mapped and registered. Where it is refused copies are staged: slower, as correct."""
     store = PinnedMapping(rig.cuda(), sealed_memfd("store", PIN_BYTES), PIN_BYTES)
     store.pin(0, PIN_BYTES)
-    round_trip(rig.cuda(), store.address, store.array[:MIB])
+    selftest.round_trip(rig.cuda(), store.address, store.array[:MIB])
     if store.refusal:
         raise RuntimeError(f"copies are staged: {store.refusal}")
     return f"{PIN_BYTES // MIB} MiB of a memfd registered"
@@ -60,18 +41,18 @@ def _pinned(rig: Rig) -> str:
 def _wait(rig: Rig) -> str:
     """A copy behind a wait reads what another stream of this process sends; no torch, no IPC."""
     cuda = rig.cuda()
-    base = cuda.malloc(HEAD_BYTES + GROUP_BYTES)
-    fill(cuda, base, 0, HEAD_BYTES + GROUP_BYTES)
-    sender, buffer, stream = Sender(cuda, base), PinnedBuffer(cuda, MIB), cuda.stream()
+    base = cuda.malloc(selftest.HEAD_BYTES + selftest.GROUP_BYTES)
+    selftest.fill(cuda, base, 0, selftest.HEAD_BYTES + selftest.GROUP_BYTES)
+    sender, buffer, stream = selftest.Sender(cuda, base), PinnedBuffer(cuda, MIB), cuda.stream()
     kinds: tuple[Words, ...] = ("write", "copy")
-    for turn in range(1, ROUNDS + 1):
+    for turn in range(1, selftest.ROUNDS + 1):
         words = kinds[turn % 2]
         cuda.wait_value(stream, base, turn)
-        cuda.copy_to_host(buffer.address, base + LAST_BYTES, MIB, stream)
+        cuda.copy_to_host(buffer.address, base + selftest.LAST_BYTES, MIB, stream)
         sender.send(turn, words)
         cuda.synchronize(stream)
-        expect(f"round {turn}, {words}", int(buffer.array.sum(dtype=np.int64)), turn * MIB)
-    return f"{ROUNDS} rounds"
+        selftest.expect(f"round {turn}, {words}", int(buffer.array.sum(dtype=np.int64)), turn * MIB)
+    return f"{selftest.ROUNDS} rounds"
 
 
 def _warm(rig: Rig) -> str:
@@ -81,21 +62,21 @@ def _warm(rig: Rig) -> str:
 
 def _suspend(rig: Rig) -> str:
     """A job drains its queue and parks; another process reads its memory back and scrubs it."""
-    _, peer = fork(partial(_be_suspended, rig))
+    _, peer = selftest.fork(partial(_be_suspended, rig))
     cuda = rig.cuda()
-    block = share(cuda, peer, SUSPEND_BYTES, 0)
+    block = selftest.share(cuda, peer, SUSPEND_BYTES, 0)
     peer.ask("is_parked")
     for start in range(0, SUSPEND_BYTES, MIB):
-        expect("what a parked job left", total(cuda, block + start), STEPS * MIB)
-    fill(cuda, block, 0, SUSPEND_BYTES)
+        selftest.expect("what a parked job left", selftest.total(cuda, block + start), STEPS * MIB)
+    selftest.fill(cuda, block, 0, SUSPEND_BYTES)
     peer.tell()
-    expect("what the job sees of scrubbed memory", peer.ask("found"), 0)
+    selftest.expect("what the job sees of scrubbed memory", peer.ask("found"), 0)
     return f"{SUSPEND_BYTES // MIB} MiB behind {STEPS} kernels"
 
 
-def _be_suspended(rig: Rig, pipe: Pipe) -> None:
+def _be_suspended(rig: Rig, pipe: selftest.Pipe) -> None:
     side, cuda = rig.side(), rig.cuda()
-    values = tensor_of(side, opened(cuda, pipe), 0, SUSPEND_BYTES)
+    values = selftest.tensor_of(side, selftest.opened(cuda, pipe), 0, SUSPEND_BYTES)
     for _ in range(STEPS):
         values.add_(1)
     cuda.synchronize_device()
@@ -156,6 +137,6 @@ def _put_mechanism(name: str, found: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        main(json.loads(sys.argv[1]), MECHANISMS)
+        selftest.main(json.loads(sys.argv[1]), MECHANISMS)
     else:
         sys.exit(stage())

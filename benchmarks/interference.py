@@ -1,37 +1,23 @@
-"""``bench interference``: inference beside a training job (SwitchFlow, figure 2 and tail latency).
-
-Requests arrive as a Poisson process; latency counts from the instant a request was due. Arms, in
-turns, each for a segment of some requests: *pipeswitch* (ours), *threads* (one process, one thread
-trains and one infers, neither excludes the other: multi-stream), *session-slicing* (the same with a
-lock that a session holds, a session being a training step or a request; first come, first
-served), *alone* (nothing trains).
-
-On the cpu device the *device* is as many cores as compute threads: the process of the last three
-arms is bound to so many, so that they cannot use more of the machine than ours does.
-"""
+"""``bench interference``: requests beside a training job (SwitchFlow, figure 6), and two models at
+once (figure 2) for ``bench switchflow``. README.md has the arms."""
 
 from __future__ import annotations
 
 import os
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
-from .models import MODELS, BenchModel
-from .serving import TWINS, Training, serving
-from .setting import Setting, end, read_line, spawn, tell
+from .serving import TWINS, Training, inputs_of, serving, window
+from .setting import Setting, end, read_line, settings, spawn, tell
 from .trials import Arm, Numbers, Run, interleave
 
 BATCH: Final = 1024  # a training step takes some 80 ms, as a vision model's does on a GPU
@@ -42,21 +28,22 @@ QUICK_ROUNDS: Final = 2
 LOAD: Final = 0.5  # of what a device can do that finishes a training step before each request
 DEFAULT_MODELS: Final = ("resnet18",)
 SHARING: Final = {"threads": "threads", "session-slicing": "sessions", "alone": "alone"}
+TWICE: Final = {"threads": ("threads", 2), "session-slicing": ("sessions", 2),
+                "alone": ("alone", 1)}  # fmt: skip
+WINDOW_S: Final = 3.0
+QUICK_WINDOW_S: Final = 1.0
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
     """Each model with a server and a sharing process of its own."""
-    for name in bench.usable(models or DEFAULT_MODELS):
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            _one_model(bench, MODELS[name], Path(folder))
+    for setting in settings(bench, models, DEFAULT_MODELS, DEFAULT_MODELS):
+        _one_model(bench, setting)
     bench.notes.append("latency_ms: from the instant a request was due to its answer")
     bench.notes.append("all but pipeswitch are bound to as many cores as there are threads")
 
 
-def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
-    setting = Setting(model, folder, bench.threads, bench.seed)
-    bench.say(f"{model.name}: writing weights, starting a server")
-    setting.write_files()
+def _one_model(bench: Run, setting: Setting) -> None:
+    model = setting.model
     cores = sorted(os.sched_getaffinity(0))[: bench.threads]
     child = spawn("share", setting.order() | {"cores": cores, "batch": BATCH}, module="sharing")
     try:
@@ -114,8 +101,7 @@ class _Ours:
 
     def __init__(self, client: Client, bench: Run, setting: Setting) -> None:
         self._client = client
-        with np.load(setting.order()["inputs_path"]) as arrays:
-            self._inputs: Any = [arrays[name] for name in arrays.files]
+        self._inputs: Any = setting.arrays()
         client.infer(TWINS[0], self._inputs)  # it is on the device from now on
         self.training = Training(client, bench.threads, bench.seed, STEP_ARGS)
 
@@ -149,7 +135,7 @@ class _Ours:
 
 def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
     for share, what in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")):
-        found = {arm: quantile(bench.values(case, arm, "latency_ms"), share) for arm in arms}
+        found = {arm: bench.p50(case, arm, "latency_ms", share) for arm in arms}
         for arm, value in found.items():
             bench.find(f"{case}: {arm}, {what}", value, "ms")
             if arm not in ("pipeswitch", "alone"):
@@ -157,3 +143,32 @@ def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
     for arm in arms:
         speeds = bench.values(case, f"{arm}: training", "steps_per_s")
         bench.find(f"{case}: {arm}, training", quantile(speeds, 0.5), "steps/s")
+
+
+def twice(bench: Run, setting: Setting) -> None:
+    """Two clients ask back to back, each for a model of its own."""
+    model, seconds = setting.model, QUICK_WINDOW_S if bench.is_quick else WINDOW_S
+    case = f"{model.name} twice"
+    cores = sorted(os.sched_getaffinity(0))[: bench.threads]
+    child = spawn("pair", setting.order() | {"cores": cores}, module="sharing")
+
+    def beside(mode: str, count: int) -> Numbers:
+        tell(child, mode=mode, seconds=seconds, count=count)
+        return read_line(child)
+
+    try:
+        read_line(child)
+        with serving(model, bench.threads, bench.seed, rooms=2) as (running, client):
+            ours = partial(window, running, TWINS, inputs_of(client), seconds)
+            arms = [
+                Arm("pipeswitch", ours),
+                *(Arm(name, partial(beside, *how)) for name, how in TWICE.items()),
+            ]
+            bench.say(f"{case}: measuring")
+            bench.trial_loop(case, arms, bench.rounds(10, 3))
+    finally:
+        end(child)
+    for key, what in (("throughput_per_s", "requests a second"), ("p99_ms", "p99")):
+        found = {arm.name: bench.p50(case, arm.name, key) for arm in arms}
+        for name in TWICE:
+            bench.find(f"{case}: {what}, {name} / pipeswitch", found[name] / found["pipeswitch"])

@@ -1,7 +1,7 @@
-"""Host store, arena and the link between them, for the baselines: ours without the daemon.
+"""Host store, arena and the copy between them, for the baselines: ours without the daemon.
 
-The same kind of memory, the same copy in the same pieces, the same modelled link as
-``devices/cpu/memory.py``; its user decides when to copy what. No torch.
+The same kind of memory and the same copy in the same pieces as ``devices/cpu/memory.py``; its user
+decides when to copy what. No torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeswitch.devices.cpu.memory import Link
+from pipeswitch.devices.cpu.memory import CHUNK_BYTES
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.spec import load_manifest, weights_file
+
+from .trials import Numbers, now_ms
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -23,15 +25,13 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Lane:
     """One packed model in a store, room for it in an arena. Sizes and offsets are bytes."""
 
-    def __init__(self, size_bytes: int, link_gbps: float = 0.0) -> None:
-        self.size_bytes = size_bytes
+    def __init__(self, size_bytes: int) -> None:
         self._descriptors = [sealed_memfd(name, size_bytes) for name in ("store", "arena")]
         self._maps = [
             mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             for descriptor in self._descriptors
         ]
         self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
-        self._link = Link(link_gbps * 1e9)
 
     def paths(self) -> tuple[str, str]:
         """Where other processes of this user open store and arena while this one lives."""
@@ -44,13 +44,33 @@ class Lane:
         fill(view, weights, manifest)
         view.release()
 
-    def begin(self) -> None:
-        """A transfer starts."""
-        self._link.begin()
-
     def copy(self, offset_bytes: int, size_bytes: int) -> None:
-        """Store to arena; returns when the link would have carried it."""
-        copy_paced(self._link, self.store, self.arena, offset_bytes, size_bytes)
+        """Store to arena."""
+        copy_in_pieces(self.store, self.arena, offset_bytes, size_bytes)
+
+
+class PlainCopy:
+    """A copy of as many bytes between two mappings like the store's and the arena's."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._source, self._target = mapping(size_bytes), mapping(size_bytes)
+        self._source[:] = 1
+        self._target[:] = 0
+
+    def measure(self) -> Numbers:
+        """Copy once, piece by piece as the copy engine does."""
+        began_ms = now_ms()
+        copy_in_pieces(self._source, self._target, 0, len(self._source))
+        return {"transfer_ms": now_ms() - began_ms}
+
+
+def mapping(size_bytes: int) -> Bytes:
+    """Return zeros in a memfd, which has no page before the first write."""
+    descriptor = os.memfd_create("bench", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size_bytes)
+    mapped = mmap.mmap(descriptor, size_bytes)
+    os.close(descriptor)
+    return bytes_of(mapped)
 
 
 def packed(folder: str) -> tuple[Manifest, Path]:
@@ -59,15 +79,12 @@ def packed(folder: str) -> tuple[Manifest, Path]:
     return manifest, Path(folder) / weights_file(manifest)
 
 
-def copy_paced(
-    link: Link, source: Bytes, target: Bytes, offset_bytes: int, size_bytes: int
-) -> None:
-    """The same range of ``source`` to ``target``, piece by piece as the link carries them."""
+def copy_in_pieces(source: Bytes, target: Bytes, offset_bytes: int, size_bytes: int) -> None:
+    """Copy a range of ``source`` to the same range of ``target``."""
     end = offset_bytes + size_bytes
-    for start in range(offset_bytes, end, link.chunk_bytes):
-        stop = min(start + link.chunk_bytes, end)
+    for start in range(offset_bytes, end, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, end)
         np.copyto(target[start:stop], source[start:stop])
-        link.pace(stop - start)
 
 
 def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:

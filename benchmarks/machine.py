@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from pipeswitch.machine import cpu_count, processor_name
 
 QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
@@ -47,25 +49,22 @@ class Others:
     """CPU time of programs that are not ours, from now on. Ended children of ours are known."""
 
     began_s: float = field(default_factory=time.monotonic)
-    busy_s: float | None = field(default_factory=lambda: busy_s())
+    busy_s: float = field(default_factory=lambda: busy_s())
     own_s: float = field(default_factory=lambda: own_s())
 
-    def share(self) -> float | None:
-        """Their share of all cores' time until now; None where the machine does not say."""
-        now_busy_s = busy_s()
-        if self.busy_s is None or now_busy_s is None:
-            return None
-        others_s = now_busy_s - self.busy_s - (own_s() - self.own_s)
+    def share(self) -> float:
+        """Their share of all cores' time until now."""
+        others_s = busy_s() - self.busy_s - (own_s() - self.own_s)
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
 
 
-def warnings_of(load_1m: float, others_share: float | None) -> list[str]:
+def warnings_of(load_1m: float, others_share: float) -> list[str]:
     """Why the numbers deserve less trust; empty on a quiet machine."""
     found = []
     if load_1m > QUIET_LOAD:
         found.append(f"the machine was not quiet when this began: load average {load_1m:g}")
-    if others_share is not None and others_share > QUIET_SHARE:
+    if others_share > QUIET_SHARE:
         found.append(f"other programs took {others_share:.0%} of all cores' time meanwhile")
     return found
 
@@ -76,17 +75,10 @@ def own_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def busy_s() -> float | None:
-    """CPU seconds of all programs since the machine started; None where /proc does not tell."""
-    try:
-        numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    except (OSError, ValueError, IndexError):
-        return None
-    idle = sum(numbers[3:5])
-    total = sum(numbers[:8])
-    if total == 0:
-        return None
-    return (total - idle) / os.sysconf("SC_CLK_TCK")
+def busy_s() -> float:
+    """CPU seconds of all programs since the machine started."""
+    times = psutil.cpu_times()
+    return float(sum(times[:8]) - times.idle - times.iowait)
 
 
 def _commit() -> tuple[str, bool]:

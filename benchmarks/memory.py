@@ -1,26 +1,19 @@
 """``bench memory``: unified memory management, one part of it taken away (PipeSwitch, figure 8).
 
-Arms, in turns, on the rig: *ours* (an arena taken once, mapped once, the store's pages there),
-*without-arena* (each switch allocates device memory, which the worker maps and binds to),
-*without-ipc-reuse* (the arena stays; each switch maps it and binds anew), *store-pages-unmapped*
-(the copy takes a page fault per page of the store). The last is the cpu device's nearest thing to
-memory that is not pinned: pinning itself has no meaning there.
+On the rig; README.md says what each arm lacks.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket
 
-from .models import MODELS, BenchModel
 from .rig import Rig
-from .setting import Setting
+from .setting import Setting, settings
 from .trials import Arm, Numbers, Run, now_ms, paired_differences
 
 ROUNDS: Final = 100
@@ -35,9 +28,8 @@ SKIPPED: Final = {
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
     """Each model on a rig of its own."""
-    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else DEFAULT_MODELS)):
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            _one_model(bench, MODELS[name], Path(folder))
+    for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
+        _one_model(bench, setting)
     bench.skip(SKIPPED)
     bench.notes.append("makespan: from the order to switch until the last group has computed")
 
@@ -81,11 +73,8 @@ class _Variants:
             self._left = None
 
 
-def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
-    bench.say(f"{model.name}: writing weights, building the program")
-    setting = Setting(model, folder, bench.threads, bench.seed)
-    setting.write_files()
-    rig = Rig(setting)
+def _one_model(bench: Run, setting: Setting) -> None:
+    model, rig = setting.model, Rig(setting)
     variants = _Variants(rig)
     try:
         bench.say(f"{model.name}: measuring")

@@ -15,7 +15,7 @@ import numpy as np
 from pipeswitch.client.aio import AsyncClient
 from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, QueueFull
 
-from .gateway import binary_request, infer_message
+from .gateway import ask, infer_message, post
 from .trials import now_ms
 
 SETTLE_S: Final = 0.3  # connections are there before the first request
@@ -23,6 +23,16 @@ OWN: Final = {QueueFull: 429, DeadlineExceeded: 504}
 GRPC: Final = {"RESOURCE_EXHAUSTED": 429, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504}
 CONNECTIONS: Final = 32  # of HTTP, made before; more come where all wait for an answer
 Ask = Callable[[float], Awaitable[tuple[int, bool]]]  # a deadline; HTTP's status, Retry-After
+
+
+def binary_request(model: str, x: Any, timeout_us: int) -> bytes:
+    """Tensors behind the JSON, and so in the answer."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": x.shape,
+              "parameters": {"binary_data_size": x.nbytes}}  # fmt: skip
+    parameters = {"binary_data_output": True, "timeout": timeout_us}
+    head = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+    lines = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    return post(f"/v2/models/{model}/infer", head + x.tobytes(), lines)
 
 
 async def doors(
@@ -35,11 +45,10 @@ async def doors(
 
         async def by_http(deadline_ms: float) -> tuple[int, bool]:
             reader, writer = free.pop() if free else await asyncio.open_connection(host, port)
-            writer.write(binary_request(model, x, round(deadline_ms * 1e3)))
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r")[0]))
+            request = binary_request(model, x, round(deadline_ms * 1e3))
+            status, head = await ask(reader, writer, request)
             free.append((reader, writer))
-            return int(head.split()[1]), b"retry-after:" in head
+            return status, b"retry-after:" in head
 
         return by_http
     if name == "grpc":
@@ -77,12 +86,12 @@ async def main() -> None:
 
     async def one(planned_ms: float, deadline_ms: float) -> None:
         sent_ms = now_ms()
-        status, may_retry = await ask(deadline_ms)
+        status, may_retry = await asks(deadline_ms)
         rows.append((planned_ms, sent_ms - began_ms, now_ms() - sent_ms, status, may_retry))
 
     async with contextlib.AsyncExitStack() as stack:
-        ask = await doors(order["door"], order["address"], order["model"], x, stack)
-        await ask(60e3)
+        asks = await doors(order["door"], order["address"], order["model"], x, stack)
+        await asks(60e3)
         await asyncio.sleep(SETTLE_S)
         began_ms = now_ms()
         async with asyncio.TaskGroup() as group:

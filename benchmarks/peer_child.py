@@ -32,9 +32,6 @@ class Engine(Protocol):
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
 
 
-# ---- weights -------------------------------------------------------------------------------------
-
-
 def convert(order: dict[str, Any]) -> None:
     """A GPT-2 in float32. Its tokens are letters of one character each, and none ends an answer."""
     import gguf
@@ -79,9 +76,6 @@ def renamed(name: str, values: Any) -> tuple[str, Any]:
     layer = ".".join(words[2:-1])
     is_linear = layer.rpartition(".")[2].startswith("c_") and words[-1] == "weight"
     return f"blk.{words[1]}.{BLOCK[layer]}.{words[-1]}", values.T.copy() if is_linear else values
-
-
-# ---- llama.cpp -----------------------------------------------------------------------------------
 
 
 class LlamaCpp:
@@ -153,9 +147,6 @@ class LlamaCpp:
         self._context = lib.llama_init_from_model(self._model, options)
         self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
         self._loaded, self._room = model, room
-
-
-# ---- vLLM ----------------------------------------------------------------------------------------
 
 
 class Vllm:

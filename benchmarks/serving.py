@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from pipeswitch.client.client import Client, Task
 from pipeswitch.client.tensors import Result
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
 from .models import MIB, BenchModel
-from .trials import Numbers, nothing, now_ms
+from .trials import Numbers, asked_for, nothing, now_ms
 
 TRAIN_ENTRY: Final = "benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
@@ -38,41 +36,25 @@ def serving(
     threads: int,
     seed: int,
     *,
-    link_gbps: float = 0.0,
     rooms: int = 1,
-    names: Sequence[str] = TWINS,
     devices: tuple[str, ...] = ("cpu",),
     are_pinned: bool = False,
     slices_bytes: int = SLICE_ROOM_BYTES,
-    placement: str = "least-finish",
-    state_dir: Path | None = None,
 ) -> Iterator[tuple[RunningServer, Client]]:
     """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
 
     The twins differ in their weights only: asking for the one that is not there is always a cold
-    switch, of the same size. Pinned, each is limited to a device of its own. In the state directory
-    of an earlier such server they are registered already.
+    switch, of the same size. Pinned, each is limited to a device of its own.
     """
-    arena = str(rooms * model.room_bytes + slices_bytes)
-    store = len(names) * model.room_bytes + 2 * slices_bytes  # a commit has two halves
-    args = ["--threads", str(threads)]
-    if link_gbps:
-        args += ["--link-gbps", f"{link_gbps:.6f}"]
     with (
         server(
-            arena=str(arena),
-            host_store=str(store),
-            devices=devices,
-            args=tuple(args),
-            environment={"PIPESWITCH_SCHEDULER__PLACEMENT": placement},
-            state_dir=state_dir,
+            arena=str(rooms * model.room_bytes + slices_bytes),
+            host_store=str(2 * (model.room_bytes + slices_bytes)),  # a commit has two halves
+            devices=devices, args=("--threads", str(threads)),
         ) as running,
         running.client() as client,
-    ):
-        known = {row["name"] for row in client.models()}
-        for number, name in enumerate(names):
-            if name in known:
-                continue
+    ):  # fmt: skip
+        for number, name in enumerate(TWINS):
             client.register(
                 name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
                 devices=devices[number : number + 1] if are_pinned else (),
@@ -108,52 +90,18 @@ def window(
 ) -> Numbers:
     """Each name's client asks until the window is over; the last request is waited for.
 
-    ``meanwhile`` is called once they ask. The numbers are those of ``summed``.
+    ``meanwhile`` is called once they ask.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    told: list[tuple[str, str, float]] = []
-    failures: list[Exception] = []
 
-    def ask(name: str) -> None:
-        try:
-            with running.client() as client:
-                while time.monotonic() - began_s < seconds:
-                    asked_s = time.monotonic()
-                    timing = client.infer(name, inputs).timing
-                    took_ms = (time.monotonic() - asked_s) * 1000.0
-                    told.append((name, timing.device or "cpu", took_ms))
-        except Exception as error:
-            failures.append(error)
+    def ask(name: str, more: Callable[[], bool]) -> Iterator[float]:
+        with running.client() as client:
+            while more():
+                asked_ms = now_ms()
+                client.infer(name, inputs)
+                yield now_ms() - asked_ms
 
-    began_s = time.monotonic()
-    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    meanwhile()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return summed(told, names[0], time.monotonic() - began_s)
-
-
-def summed(told: Sequence[tuple[str, str, float]], first: str, seconds: float) -> Numbers:
-    """Of requests, each with its model, its device and how long it took in milliseconds.
-
-    ``p99_ms`` is of the device where it is worst; *first* numbers are of that model's requests.
-    """
-    by_device: dict[str, list[float]] = {}
-    for _, device, took_ms in told:
-        by_device.setdefault(device, []).append(took_ms)
-    first_ms = [took_ms for name, _, took_ms in told if name == first]
-    return {
-        "throughput_per_s": len(told) / seconds,
-        "median_ms": quantile([took_ms for *_, took_ms in told], 0.5),
-        "p99_ms": max(quantile(times_ms, 0.99) for times_ms in by_device.values()),
-        "first_p50_ms": quantile(first_ms, 0.5),
-        "first_worst_ms": max(first_ms),
-        "devices": len(by_device),
-    }
+    return asked_for(seconds, [partial(ask, name) for name in names], meanwhile)
 
 
 class Training:
@@ -168,8 +116,8 @@ class Training:
         self.task: Task = client.train(TRAIN_ENTRY, name=name, args=options)
         self.is_held = False
 
-    def run(self) -> None:
-        """Returns when it computes (again), at a random moment of its step."""
+    def run(self, steps: int = STEPS_BETWEEN) -> None:
+        """Return when it has computed some steps (again), at a random moment of its step."""
         if self.is_held:
             self.task.resume()
             self.is_held = False
@@ -179,7 +127,7 @@ class Training:
             row = self.task.status()
             if row["state"] == "running":
                 first = row["step"] if first < 0 else first
-                if row["step"] >= first + STEPS_BETWEEN:
+                if row["step"] >= first + steps:
                     break
             self._check(row, until_s)
         time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for a step's end

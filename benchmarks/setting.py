@@ -6,12 +6,16 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from .models import BenchModel
-from .trials import Numbers
+import numpy as np
+
+from .models import MODELS, BenchModel
+from .trials import Numbers, Run
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,29 @@ class Setting:
             "packed_path": str(self.folder / f"{self.model.name}.packed"),
         }
 
+    def arrays(self) -> list[Any]:
+        """Return one request's inputs, once the files are written."""
+        with np.load(self.order()["inputs_path"]) as arrays:
+            return [arrays[name] for name in arrays.files]
+
     def write_files(self) -> None:
         """Weights and inputs, made once by a child."""
         child = spawn("weights", self.order())
         output, _ = child.communicate()
         if child.returncode:
             raise RuntimeError(f"{self.model.name}: its weights could not be written\n{output}")
+
+
+def settings(
+    bench: Run, asked: Sequence[str], full: Sequence[str], quick: Sequence[str]
+) -> Iterator[Setting]:
+    """Yield each model that can be measured here, its files written, with a folder of its own."""
+    for name in bench.usable(asked or (quick if bench.is_quick else full)):
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
+            setting = Setting(MODELS[name], Path(folder), bench.threads, bench.seed)
+            bench.say(f"{name}: writing weights, starting")
+            setting.write_files()
+            yield setting
 
 
 @dataclass(frozen=True)
@@ -58,20 +79,22 @@ class Style:
     workers: Literal["standby", "one", "new"] = "standby"
 
 
-class Baseline(Protocol):
-    """One way to answer a request without PipeSwitch; a context manager."""
+class Baseline:
+    """One way to answer a request without PipeSwitch."""
 
     name: str
-    every: int  # takes part in every so many rounds
+    every = 1  # takes part in every so many rounds
 
     def prepare(self) -> None:
         """Bring about the state before a request; not timed."""
 
     def measure(self) -> Numbers:
         """Answer one request; ``total_ms`` and parts of it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End every process of this baseline."""
+        raise NotImplementedError
 
 
 def spawn(

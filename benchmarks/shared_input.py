@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import server
 
 from .trials import Arm, Numbers, Run
@@ -75,9 +74,7 @@ def run(bench: Run, _: Any = ()) -> None:
             bench.say(f"{case.name}: {units} units of loading a sample")
             arms = [Arm(arm, partial(jobs.train, arm)) for arm in ("own", "shared")]
             bench.trial_loop(case.name, arms, bench.rounds(3, 1), warmup=0)
-            own, shared = (
-                quantile(bench.values(case.name, arm.name, "images_per_s"), 0.5) for arm in arms
-            )
+            own, shared = (bench.p50(case.name, arm.name, "images_per_s") for arm in arms)
             name = f"{case.name}: images a second, shared / own"
             bench.find(name, shared / own, at_least=case.at_least)
     bench.notes.append("cheap input: each sample is unpacked once")
@@ -102,21 +99,13 @@ class _Jobs:
     def train(self, arm: str) -> Numbers:
         is_shared = arm == "shared"
         group = f"{arm}-{next(self._numbers)}"
-        records = [
-            self._folder / f"{group}-{index}.json" for index in range(len(self._case.widths))
-        ]
-        tasks = [
-            self._client.train(
-                f"{MODULE}:main",
-                name=record.stem,
-                args=[
-                    *self._words, "--width", str(width), "--record", str(record),
-                    *(["--shared"] if is_shared else []),
-                ],
-                share=group if is_shared else "",
-            )
-            for record, width in zip(records, self._case.widths, strict=True)
-        ]  # fmt: skip
+        records, tasks = [], []
+        for index, width in enumerate(self._case.widths):
+            records.append(self._folder / f"{group}-{index}.json")
+            words = [*self._words, "--width", str(width), "--record", str(records[-1])]
+            words += ["--shared"] * is_shared
+            name, share = records[-1].stem, group if is_shared else ""
+            tasks.append(self._client.train(f"{MODULE}:main", name=name, args=words, share=share))
         for task in tasks:
             task.wait()
         return _rate([json.loads(record.read_text()) for record in records])

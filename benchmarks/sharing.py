@@ -15,16 +15,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from pipeswitch.planning.fit import quantile
-
 from . import plain
 from .train_script import network
-from .trials import now_ms, say
+from .trials import asked_for, now_ms, say
 
 PROBES: Final = 5
 
@@ -103,26 +102,15 @@ def segment(
 def window(mode: str, seconds: float, infers: Sequence[Callable[[], Any]]) -> dict[str, Any]:
     """Each computes back to back until the window is over."""
     turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
-    times_ms: list[float] = []
-    began_s = time.monotonic()
 
-    def ask(infer: Callable[[], Any]) -> None:
-        while time.monotonic() - began_s < seconds:
+    def ask(infer: Callable[[], Any], more: Callable[[], bool]) -> Iterator[float]:
+        while more():
             asked_ms = now_ms()
             with turn():
                 infer()
-            times_ms.append(now_ms() - asked_ms)
+            yield now_ms() - asked_ms
 
-    threads = [threading.Thread(target=ask, args=(infer,)) for infer in infers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {
-        "throughput_per_s": len(times_ms) / (time.monotonic() - began_s),
-        "median_ms": quantile(times_ms, 0.5),
-        "p99_ms": quantile(times_ms, 0.99),
-    }
+    return asked_for(seconds, [partial(ask, infer) for infer in infers])
 
 
 def _inference(order: plain.Order) -> Callable[[], Any]:

@@ -1,18 +1,10 @@
-"""``bench switch``: a request that preempts training and finds its model elsewhere.
-
-Arms, in turns: *cold* (training runs, the model is not on the device), *resident* (training runs,
-it is), *ready* (plain eager in a process, nothing else runs), *pipeswitch-style* (the published
-behaviour, ``rival``), *serial* (the same, but all weights are copied before the first layer),
-*to-device* (each tensor allocated and copied), *stop-and-start* (kill the training process, start
-one that answers).
-"""
+"""``bench switch``: a request that preempts training and finds its model elsewhere (PipeSwitch,
+figure 5). README.md says what each arm does."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +13,10 @@ from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
-from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
+from .models import QUICK_MODELS, SWITCH_MODELS
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
-from .setting import Baseline, Setting
+from .setting import Baseline, Setting, settings
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
@@ -38,22 +30,18 @@ CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its s
 
 def run(bench: Run, models: Sequence[str]) -> None:
     """Measure each model with a server of its own."""
-    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else SWITCH_MODELS)):
-        compare(bench, name, ARMS, bench.rounds(ROUNDS, QUICK_ROUNDS))
-        _findings(bench, name)
+    for setting in settings(bench, models, SWITCH_MODELS, QUICK_MODELS):
+        compare(bench, setting, ARMS)
+        _findings(bench, setting.model.name)
     bench.skip(NEEDS_CUDA)
     bench.notes.append("total_ms is the client's clock; of ready it is the model's run alone")
     bench.notes.append("overhead: total of cold minus resident, or stop-and-start minus ready")
 
 
-def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> None:
+def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
     """Ours, cold and resident, in turns with these baselines."""
+    name = setting.model.name
     with contextlib.ExitStack() as stack:
-        entered = tempfile.TemporaryDirectory(prefix="pipeswitch-bench-")
-        folder = Path(stack.enter_context(entered))
-        setting = Setting(MODELS[name], folder, bench.threads, bench.seed)
-        bench.say(f"{name}: writing weights, starting baselines and a server")
-        setting.write_files()
         rivals = []
         for baseline in baselines:
             rivals.append(BASELINES[baseline](setting))
@@ -66,7 +54,7 @@ def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> Non
             *(requests.arm_of(rival) for rival in rivals),
         ]
         bench.say(f"{name}: measuring")
-        bench.trial_loop(name, arms, rounds, warmup=3)
+        bench.trial_loop(name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=3)
 
 
 class Requests:
@@ -74,8 +62,7 @@ class Requests:
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
-        with np.load(setting.order()["inputs_path"]) as arrays:
-            self._inputs: Any = [arrays[name] for name in arrays.files]
+        self._inputs: Any = setting.arrays()
         self.training = Training(client, bench.threads, bench.seed)
         self._here = 1  # neither; the first cold request is for twin 0
         self._checksum: float | None = None
@@ -115,18 +102,21 @@ class Requests:
 
 
 def _findings(bench: Run, case: str) -> None:
-    cold = bench.values(case, "cold", "total_ms")
-    resident = bench.values(case, "resident", "total_ms")
-    ready = bench.values(case, "ready", "total_ms")
-    restart = bench.values(case, "stop-and-start", "total_ms")
+    cold, resident, ready, restart = (
+        bench.values(case, arm, "total_ms")
+        for arm in ("cold", "resident", "ready", "stop-and-start")
+    )
     ours = quantile(paired_differences(cold, resident), 0.5)
     theirs = quantile(restart, 0.5) - quantile(ready, 0.5)
-    bench.find(f"{case}: cold switch overhead, p50 of pairs", ours, "ms")
-    bench.find(f"{case}: the same from minimums", min(cold) - min(resident), "ms")
-    bench.find(f"{case}: switch + stall of the cold bill, p50", _wait_ms(bench, case, "cold"), "ms")
-    bench.find(f"{case}: stop-and-start overhead, p50", theirs, "ms")
-    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
     billed = _wait_ms(bench, case, "cold")
+    for what, value_ms in (
+        ("cold switch overhead, p50 of pairs", ours),
+        ("the same from minimums", min(cold) - min(resident)),
+        ("switch + stall of the cold bill, p50", billed),
+        ("stop-and-start overhead, p50", theirs),
+    ):
+        bench.find(f"{case}: {what}", value_ms, "ms")
+    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
     by_pairs = ratio(theirs, max(ours, billed))
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
@@ -156,7 +146,7 @@ def _against_rivals(bench: Run, case: str) -> None:
         totals = bench.values(case, arm, "total_ms")
         theirs = quantile(paired_differences(totals, ready), 0.5)
         least = min(totals) - min(ready)
-        wait = quantile(bench.values(case, arm, "wait_ms"), 0.5)
+        wait = bench.p50(case, arm, "wait_ms")
         bench.find(f"{case}: {arm} overhead, p50 of pairs with ready", theirs, "ms")
         for what, value in (
             ("p50 of pairs", ratio(theirs, ours)),

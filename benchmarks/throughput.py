@@ -1,32 +1,23 @@
 """``bench throughput``: what switching leaves of the throughput (PipeSwitch, figure 6).
 
-A cycle switches to a model and then asks it back to back until the cycle's time is over; the next
-cycle is another model's. Arms, in turns: *cold* (every switch is: the arena holds one of the two
-models), *both-fit* (our residency: the arena holds both), *ready* (never switches),
-*pipeswitch-style* (sends all weights again on each request), *stop-and-start* (a new process per
-cycle). Nothing trains.
+README.md says what each arm does. Nothing trains.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
 from .baselines import ReadyModel, StopAndStart
-from .models import MODELS, BenchModel
 from .rival import Rival
 from .serving import TWINS, ask, serving
-from .setting import Setting
+from .setting import Setting, settings
 from .trials import Arm, Numbers, Run
 
 CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
@@ -41,9 +32,8 @@ Ask = Callable[[], Numbers]
 
 def run(bench: Run, models: Sequence[str]) -> None:
     """All cycles of each model."""
-    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else DEFAULT_MODELS)):
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            _one_model(bench, MODELS[name], Path(folder))
+    for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
+        _one_model(bench, setting)
     bench.notes.append("throughput: requests of a cycle over the time until its last has ended")
     bench.notes.append("a cycle shorter than a request holds one request")
 
@@ -82,12 +72,8 @@ class _Server:
         return ask(self._client, name, self._inputs, is_resident=is_resident)[1]
 
 
-def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
-    setting = Setting(model, folder, bench.threads, bench.seed)
-    bench.say(f"{model.name}: writing weights, starting baselines and two servers")
-    setting.write_files()
-    with np.load(setting.order()["inputs_path"]) as arrays:
-        inputs: Any = [arrays[name] for name in arrays.files]
+def _one_model(bench: Run, setting: Setting) -> None:
+    model, inputs = setting.model, setting.arrays()
     with contextlib.ExitStack() as stack:
         ready, rival, restart = ReadyModel(setting), Rival(setting), StopAndStart(setting)
         for baseline in (ready, rival, restart):
@@ -117,11 +103,11 @@ def _arm(name: str, length_s: float, first: Ask, then: Ask | None = None, every:
 
 
 def _findings(bench: Run, case: str, length_s: float, arms: Sequence[str]) -> None:
-    ready = quantile(bench.values(case, "ready", "throughput_per_s"), 0.5)
+    ready = bench.p50(case, "ready", "throughput_per_s")
     bench.find(f"{case}: ready, p50", ready, "requests/s")
     for arm in arms:
         if arm == "ready":
             continue
-        share = quantile(bench.values(case, arm, "throughput_per_s"), 0.5) / ready
+        share = bench.p50(case, arm, "throughput_per_s") / ready
         at_least = MIN_SHARE.get(length_s) if arm == "cold" else None
         bench.find(f"{case}: {arm} / ready, p50", share, at_least=at_least)

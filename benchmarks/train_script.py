@@ -29,8 +29,9 @@ def main() -> None:
     """Train an MLP on made-up data; write the instants of the step boundaries to ``--record``."""
     options = _options()
     torch.set_num_threads(options.threads)
-    model, x, y = network(options.width, options.layers, options.batch)
-    model.to(job.device)
+    device = options.device or job.device
+    made = resnet50() if options.resnet50 else network(options.width, options.layers, options.batch)
+    model, x, y = made[0].to(device), made[1].to(device), made[2].to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
@@ -41,6 +42,8 @@ def main() -> None:
             job.steps([(x, y)] * per_epoch, model=model, optimizer=optimizer)
         ):
             if options.record:
+                if number == options.warm_up:
+                    _synchronize(device)
                 instants_ms.append(time.monotonic() * 1000)
                 cpu_ms.append(time.thread_time() * 1000)
             if gaps is not None:
@@ -54,9 +57,12 @@ def main() -> None:
             if options.announce and number == options.announce:
                 sys.stdout.write("training\n")
                 sys.stdout.flush()
+    _synchronize(device)
     if options.record:
+        ended_ms = time.monotonic() * 1000
         rows = gaps.rows if gaps is not None else []
-        found = {"instants_ms": instants_ms, "cpu_ms": cpu_ms, "gaps_ms": rows}
+        found = {"instants_ms": instants_ms, "ended_ms": ended_ms, "cpu_ms": cpu_ms}
+        found |= {"gaps_ms": rows}
         part = Path(f"{options.record}.part")
         part.write_text(json.dumps(found))
         os.replace(part, options.record)
@@ -70,6 +76,20 @@ def network(
     layers = [nn.Linear(width, width) for _ in range(layer_count)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
     return model, torch.randn(batch, width), torch.randn(batch, width)
+
+
+def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return what the GPU stages train: ResNet-50, and a batch of made-up images and targets."""
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50(num_classes=8)
+    return model, torch.randn(32, 3, 224, 224), torch.randn(32, 8)
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 class Gaps:
@@ -110,6 +130,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=0, help="0: for ever")
     parser.add_argument("--record", default="", help="a file for the step instants")
+    parser.add_argument("--device", default="", help="of a plain run; a job is told its own")
+    parser.add_argument("--resnet50", action="store_true", help="in place of the MLP")
+    parser.add_argument(
+        "--warm-up", type=int, default=-1, help="the device is idle before this step"
+    )
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
     parser.add_argument("--announce", type=int, default=0, help="say so after this many steps")
     return parser.parse_args()

@@ -1,15 +1,14 @@
 """``bench training``: what being preemptible costs a job, and how fast it steps aside.
 
-The same script runs plain and as a job in turns, on as many threads, commits included (as often
-as the default configuration has them). The plain script runs twice: as it is, and with the
-allocator's settings of a worker (``workers/training/script.py``), which make the job faster than a
-plain script: without them its cost is judged against what it gains. Rounds are compared pairwise,
-since a process has its own luck with its heap. Then a job that runs for ever is
-interrupted by requests at random moments.
+The plain script also runs with the allocator's settings of a worker
+(``workers/training/script.py``), which make the job faster than a plain script: without them its
+cost is judged against what it gains. Rounds are compared pairwise, since a process has its own luck
+with its heap.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -57,33 +57,26 @@ GAP_STEPS: Final = 40
 EVENTS_WAIT_S: Final = 0.3  # after the last request, for the last event
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A training step's size; ``args`` are train_script's."""
-
-    name: str
-    args: tuple[str, ...]
-
-
-SHAPES: Final = (
-    Shape("long-steps", ("--width", "512", "--layers", "4", "--batch", "448")),
-    Shape("middle-steps", ("--width", "512", "--layers", "4", "--batch", "48")),
-    Shape("small-steps", ("--width", "128", "--layers", "4", "--batch", "64")),
-)
+SHAPES: Final = {  # a training step's size, as train_script's arguments
+    "long-steps": ("--width", "512", "--layers", "4", "--batch", "448"),
+    "middle-steps": ("--width", "512", "--layers", "4", "--batch", "48"),
+    "small-steps": ("--width", "128", "--layers", "4", "--batch", "64"),
+}
 
 
 def run(bench: Run, _: Any = ()) -> None:
     """All shapes on one server."""
-    args = ("--threads", str(bench.threads))
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
-        server(arena="512MiB", host_store="1GiB", args=args) as running,
+        server(
+            arena="512MiB", host_store="1GiB", args=("--threads", str(bench.threads))
+        ) as running,
         running.client() as client,
     ):
         client.register("tiny", SOURCE, weights="random:0", inputs={"x": ((1, 16), "float32")})
         client.infer("tiny", np.ones((1, 16), np.float32))
-        for shape in SHAPES:
-            runs = _Runs(bench, client, shape, Path(folder))
+        for shape, args in SHAPES.items():
+            runs = _Runs(bench, client, Path(folder) / shape, args)
             _slowdown(bench, shape, runs)
             _latency(bench, shape, runs, client)
     bench.notes.append("the job commits as often as by default; its first commits come sooner")
@@ -95,38 +88,35 @@ def run(bench: Run, _: Any = ()) -> None:
 class _Runs:
     """The script, plain and as a job, for a number of steps."""
 
-    def __init__(self, bench: Run, client: Client, shape: Shape, folder: Path) -> None:
-        self._bench, self._client, self._shape, self._folder = bench, client, shape, folder
-        self._count = 0
-        self.options = ("--threads", str(bench.threads), *shape.args)
+    def __init__(self, bench: Run, client: Client, folder: Path, args: tuple[str, ...]) -> None:
+        self._client, self._numbers, self.args = client, itertools.count(), args
+        self._folder = folder
+        folder.mkdir()
+        self._options = ("--threads", str(bench.threads), *args)
         probe = self._plain(GAP_STEPS, "--gaps")
         self.gaps = probe.gaps_ms
         seconds = QUICK_RUN_S if bench.is_quick else RUN_S
         self.steps = max(30, round(seconds * 1000 / quantile(probe.wall_ms, 0.5)))
 
-    def _record(self) -> Path:
-        self._count += 1
-        return self._folder / f"{self._shape.name}-{self._count}.json"
+    def _words(self, steps: int) -> tuple[Path, list[str]]:
+        path = self._folder / f"{next(self._numbers)}.json"
+        return path, [*self._options, "--steps", str(steps), "--record", str(path)]
 
     def _plain(self, steps: int, *more: str, **environment: str) -> _Steps:
-        path = self._record()
-        words = [*self.options, "--steps", str(steps), "--record", str(path), *more]
+        path, words = self._words(steps)
+        words += more
         command = [sys.executable, "-P", "-m", TRAIN_MODULE, *words]
         subprocess.run(command, check=True, env=os.environ | environment)
         return _read(path)
 
-    def plain(self) -> Numbers:
-        return _numbers(self._plain(self.steps))
-
-    def plain_with_kept_heap(self) -> Numbers:
-        return _numbers(self._plain(self.steps, **KEPT_HEAP))
+    def plain(self, **environment: str) -> Numbers:
+        return _numbers(self._plain(self.steps, **environment))
 
     def job(self) -> Numbers:
-        path = self._record()
-        words = [*self.options, "--steps", str(self.steps), "--record", str(path)]
+        path, words = self._words(self.steps)
         before = self._client.stats()["commits"]
-        task = self._client.train(TRAIN_ENTRY, name=f"run-{path.stem}", args=words)
-        task.wait()
+        name = f"run-{self._folder.name}-{path.stem}"
+        self._client.train(TRAIN_ENTRY, name=name, args=words).wait()
         commits = self._client.stats()["commits"] - before
         return _numbers(_read(path)) | {"commits": commits}
 
@@ -161,30 +151,22 @@ def _numbers(steps: _Steps) -> Numbers:
     }
 
 
-def _slowdown(bench: Run, shape: Shape, runs: _Runs) -> None:
-    bench.say(f"{shape.name}: {runs.steps} steps, plain and as a job in turns")
-    arms = [
-        Arm(PLAIN, runs.plain),
-        Arm(PLAIN_KEPT, runs.plain_with_kept_heap),
-        Arm("job", runs.job),
-    ]
-    bench.trial_loop(shape.name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=0)
-    step_ms = quantile(bench.values(shape.name, PLAIN, "median_step_ms"), 0.5)
-    bench.find(f"{shape.name}: plain step, median", step_ms, "ms")
+def _slowdown(bench: Run, shape: str, runs: _Runs) -> None:
+    bench.say(f"{shape}: {runs.steps} steps, plain and as a job in turns")
+    plain = (Arm(PLAIN, runs.plain), Arm(PLAIN_KEPT, partial(runs.plain, **KEPT_HEAP)))
+    arms = [*plain, Arm("job", runs.job)]
+    bench.trial_loop(shape, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=0)
+    step_ms = bench.p50(shape, PLAIN, "median_step_ms")
+    bench.find(f"{shape}: plain step, median", step_ms, "ms")
     for arm in (PLAIN_KEPT, PLAIN):
         for key, what in (
             ("step_ms", "mean step"),
             ("median_step_ms", "median step"),
             ("cpu_step_ms", "mean CPU time of a step"),
         ):
-            pairs = list(
-                zip(
-                    bench.values(shape.name, "job", key),
-                    bench.values(shape.name, arm, key),
-                    strict=True,
-                )
-            )
-            text = f"{shape.name}: {what} of the job against {arm}"
+            both = (bench.values(shape, each, key) for each in ("job", arm))
+            pairs = [*zip(*both, strict=True)]
+            text = f"{shape}: {what} of the job against {arm}"
             if step_ms >= LONG_STEP_MS:
                 slowdown = statistics.median(job / plain - 1 for job, plain in pairs)
                 bench.find(f"{text}, slowdown", slowdown, at_most=MAX_SLOWDOWN)
@@ -193,34 +175,33 @@ def _slowdown(bench: Run, shape: Shape, runs: _Runs) -> None:
                 bench.find(f"{text}, more", more_ms, "ms", at_most=MAX_MORE_MS)
 
 
-def _latency(bench: Run, shape: Shape, runs: _Runs, client: Client) -> None:
+def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
     """Requests at random moments of a job that runs for ever; its ``job.suspended`` events."""
     layer_ms = _longest_layer_ms(runs.gaps)
     stops = QUICK_STOPS if bench.is_quick else STOPS
-    bench.say(f"{shape.name}: {stops} preemptions")
-    training = Training(client, bench.threads, bench.seed, shape.args)
+    bench.say(f"{shape}: {stops} preemptions")
+    training = Training(client, bench.threads, bench.seed, runs.args)
     training.run()
-    events = _Suspensions(client)
+    events = Suspensions(client)
     dice = random.Random(bench.seed)
     payload = np.ones((1, 16), np.float32)
     for number in range(stops):
         time.sleep(dice.uniform(0.02, 0.12))
         _, numbers = ask(client, "tiny", payload, is_resident=True)
-        bench.record(shape.name, "request", number, numbers)
+        bench.record(shape, "request", number, numbers)
     for number, event in enumerate(events.stop()):
-        bench.record(shape.name, f"stop-{event['where']}", number, {"stop_ms": event["stop_ms"]})
+        bench.record(shape, f"stop-{event['where']}", number, {"stop_ms": event["stop_ms"]})
     training.task.cancel()
     limit_ms = layer_ms + MAX_OVER_LAYER_MS
-    bench.find(f"{shape.name}: longest layer, median", layer_ms, "ms")
+    bench.find(f"{shape}: longest layer, median", layer_ms, "ms")
     for where in ("forward", "backward", "boundary", "loader"):
-        found = bench.values(shape.name, f"stop-{where}", "stop_ms")
+        found = bench.values(shape, f"stop-{where}", "stop_ms")
         if not found:
             continue
         limit = limit_ms if where in ("forward", "backward") else None  # the optimizer is apart
-        bench.find(f"{shape.name}: stop in {where}, p50", quantile(found, 0.5), "ms", at_most=limit)
-        bench.find(
-            f"{shape.name}: stop in {where}, p99", quantile(found, 0.99), "ms", at_most=limit
-        )
+        for what, share in (("p50", 0.5), ("p99", 0.99)):
+            stop_ms = quantile(found, share)
+            bench.find(f"{shape}: stop in {where}, {what}", stop_ms, "ms", at_most=limit)
 
 
 def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
@@ -228,7 +209,7 @@ def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
     return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
 
 
-class _Suspensions:
+class Suspensions:
     """Collects ``job.suspended`` on a thread until ``stop``."""
 
     def __init__(self, client: Client) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,41 @@ def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[fl
     return [a - b for a, b in zip(over, under, strict=True)]
 
 
+def table(head: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; ``head``: names with a bar between them."""
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
 def nothing() -> None:
     """An arm that needs no preparation."""
+
+
+def asked_for(
+    seconds: float,
+    askers: Sequence[Callable[[Callable[[], bool]], Iterable[float]]],
+    meanwhile: Callable[[], object] = nothing,
+) -> Numbers:
+    """Ask by a thread for each asker until the time is over; the last requests are waited for.
+
+    An asker asks while the function it is given says so, and yields what each request took in ms.
+    """
+    with ThreadPoolExecutor(len(askers)) as pool:
+        began_s = time.monotonic()
+        goes_on = partial(_is_before, began_s + seconds)
+        futures = [pool.submit(lambda ask: [*ask(goes_on)], one) for one in askers]
+        meanwhile()
+        told_ms = [took_ms for future in futures for took_ms in future.result()]
+        elapsed_s = time.monotonic() - began_s
+    return {
+        "throughput_per_s": len(told_ms) / elapsed_s,
+        "median_ms": quantile(told_ms, 0.5),
+        "p99_ms": quantile(told_ms, 0.99),
+    }
+
+
+def _is_before(end_s: float) -> bool:
+    return time.monotonic() < end_s
 
 
 @dataclass(frozen=True)
@@ -86,15 +121,6 @@ class Finding:
     unit: str = ""
     target: str = ""
     is_met: bool | None = None  # None: there is no target
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "target": self.target,
-            "is_met": self.is_met,
-        }
 
 
 @dataclass
@@ -161,15 +187,14 @@ class Run:
             if (trial["case"], trial["arm"]) == (case, arm) and trial.get(key) is not None
         ]
 
+    def p50(self, case: str, arm: str, key: str, share: float = 0.5) -> float:
+        """Return the median (or another quantile) of one number of all trials of an arm."""
+        return quantile(self.values(case, arm, key), share)
+
     def find(
-        self,
-        name: str,
-        value: float,
-        unit: str = "",
-        *,
-        at_most: float | None = None,
-        at_least: float | None = None,
-    ) -> None:
+        self, name: str, value: float, unit: str = "", *,
+        at_most: float | None = None, at_least: float | None = None,
+    ) -> None:  # fmt: skip
         """Add a finding, judged when it has a target."""
         target, is_met = "", None
         if at_most is not None:
@@ -183,7 +208,7 @@ class Run:
     def finish(self) -> None:
         """Note how quiet the machine was; called once, when no process of ours is left."""
         share = self.others.share()
-        self.facts = self.facts | {"others_share": None if share is None else round(share, 3)}
+        self.facts = self.facts | {"others_share": round(share, 3)}
         found = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
         self.warnings += found
         for text in found:
@@ -217,7 +242,7 @@ class Run:
             "is_quick": self.is_quick,
             "duration_s": time.monotonic() - self.began_at_s,
             "facts": self.facts,
-            "findings": [finding.row() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "summary": self.summary(),
             "notes": self.notes,
             "warnings": self.warnings,
@@ -236,19 +261,17 @@ class Run:
         facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
         lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
-        lines += ["| finding | value | target | met |", "|---|---|---|---|"]
-        for finding in self.findings:
-            met = {True: "yes", False: "**no**", None: ""}[finding.is_met]
-            value = f"{finding.value:.4g} {finding.unit}".strip()
-            lines.append(f"| {finding.name} | {value} | {finding.target} | {met} |")
-        lines += [
-            "",
-            "| case | arm | number | p50 | p99 | min | n |",
-            "|---|---|---|---|---|---|---|",
+        met = {True: "yes", False: "**no**", None: ""}
+        found = [
+            (one.name, f"{one.value:.4g} {one.unit}".strip(), one.target, met[one.is_met])
+            for one in self.findings
         ]
-        for row in self.summary():
-            numbers = f"{row['p50']:.3f} | {row['p99']:.3f} | {row['min']:.3f} | {row['n']}"
-            lines.append(f"| {row['case']} | {row['arm']} | {row['number']} | {numbers} |")
+        lines += table("finding | value | target | met", found)
+        rows = [
+            [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+            for row in self.summary()
+        ]
+        lines += ["", *table("case | arm | number | p50 | p99 | min | n", rows)]
         lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines).rstrip() + "\n"
 

@@ -17,7 +17,6 @@ DOCUMENT = Path(__file__).parent / "states.md"
 TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {
     "task": states.TASK_TRANSITIONS,
     "worker": states.WORKER_TRANSITIONS,
-    "move": states.MOVE_TRANSITIONS,
     "owner": states.OWNER_TRANSITIONS,
     "residency": states.RESIDENCY_TRANSITIONS,
     "model": states.MODEL_TRANSITIONS,

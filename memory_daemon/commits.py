@@ -76,7 +76,7 @@ class Commits:
         if order.epoch < newest:
             raise RemoteProtocolError(f"epoch {order.epoch} is stale: {newest} has committed")
         check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
-        size_bytes = check_pieces(order.slice_offset_bytes, order.slice_bytes, order.ranges)
+        size_bytes = check_pieces(order.slice_bytes, order.ranges)
         check_range("commit image", 0, size_bytes, area.slot_bytes)
         self._newest[order.job] = (order.epoch, order.number)
         return area

@@ -173,5 +173,5 @@ class Daemon:
     def _finish(self) -> None:
         """Commits and stores that were accepted are finished, transmissions are cut short."""
         for lane in self._lanes:
-            lane.stop()
+            lane.shutdown()
         self._device.close()

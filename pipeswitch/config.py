@@ -1,32 +1,33 @@
 """All settings in one place: a frozen value, and the reading of it from file, environment, flags.
 
-The code sees the frozen dataclasses below, validated when made. Their fields are the only list of
-settings there is: the reader, which reports all errors at once, ``config init`` and ``config
-schema`` follow it.
+The code sees the frozen structs below, validated when made. Their fields, with the help in their
+docstrings, are the only list of settings: the reader, which reports all errors at once, ``config
+init`` and ``config schema`` follow it. A key in the file has no unit: its values bring theirs.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import inspect
 import json
-import math
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+from msgspec import inspect as types
 
 from .errors import ConfigError
-from .roles import ANYONE, Role
 from .units import Amount, Keep, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
+_HOST: Final = r"[^:/\s]+|\[[^\]\s]+\]"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
-LISTEN_PATTERN: Final = rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
-GATEWAY_PATTERN: Final = rf"auto|off|([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
-ORIGIN_PATTERN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers write it
+_ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers write it
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of models, jobs and servers: safe as a file name, a topic and a column."""
 
@@ -34,8 +35,10 @@ MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds i
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
 POLICIES: Final = ("priority", "fifo", "edf", "sjf", "collate", "alternating")
-PLACEMENTS: Final = ("least-finish", "spread", "pack")
-JOB_ORDERS: Final = ("rotate", "fair", "srtf", "fifo", "pack", "coshift")
+Placement = Literal["least-finish", "spread", "pack"]
+PLACEMENTS: Final = get_args(Placement)
+JobOrder = Literal["rotate", "fair", "srtf", "fifo", "pack", "coshift"]
+JOB_ORDERS: Final = get_args(JobOrder)
 POLICY_GROUP: Final = "pipeswitch.policies"
 """Entry points of this group are policies too."""
 
@@ -57,114 +60,167 @@ def policy_name(value: object) -> str:
     return value
 
 
-def _setting(
-    default: Any, help_text: str, read: Callable[[object], Any] | None = None, **rules: Any
-) -> Any:
-    """A field with its help.
+def _form(pattern: str, noun: str) -> Meta:
+    """Return the rule that a text is empty or matches; ``$`` alone lets a line end follow."""
+    return Meta(pattern=rf"^(?:{pattern})?(?!\n)$", extra={"noun": noun})
 
-    Args:
-        default: as a user writes it.
-        help_text: for the example and the schema.
-        read: from what a user writes; without it the field has the default's type.
-        **rules: ``low``, ``high``, ``choices``, ``pattern`` with an ``example``, ``is_required``.
+
+def _written(noun: str, read: Callable[[object], Any], **units: float) -> Meta:
+    """Return the rule that a text is read; ``units`` show its numbers, the largest first."""
+    return Meta(extra={"noun": noun, "read": read, "units": units})
+
+
+Size = Annotated[int, _written("a size", parse_size, GiB=1 << 30, MiB=1 << 20, KiB=1 << 10, B=1)]
+LargeSize = Annotated[Size, Meta(ge=1 << 20)]
+Time = Annotated[
+    float, Meta(ge=0, le=MAX_MS), _written("a time", parse_ms, h=3600e3, m=60e3, s=1e3, ms=1)
+]
+Count = Annotated[int, Meta(ge=1)]
+AmountSetting = Annotated[Amount, _written("an amount", Amount.parse)]
+Name = Annotated[str, _form(NAME_PATTERN.pattern, "a name of a-z, 0-9 and . _ - inside it")]
+TenantName = Annotated[str, _form(rf"\*|{NAME_PATTERN.pattern}", "the name of a key or token")]
+ListenAddress = Annotated[str, _form(f"tcp://({_HOST}):({_PORT})", f"of the form {DEFAULT_LISTEN}")]
+GatewayAddress = Annotated[
+    str, _form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")
+]
+Origin = Annotated[str, _form(_ORIGIN, "of the form https://app.example.com")]
+RoleName = Literal["infer", "urgent", "register", "operate", "code"]
+Weight = Annotated[float, Meta(ge=0.01, le=100)]
+
+NOUNS: Final[Mapping[type[types.Type], str]] = {
+    types.BoolType: "true or false",
+    types.IntType: "a whole number",
+    types.FloatType: "a number",
+    types.StrType: "a text",
+    types.VarTupleType: "a list of texts",
+}
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one table of the file; a value that is not allowed cannot exist.
+
+    The docstring of a section has the help of each key, in the form ``key: help``.
     """
-    metadata = {"help": help_text, "shown": default, "read": read, **rules}
-    return field(default=read(default) if read else default, metadata=metadata)
-
-
-class _Checked:
-    """Validated when made: a value that is out of range cannot exist."""
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]
-            problem = _problem(getattr(self, item.name), item.metadata)
-            if problem:
-                raise ConfigError(f"{type(self).__name__}.{item.name}: {problem}")
+        for item in settings(type(self)).values():
+            try:
+                _read(item.kind, getattr(self, item.name), is_read=True)
+            except ValueError as problem:
+                raise ConfigError(f"{type(self).__name__}.{item.name}: {problem}") from None
 
 
-def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
-    """Why this value of this setting cannot be, or nothing."""
-    reader, high = metadata.get("read"), metadata.get("high")
-    low = metadata.get("low", 0 if reader in (parse_ms, parse_size) else None)
-    if reader is parse_ms and value > MAX_MS:
-        return f"longer than {MAX_MS / 3600e3:.0f}h"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a number to reckon with"
-    if low is not None and value < low:
-        return f"{value} is below {low}"
-    if high is not None and value > high:
-        return f"{value} is above {high}"
-    choices, pattern = metadata.get("choices"), metadata.get("pattern")
-    for one in value if isinstance(value, tuple) else (value,):
-        if choices and one not in choices:
-            return f"{one!r} is none of {', '.join(choices)}{nearest(str(one), choices)}"
-        if pattern is not None and one and not re.fullmatch(pattern, one):
-            example = metadata.get("example")
-            return f"{one!r} " + (
-                f"is not of the form {example}" if example else f"does not match {pattern}"
-            )
-    return ""
+class Setting(msgspec.Struct, frozen=True):
+    """One key of a table: its field and type, its default as a user writes it, its help."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    is_required: bool = False
 
 
-@dataclass(frozen=True)
-class ServerConfig(_Checked):
-    """``[server]``: the doors and what may come through them."""
+@functools.cache
+def settings(cls: type[Section]) -> dict[str, Setting]:
+    """Return the settings of a section by their key in the file."""
+    found = re.findall(r"^(\w+): (.+(?:\n +.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
+    texts = {key: " ".join(text.split()) for key, text in found}
+    result = {}
+    for item in msgspec.structs.fields(cls):
+        key = item.name.removesuffix("_bytes").removesuffix("_ms")
+        shown = "" if item.required else _shown(item.default, _rules(item.type)[1])
+        result[key] = Setting(item.name, item.type, shown, texts.get(key, ""), item.required)
+    return result
 
-    listen: str = _setting(
-        DEFAULT_LISTEN, "where clients connect",
-        pattern=LISTEN_PATTERN, example=DEFAULT_LISTEN,
-    )  # fmt: skip
-    name: str = _setting(
-        "", "name of the owner's socket; empty: the port", pattern=NAME_PATTERN.pattern
-    )
-    max_message_bytes: int = _setting(
-        "256MiB", "largest tensor or weight chunk a client may send", parse_size, low=1 << 20
-    )
-    pool_bytes: int = _setting(
-        "512MiB", "shared memory for waiting requests and replies", parse_size, low=1 << 20
-    )
-    shares: bool = _setting(
-        True,
-        "clients on the owner's socket hand over large tensors in shared memory: a quarter "
-        "of pool_bytes each, eight clients at once",
-    )
-    max_upload_bytes: int = _setting(
-        "32GiB", "largest model file a client may send", parse_size, low=1 << 20
-    )
-    max_disk: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        "auto", "programs, uploads and commits in state_dir, all together: auto (9/10 of its "
-        "disk), 100GiB or a fraction", Amount.parse,
-    )  # fmt: skip
-    max_disk_per_client: Amount = _setting(  # noqa: RUF009 - as above
-        "auto", "of that, programs and uploads of one TCP client (a key's name): auto (half), "
-        "10GiB or a fraction", Amount.parse,
-    )  # fmt: skip
-    max_models_per_client: int = _setting(
-        1000, "models that one TCP client (a key's name) may have registered", low=1
-    )
-    allow_code: tuple[str, ...] = _setting(
-        (), "module names and script paths TCP clients may name (shell wildcards)"
-    )
-    tcp_roles: tuple[str, ...] = _setting(
-        (Role.INFER.value,), "what every TCP client may do: infer, urgent (priority high), "
-        "register, operate, code; its key may say more", choices=tuple(Role),
-    )  # fmt: skip
-    auth: str = _setting(
-        "auto", "keys: TCP clients need an admitted key (pipeswitch keys); "
-        "auto: only when other machines can reach the address", choices=("auto", "keys"),
-    )  # fmt: skip
-    keys_dir: str = _setting("", "the server's CURVE key and its clients'; empty: STATE_DIR/keys")
-    max_connections: int = _setting(1024, "TCP connections at once", low=1)
-    watchdog_ms: float = _setting(
-        "30s", "a scheduler that stands still this long ends the server; 0: never", parse_ms
-    )
-    drain_grace_ms: float = _setting(
-        "30s", "time to finish what was accepted, after SIGTERM or SIGINT", parse_ms
-    )
-    state_dir: str = _setting(
-        "", "bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch"
-    )
-    runtime_dir: str = _setting("", "folder of its socket; empty: $XDG_RUNTIME_DIR/pipeswitch")
+
+def _rules(kind: Any) -> tuple[types.Type, dict[str, Any]]:
+    """Return what msgspec knows of a type, and what ``_form`` and ``_written`` add."""
+    info = types.type_info(kind)
+    return (info.type, info.extra or {}) if isinstance(info, types.Metadata) else (info, {})
+
+
+def _shown(value: Any, rules: Mapping[str, Any]) -> Any:
+    """Return a value as a user writes it."""
+    for unit, size in rules.get("units", {}).items():
+        if value and value % size == 0:
+            return f"{value / size:.0f}{unit}"
+    return str(value) if "read" in rules else value
+
+
+def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
+    """Return a setting's value from what a file, a variable or a flag gives, or code.
+
+    Raises:
+        ValueError: with what is given and what is allowed.
+    """
+    info, rules = _rules(kind)
+    value = rules["read"](given) if "read" in rules and not is_read else given
+    if isinstance(info, types.VarTupleType) and isinstance(given, str):
+        value = [part.strip() for part in given.split(",") if part.strip()]
+    is_text = isinstance(value, str | float)  # in a variable all is; 2.0 is a whole number too
+    try:
+        return msgspec.convert(value, kind, strict=not is_text, from_attributes=True)
+    except msgspec.ValidationError:
+        pass
+    if isinstance(info, types.LiteralType):
+        choices = get_args(kind)
+        raise ValueError(f"{given!r} is none of {', '.join(choices)}{nearest(str(given), choices)}")
+    if isinstance(info, types.VarTupleType) and isinstance(value, list | tuple):
+        for one in value:  # the first that is wrong raises
+            _read(get_args(kind)[0], one)
+    allowed = rules.get("noun", NOUNS[type(info)])
+    for word, bound in ((" of at least", "ge"), (" and at most", "le")):
+        if getattr(info, bound, None) is not None:
+            allowed += f"{word} {_shown(getattr(info, bound), rules)}"
+    raise ValueError(f"{given!r} is not {allowed}")
+
+
+class ServerConfig(Section, frozen=True):
+    """``[server]``: the doors and what may come through them.
+
+    listen: where clients connect
+    name: name of the owner's socket; empty: the port
+    max_message: largest tensor or weight chunk a client may send
+    pool: shared memory for waiting requests and replies
+    shares: clients on the owner's socket hand over large tensors in shared memory: a quarter of
+        pool_bytes each, eight clients at once
+    max_upload: largest model file a client may send
+    max_disk: programs, uploads and commits in state_dir, all together: auto (9/10 of its disk),
+        100GiB or a fraction
+    max_disk_per_client: of that, programs and uploads of one TCP client (a key's name): auto
+        (half), 10GiB or a fraction
+    max_models_per_client: models that one TCP client (a key's name) may have registered
+    allow_code: module names and script paths TCP clients may name (shell wildcards)
+    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code;
+        its key may say more
+    auth: keys: TCP clients need an admitted key (pipeswitch keys); auto: only when other machines
+        can reach the address
+    keys_dir: the server's CURVE key and its clients'; empty: STATE_DIR/keys
+    max_connections: TCP connections at once
+    watchdog: a scheduler that stands still this long ends the server; 0: never
+    drain_grace: time to finish what was accepted, after SIGTERM or SIGINT
+    state_dir: bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch
+    runtime_dir: folder of its socket; empty: $XDG_RUNTIME_DIR/pipeswitch
+    """
+
+    listen: ListenAddress = DEFAULT_LISTEN
+    name: Name = ""
+    max_message_bytes: LargeSize = parse_size("256MiB")
+    pool_bytes: LargeSize = parse_size("512MiB")
+    shares: bool = True
+    max_upload_bytes: LargeSize = parse_size("32GiB")
+    max_disk: AmountSetting = Amount()
+    max_disk_per_client: AmountSetting = Amount()
+    max_models_per_client: Count = 1000
+    allow_code: tuple[str, ...] = ()
+    tcp_roles: tuple[RoleName, ...] = ("infer",)
+    auth: Literal["auto", "keys"] = "auto"
+    keys_dir: str = ""
+    max_connections: Count = 1024
+    watchdog_ms: Time = parse_ms("30s")
+    drain_grace_ms: Time = parse_ms("30s")
+    state_dir: str = ""
+    runtime_dir: str = ""
 
 
 def _device_names(given: object) -> str:
@@ -185,46 +241,32 @@ def _device_names(given: object) -> str:
     return ",".join(places if len(places) > 1 else names)
 
 
-@dataclass(frozen=True)
-class DeviceConfig(_Checked):
-    """``[device]``: which one, and how much of it."""
+class DeviceConfig(Section, frozen=True):
+    """``[device]``: which one, and how much of it.
 
-    name: str = _setting("auto", "auto, cpu or cuda:0; several: cuda:0,cuda:1,cpu", _device_names)
-    arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        "auto", "device memory to take: auto, 20GiB or a fraction", Amount.parse
-    )
-    prefix: Amount = _setting(  # noqa: RUF009 - as above
-        "auto",
-        "part of the arena for the first groups of models that had to leave: auto (none), 1GiB…",
-        Amount.parse,
-    )
-    link_gbps: float = _setting(
-        0.0, "cpu device: model a host link of this many GB/s; 0: as fast as it goes", low=0
-    )
-    waits: str = _setting(
-        "auto", "cuda: what waits for a layer group to arrive: auto, cpu or gpu",
-        choices=("auto", "cpu", "gpu"),
-    )  # fmt: skip
-    words: str = _setting(
-        "auto", "cuda: how arrival is signalled: auto, copy or write",
-        choices=("auto", "copy", "write"),
-    )  # fmt: skip
-    activations: str = _setting(
-        "auto", "cuda: where models compute: auto, private or slice (of the arena)",
-        choices=("auto", "private", "slice"),
-    )  # fmt: skip
-    slice: Amount = _setting(  # noqa: RUF009 - as above
-        "auto", "cuda: size of that slice: auto, 4GiB or a fraction", Amount.parse
-    )
-    graphs: str = _setting(
-        "auto", "cuda: replay layer groups as CUDA graphs: auto, off or on",
-        choices=("auto", "off", "on"),
-    )  # fmt: skip
-    graph_budget_bytes: int = _setting(
-        "1GiB", "cuda: driver memory that one worker's graphs may take", parse_size
-    )
-    bindings: str = _setting(
-        "cuda.bindings", "cuda: the package with the bindings", pattern=r"[A-Za-z_][A-Za-z0-9_.]*"
+    name: auto, cpu or cuda:0; several: cuda:0,cuda:1,cpu
+    arena: device memory to take: auto, 20GiB or a fraction
+    link_gbps: cpu device: model a host link of this many GB/s; 0: as fast as it goes
+    waits: cuda: what waits for a layer group to arrive: auto, cpu or gpu
+    words: cuda: how arrival is signalled: auto, copy or write
+    activations: cuda: where models compute: auto, private or slice (of the arena)
+    slice: cuda: size of that slice: auto, 4GiB or a fraction
+    graphs: cuda: replay layer groups as CUDA graphs: auto, off or on
+    graph_budget: cuda: driver memory that one worker's graphs may take
+    bindings: cuda: the package with the bindings
+    """
+
+    name: Annotated[str, _written("a device", _device_names)] = "auto"
+    arena: AmountSetting = Amount()
+    link_gbps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
+    waits: Literal["auto", "cpu", "gpu"] = "auto"
+    words: Literal["auto", "copy", "write"] = "auto"
+    activations: Literal["auto", "private", "slice"] = "auto"
+    slice: AmountSetting = Amount()
+    graphs: Literal["auto", "off", "on"] = "auto"
+    graph_budget_bytes: Size = parse_size("1GiB")
+    bindings: Annotated[str, _form(r"[A-Za-z_][A-Za-z0-9_.]*", "the name of a package")] = (
+        "cuda.bindings"
     )
 
     @property
@@ -233,310 +275,282 @@ class DeviceConfig(_Checked):
         return tuple(self.name.split(","))
 
 
-@dataclass(frozen=True)
-class HostConfig(_Checked):
-    """``[host]``: the store where registered models wait."""
+class HostConfig(Section, frozen=True):
+    """``[host]``: the store where registered models wait.
 
-    store: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        "auto", "host memory for models: auto, 32GiB or a fraction", Amount.parse
-    )
+    store: host memory for models: auto, 32GiB or a fraction
+    """
 
-
-@dataclass(frozen=True)
-class WorkersConfig(_Checked):
-    """``[workers]``."""
-
-    standby: int = _setting(2, "warm workers beside the active one", low=1, high=32)
-    threads: int = _setting(
-        0, "compute threads of a worker on a cpu device; 0: cores - 1, shared among the devices",
-        low=0, high=4096,
-    )  # fmt: skip
-    build_timeout_ms: float = _setting(
-        "10m", "a registration that builds and verifies longer is refused; 0: never", parse_ms
-    )
-    build_memory: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        "auto", "host memory of one build: auto (3/4 of what is free), 8GiB or a fraction",
-        Amount.parse,
-    )  # fmt: skip
-    task_memory: Amount = _setting(  # noqa: RUF009 - as above
-        "auto", "host memory for the intermediate values of a client's model (cpu device): auto "
-        "(half of what is free), 4GiB or a fraction", Amount.parse,
-    )  # fmt: skip
-    restart_backoff_ms: float = _setting(
-        "1s", "pause before a process that keeps dying is started again", parse_ms
-    )
+    store: AmountSetting = Amount()
 
 
-@dataclass(frozen=True)
-class PreprocessConfig(_Checked):
-    """``[preprocess]``."""
+class WorkersConfig(Section, frozen=True):
+    """``[workers]``.
 
-    processes: int = _setting(
-        1, "processes that run --preprocess functions, beside the devices", low=1, high=64
-    )
-    max_time_ms: float = _setting(
-        "60s", "a function that runs longer for one request is killed; 0: never", parse_ms
-    )
+    standby: warm workers beside the active one
+    threads: compute threads of a worker on a cpu device; 0: cores - 1, shared among the devices
+    build_timeout: a registration that builds and verifies longer is refused; 0: never
+    build_memory: host memory of one build: auto (3/4 of what is free), 8GiB or a fraction
+    task_memory: host memory for the intermediate values of a client's model (cpu device): auto
+        (half of what is free), 4GiB or a fraction
+    restart_backoff: pause before a process that keeps dying is started again
+    """
 
-
-@dataclass(frozen=True)
-class SchedulerConfig(_Checked):
-    """``[scheduler]``."""
-
-    policy: str = _setting(
-        "priority", f"{', '.join(POLICIES)}, or your own: module:name", policy_name
-    )
-    admission: str = _setting(
-        "off", "deadline: a request whose deadline cannot be met, by what its model took before, "
-        "is refused at once", choices=("off", "deadline"),
-    )  # fmt: skip
-    default_deadline_ms: float = _setting(
-        "0", "the deadline of requests that name none; 0: none", parse_ms
-    )
-    placement: str = _setting(
-        "least-finish", "which of several devices a request goes to: where it would compute first, "
-        "spread (as many requests everywhere) or pack (on few, the others train)",
-        choices=PLACEMENTS,
-    )  # fmt: skip
-    move_after_ms: float = _setting(
-        "0", "a job whose device computes requests for so long moves to one that is idle; 0: it "
-        "waits", parse_ms,
-    )  # fmt: skip
-    look_ahead: bool = _setting(
-        True, "send the next request's model while the device computes, where it fits"
-    )
-    training: str = _setting(
-        "rotate", "which of several jobs trains next: rotate (in turns), fair (the least of the "
-        "device's time so far), srtf (the one that ends first), fifo (the one that came first), "
-        "pack (the smallest), coshift (in turns, and while one waits for a batch another computes)",
-        choices=JOB_ORDERS,
-    )  # fmt: skip
-    activation_memory_bytes: int = _setting(
-        "0", "with coshift: device memory for the activations of all jobs together; one computes "
-        "while another waits for its copies; 0: each keeps to its own", parse_size,
-    )  # fmt: skip
-    max_queue: int = _setting(512, "requests that may wait", low=1)
-    max_queue_per_model: int = _setting(
-        256, "of them for one model: a flood for one leaves room for the others", low=1
-    )
-    max_queue_time_ms: float = _setting(
-        "0", "how long the requests that wait for one model may compute; 0: no limit", parse_ms
-    )
-    max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
-    commit_every_ms: float = _setting(
-        "5s", "how often a training job's state is kept, in memory and on disk", parse_ms
-    )
-    max_compute_ms: float = _setting(
-        "60s", "a request that computes longer is taken for an endless loop and killed; 0: never",
-        parse_ms,
-    )  # fmt: skip
-    deadline_grace_ms: float = _setting(
-        "5s", "a request that computes so long after its deadline is killed", parse_ms
-    )
-    stop_grace_ms: float = _setting(
-        "30s",
-        "time after which a job that does not step aside is killed; the next time it has a "
-        "quarter of that, at least 1s, and after four times it is paused",
-        parse_ms,
-    )
-    evict_grace_ms: float = _setting(
-        "30s", "a job that does not leave the device for so long is killed", parse_ms
-    )
+    standby: Annotated[int, Meta(ge=1, le=32)] = 2
+    threads: Annotated[int, Meta(ge=0, le=4096)] = 0
+    build_timeout_ms: Time = parse_ms("10m")
+    build_memory: AmountSetting = Amount()
+    task_memory: AmountSetting = Amount()
+    restart_backoff_ms: Time = parse_ms("1s")
 
 
-@dataclass(frozen=True)
-class JobsConfig(_Checked):
-    """``[jobs]``."""
+class PreprocessConfig(Section, frozen=True):
+    """``[preprocess]``.
 
-    keep: Keep = _setting(  # noqa: RUF009 - Keep is frozen, sharing it is safe
-        "20", "finished jobs that are kept, with their last state and log: a number, or a "
-        "time (7d)", Keep.parse,
-    )  # fmt: skip
-    shared_input_bytes: int = _setting(
-        "256MiB", "host memory for the batches of each group of jobs that share their input",
-        parse_size, low=4 << 20,
-    )  # fmt: skip
-    keep_versions: int = _setting(
-        2, "versions of a model that stay when a job publishes the next: the current one and those "
-        "before it", low=1,
-    )  # fmt: skip
+    processes: processes that run --preprocess functions, beside the devices
+    max_time: a function that runs longer for one request is killed; 0: never
+    """
+
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_time_ms: Time = parse_ms("60s")
 
 
-@dataclass(frozen=True)
-class LogConfig(_Checked):
-    """``[log]``."""
+class SchedulerConfig(Section, frozen=True):
+    """``[scheduler]``.
 
-    max_bytes: int = _setting(
-        "16MiB", "what stays of each log of the server and its processes, beside two older ones of "
-        "that size, and of each job's", parse_size, low=1 << 18,
-    )  # fmt: skip
-    requests: float = _setting(
-        0.0, "share of the inferences whose end is a line of JSON in STATE_DIR/logs/requests.jsonl:"
-        " 1: of all, 0.1: of one in ten, 0: none", low=0, high=1,
-    )  # fmt: skip
+    policy: priority, fifo, edf, sjf, collate, alternating, or your own: module:name
+    admission: deadline: a request whose deadline cannot be met, by what its model took before, is
+        refused at once
+    default_deadline: the deadline of requests that name none; 0: none
+    placement: which of several devices a request goes to: where it would compute first, spread (as
+        many requests everywhere) or pack (on few, the others train)
+    move_after: a job whose device computes requests for so long moves to one that is idle; 0: it
+        waits
+    look_ahead: send the next request's model while the device computes, where it fits
+    training: which of several jobs trains next: rotate (in turns), fair (the least of the device's
+        time so far), srtf (the one that ends first), fifo (the one that came first), pack (the
+        smallest), coshift (in turns, and while one waits for a batch another computes)
+    activation_memory: with coshift: device memory for the activations of all jobs together; one
+        computes while another waits for its copies; 0: each keeps to its own
+    max_queue: requests that may wait
+    max_queue_per_model: of them for one model: a flood for one leaves room for the others
+    max_queue_time: how long the requests that wait for one model may compute; 0: no limit
+    max_wait: after this a waiting request goes first
+    commit_every: how often a training job's state is kept, in memory and on disk
+    max_compute: a request that computes longer is taken for an endless loop and killed; 0: never
+    deadline_grace: a request that computes so long after its deadline is killed
+    stop_grace: time after which a job that does not step aside is killed; the next time it has a
+        quarter of that, at least 1s, and after four times it is paused
+    evict_grace: a job that does not leave the device for so long is killed
+    """
 
-
-@dataclass(frozen=True)
-class SecurityConfig(_Checked):
-    """``[security]``."""
-
-    sandbox: str = _setting(
-        "on", "clients' programs may open no file, socket or process: on (what the "
-        "kernel has of it), require (all of it, or no start) or off",
-        choices=("on", "require", "off"),
-    )  # fmt: skip
-    tenants: str = _setting(
-        "shared", "shared: models of different keys take turns in the workers' processes; "
-        "separate: a process serves one key's models and maps nothing of another's (cpu device, "
-        "with the sandbox; docs/adr/0023-tenants.md says what a switch costs)",
-        choices=("shared", "separate"),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GatewayConfig(_Checked):
-    """``[gateway]``: HTTP and gRPC for other people's clients."""
-
-    http: str = _setting(
-        "auto", "where HTTP clients connect; auto: 127.0.0.1:8000, another port if that is taken, "
-        "and nowhere if grpc alone is named; off: nowhere",
-        pattern=GATEWAY_PATTERN, example="127.0.0.1:8000",
-    )  # fmt: skip
-    grpc: str = _setting(
-        "auto", "where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another "
-        "port if that is taken, and nowhere if http alone is named; off: nowhere",
-        pattern=GATEWAY_PATTERN, example="127.0.0.1:8001",
-    )  # fmt: skip
-    roles: tuple[str, ...] = _setting(
-        (Role.INFER.value,), "what every caller may do: infer, urgent (priority high), register, "
-        "operate, code; its token may say more", choices=tuple(Role),
-    )  # fmt: skip
-    tokens: str = _setting("", "file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE")
-    origins: tuple[str, ...] = _setting(
-        (), "pages of other sites that may ask here (CORS), such as https://app.example.com",
-        pattern=ORIGIN_PATTERN, example="https://app.example.com",
-    )  # fmt: skip
-    tls_cert: str = _setting("", "file of the certificate chain; with tls_key")
-    tls_key: str = _setting("", "file of its key")
-    behind_proxy: bool = _setting(
-        False, "a proxy in front does TLS, and passes other Hosts on; callers need tokens"
-    )
-    max_body_bytes: int = _setting(
-        "64MiB", "largest request, and all unfinished ones together", parse_size, low=1 << 16
-    )
-    nv_metrics: bool = _setting(
-        False, "/metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards"
-    )
-    max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
-    text_processes: int = _setting(
-        8,
-        "maximum number of language models with a tokenizer that have a text process at once; "
-        "others wait for their turn",
-        low=1,
-    )
-    cluster: str = _setting(
-        "", "file with the table of the cluster's nodes, written by the node; the gateway routes "
-        "requests by it"
-    )  # fmt: skip
+    policy: Annotated[str, _written("a policy", policy_name)] = "priority"
+    admission: Literal["off", "deadline"] = "off"
+    default_deadline_ms: Time = 0
+    placement: Placement = "least-finish"
+    move_after_ms: Time = 0
+    look_ahead: bool = True
+    training: JobOrder = "rotate"
+    activation_memory_bytes: Size = 0
+    max_queue: Count = 512
+    max_queue_per_model: Count = 256
+    max_queue_time_ms: Time = 0
+    max_wait_ms: Time = parse_ms("2s")
+    commit_every_ms: Time = parse_ms("5s")
+    max_compute_ms: Time = parse_ms("60s")
+    deadline_grace_ms: Time = parse_ms("5s")
+    stop_grace_ms: Time = parse_ms("30s")
+    evict_grace_ms: Time = parse_ms("30s")
 
 
-@dataclass(frozen=True)
-class ModelConfig(_Checked):
-    """``[[model]]``: registered when the server starts."""
+class JobsConfig(Section, frozen=True):
+    """``[jobs]``.
 
-    name: str = _setting(
-        "", "what requests call it", pattern=NAME_PATTERN.pattern, is_required=True
-    )
-    source: str = _setting(
-        "", "torchvision:…, hf:…, a bundle file, package.module:factory", is_required=True
-    )
-    weights: str = _setting("", "FILE.safetensors, pretrained or random:SEED")
-    inputs: tuple[str, ...] = _setting((), "like x=8x3x224x224:float32")
-    priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
-    pin: bool = _setting(False, "keep on the device")
-    devices: tuple[str, ...] = _setting(
-        (),
-        "devices that may serve it, by name or kind; empty: all of the first one's kind",
-    )
-    max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
-    batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
-    batch_delay_ms: float = _setting("0", "how long a request waits for others to join", parse_ms)
-    precision: str = _setting(
-        "exact", "exact, or fast: packed weights and fused calls", choices=("exact", "fast")
-    )
-    preprocess: str = _setting("", "package.module:function that makes its inputs from raw ones")
-    raw: tuple[str, ...] = _setting((), "what clients send it, like text=1..64:bytes")
-    postprocess: str = _setting(
-        "", "package.module:function that makes the answer from its outputs"
-    )
-    returns: tuple[str, ...] = _setting((), "what clients get, like label=1..64:bytes")
+    keep: finished jobs that are kept, with their last state and log: a number, or a time (7d)
+    shared_input: host memory for the batches of each group of jobs that share their input
+    keep_versions: versions of a model that stay when a job publishes the next: the current one and
+        those before it
+    """
+
+    keep: Annotated[Keep, _written("a number or a time", Keep.parse)] = Keep(20)
+    shared_input_bytes: Annotated[Size, Meta(ge=4 << 20)] = parse_size("256MiB")
+    keep_versions: Count = 2
 
 
-@dataclass(frozen=True)
-class Config(_Checked):
-    """Everything a server is told. ``profiles_dir`` is empty for the profiles that come along."""
+class LogConfig(Section, frozen=True):
+    """``[log]``.
 
-    server: ServerConfig = field(default_factory=ServerConfig)
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-    host: HostConfig = field(default_factory=HostConfig)
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
-    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    jobs: JobsConfig = field(default_factory=JobsConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    tenants: Mapping[str, float] = field(default_factory=dict)  # weights
+    max: what stays of each log of the server and its processes, beside two older ones of that size,
+        and of each job's
+    requests: share of the inferences whose end is a line of JSON in STATE_DIR/logs/requests.jsonl:
+        1: of all, 0.1: of one in ten, 0: none
+    """
+
+    max_bytes: Annotated[Size, Meta(ge=1 << 18)] = parse_size("16MiB")
+    requests: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class SecurityConfig(Section, frozen=True):
+    """``[security]``.
+
+    sandbox: clients' programs may open no file, socket or process: on (what the kernel has of it),
+        require (all of it, or no start) or off
+    tenants: shared: models of different keys take turns in the workers' processes; separate: a
+        process serves one key's models and maps nothing of another's (cpu device, with the sandbox;
+        docs/adr/0023-tenants.md says what a switch costs)
+    """
+
+    sandbox: Literal["on", "require", "off"] = "on"
+    tenants: Literal["shared", "separate"] = "shared"
+
+
+class GatewayConfig(Section, frozen=True):
+    """``[gateway]``: HTTP and gRPC for other people's clients.
+
+    http: where HTTP clients connect; auto: 127.0.0.1:8000, another port if that is taken, and
+        nowhere if grpc alone is named; off: nowhere
+    grpc: where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another port if
+        that is taken, and nowhere if http alone is named; off: nowhere
+    roles: what every caller may do: infer, urgent (priority high), register, operate, code; its
+        token may say more
+    tokens: file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE
+    origins: pages of other sites that may ask here (CORS), such as https://app.example.com
+    tls_cert: file of the certificate chain; with tls_key
+    tls_key: file of its key
+    behind_proxy: a proxy in front does TLS, and passes other Hosts on; callers need tokens
+    max_body: largest request, and all unfinished ones together
+    nv_metrics: /metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards
+    max_connections: HTTP connections at once; half from one address
+    text_processes: maximum number of language models with a tokenizer that have a text process at
+        once; others wait for their turn
+    cluster: file with the table of the cluster's nodes, written by the node; the gateway routes
+        requests by it
+    """
+
+    http: GatewayAddress = "auto"
+    grpc: GatewayAddress = "auto"
+    roles: tuple[RoleName, ...] = ("infer",)
+    tokens: str = ""
+    origins: tuple[Origin, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    behind_proxy: bool = False
+    max_body_bytes: Annotated[Size, Meta(ge=1 << 16)] = parse_size("64MiB")
+    nv_metrics: bool = False
+    max_connections: Annotated[int, Meta(ge=2)] = 1024
+    text_processes: Count = 8
+    cluster: str = ""
+
+
+class ModelConfig(Section, frozen=True):
+    """``[[model]]``: registered when the server starts.
+
+    name: what requests call it
+    source: torchvision:…, hf:…, a bundle file, package.module:factory
+    weights: FILE.safetensors, pretrained or random:SEED
+    inputs: like x=8x3x224x224:float32
+    priority: high, normal or low
+    pin: keep on the device
+    devices: devices that may serve it, by name or kind; empty: all of the first one's kind
+    max_batch: largest dynamic batch; 0: 64
+    batch: waiting requests are joined up to this batch; 0: never
+    batch_delay: how long a request waits for others to join
+    precision: exact, or fast: packed weights and fused calls
+    preprocess: package.module:function that makes its inputs from raw ones
+    raw: what clients send it, like text=1..64:bytes
+    postprocess: package.module:function that makes the answer from its outputs
+    returns: what clients get, like label=1..64:bytes
+    """
+
+    name: Name
+    source: str
+    weights: str = ""
+    inputs: tuple[str, ...] = ()
+    priority: Literal["high", "normal", "low"] = "normal"
+    pin: bool = False
+    devices: tuple[str, ...] = ()
+    max_batch: Annotated[int, Meta(ge=0)] = 0
+    batch: Annotated[int, Meta(ge=0)] = 0
+    batch_delay_ms: Time = 0
+    precision: Literal["exact", "fast"] = "exact"
+    preprocess: str = ""
+    raw: tuple[str, ...] = ()
+    postprocess: str = ""
+    returns: tuple[str, ...] = ()
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a server. ``profiles_dir`` is empty for the profiles that come along."""
+
+    server: ServerConfig = ServerConfig()
+    device: DeviceConfig = DeviceConfig()
+    host: HostConfig = HostConfig()
+    workers: WorkersConfig = WorkersConfig()
+    preprocess: PreprocessConfig = PreprocessConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    jobs: JobsConfig = JobsConfig()
+    log: LogConfig = LogConfig()
+    security: SecurityConfig = SecurityConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    tenants: dict[str, float] = {}  # weights
     models: tuple[ModelConfig, ...] = ()
     profiles_dir: str = ""
 
 
-WEIGHT: Final = _setting(
-    1.0, "of the device's time inside a priority: so many parts for a key or token by its name; "
-    '"*": for all without one, "": for yourself', low=0.01, high=100,
-)  # fmt: skip
+WEIGHT_HELP: Final = (
+    "of the device's time inside a priority: so many parts for a key or token by its name; "
+    '"*": for all without one, "": for yourself'
+)
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
-SECTIONS: Final[Mapping[str, type[_Checked]]] = {
-    name: kind
-    for name, kind in get_type_hints(Config).items()
-    if isinstance(kind, type) and issubclass(kind, _Checked)
+SECTIONS: Final[Mapping[str, type[Section]]] = {
+    item.name: item.type
+    for item in msgspec.structs.fields(Config)
+    if isinstance(item.type, type) and issubclass(item.type, Section)
 }
 
 
-def _settings(cls: type[_Checked]) -> dict[str, dataclasses.Field[Any]]:
-    """The fields by their key in the file, which has no unit: its values bring theirs."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {item.name.removesuffix("_bytes").removesuffix("_ms"): item for item in fields}
+class _Reader:
+    """Reads tables of settings; ``errors`` collects every problem with its origin."""
 
+    def __init__(self, where: str, origins: Mapping[str, str]) -> None:
+        self._where, self._origins = where, origins
+        self.errors: list[str] = []
 
-def _read(item: dataclasses.Field[Any], given: Any) -> Any:
-    """A setting's value from what a file, a variable or a flag gives. ValueError says why not."""
-    read, kind = item.metadata["read"], type(item.default)
-    value: Any = given
-    if read is not None:
-        value = read(given)
-    elif kind is tuple:
-        if isinstance(given, str):
-            value = [part.strip() for part in given.split(",") if part.strip()]
-        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            raise ValueError(f"{given!r} is not a list of texts")
-        value = tuple(value)
-    elif kind in (int, float):
-        try:
-            value = kind(given)
-        except (TypeError, ValueError, OverflowError):
-            value = None
-        is_cut = kind is int and isinstance(given, float) and value != given
-        if value is None or is_cut or isinstance(given, bool):
-            raise ValueError(f"{given!r} is not a {'whole ' * (kind is int)}number")
-    elif kind is bool and given in ("true", "false"):  # of the environment: all is text there
-        value = given == "true"
-    elif not isinstance(given, kind):
-        raise ValueError(f"{given!r} is not " + ("true or false" if kind is bool else "a text"))
-    problem = _problem(value, item.metadata)
-    if problem:
-        raise ValueError(problem)
-    return value
+    def complain(self, text: str, place: str) -> None:
+        origin = self._origins.get(place, self._where)
+        self.errors.append(f"{origin}: {text}" if origin else text)
+
+    def table(self, cls: type[Section], title: str, section: str, given: Any) -> dict[str, Any]:
+        """Return the values of a section by the fields' names."""
+        known, values = settings(cls), dict[str, Any]()
+        if not isinstance(given, Mapping):
+            self.complain(f"{section}: {given!r} is not a table", section)
+            return values
+        for key, value in given.items():
+            try:
+                if key not in known:
+                    raise ValueError(f"unknown key{nearest(key, known)}")
+                values[known[key].name] = _read(known[key].kind, value)
+            except ValueError as problem:
+                self.complain(f"{title} {key}: {problem}", f"{section}.{key}")
+        for key, item in known.items():
+            if item.is_required and key not in given:
+                self.complain(f"{title} {key}: is required", section)
+        return values
+
+    def models(self, tables: Any) -> list[dict[str, Any]]:
+        """Return the values of each ``[[model]]``."""
+        if not isinstance(tables, list):
+            self.complain("model: write [[model]] above each model, with two brackets", "model")
+            return []
+        models = [
+            self.table(ModelConfig, f"[[model]] {index}", "model", table)
+            for index, table in enumerate(tables)
+        ]
+        names = [model.get("name") for model in models]
+        for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
+            self.complain(f"[[model]] name: {name!r} is there twice", "model")
+        return models
 
 
 def parse(
@@ -553,65 +567,31 @@ def parse(
     Raises:
         ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
     """
-    errors: list[str] = []
-
-    def complain(text: str, place: str) -> None:
-        origin = (origins or {}).get(place, where)
-        errors.append(f"{origin}: {text}" if origin else text)
-
-    def read(cls: type[_Checked], title: str, section: str, given: Any) -> dict[str, Any]:
-        known, values = _settings(cls), {}
-        if not isinstance(given, Mapping):
-            complain(f"{section}: {given!r} is not a table", section)
-            return {}
-        for key, value in given.items():
-            try:
-                if key not in known:
-                    raise ValueError(f"unknown key{nearest(key, known)}")
-                values[known[key].name] = _read(known[key], value)
-            except ValueError as problem:
-                complain(f"{title} {key}: {problem}", f"{section}.{key}")
-        for key, item in known.items():
-            if item.metadata.get("is_required") and key not in given:
-                complain(f"{title} {key}: is required", section)
-        return values
-
+    reader = _Reader(where, origins or {})
     sections = {
-        name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
+        name: reader.table(cls, f"[{name}]", name, raw.get(name, {}))
+        for name, cls in SECTIONS.items()
     }
-    tables = raw.get("model", [])
-    if not isinstance(tables, list):
-        complain("model: write [[model]] above each model, with two brackets", "model")
-        tables = []
-    models = [
-        read(ModelConfig, f"[[model]] {index}", "model", table)
-        for index, table in enumerate(tables)
-    ]
-    names = [model.get("name") for model in models]
-    for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
-        complain(f"[[model]] name: {name!r} is there twice", "model")
+    models = reader.models(raw.get("model", []))
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
-        complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
-    tenants = raw.get("tenants", {})
+        reader.complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
+    tenants, weights = raw.get("tenants", {}), {}
     if not isinstance(tenants, Mapping):
-        complain(f"tenants: {tenants!r} is not a table", "tenants")
+        reader.complain(f"tenants: {tenants!r} is not a table", "tenants")
         tenants = {}
-    weights = {}
     for name, value in tenants.items():
         try:
-            if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
-                raise ValueError("is no name of a key or token")
-            weights[name] = _read(WEIGHT, value)
+            weights[_read(TenantName, name)] = _read(Weight, value)
         except ValueError as problem:
-            complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
+            reader.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:
-            complain(f"[{name}]: unknown section{nearest(name, others)}", name)
-    if errors:
+            reader.complain(f"[{name}]: unknown section{nearest(name, others)}", name)
+    if reader.errors:
         hint = "pipeswitch config init writes a commented example"
-        raise ConfigError("\n".join(errors), hint=hint, errors=errors)
+        raise ConfigError("\n".join(reader.errors), hint=hint, errors=reader.errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
         tenants=weights,
@@ -699,34 +679,34 @@ def default_runtime_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
-    state = config.server.state_dir or str(default_state_dir(environ))
-    runtime = config.server.runtime_dir or str(default_runtime_dir(environ))
-    server = dataclasses.replace(
-        config.server,
-        state_dir=str(Path(state).expanduser().absolute()),
-        runtime_dir=str(Path(runtime).expanduser().absolute()),
-        keys_dir=str(Path(config.server.keys_dir or Path(state, "keys")).expanduser().absolute()),
+    replace, server, gateway = msgspec.structs.replace, config.server, config.gateway
+    state = _absolute(server.state_dir or default_state_dir(environ))
+    server = replace(
+        server,
+        state_dir=state,
+        runtime_dir=_absolute(server.runtime_dir or default_runtime_dir(environ)),
+        keys_dir=_absolute(server.keys_dir or Path(state, "keys")),
     )
+    files = {name: getattr(gateway, name) for name in ("tokens", "tls_cert", "tls_key", "cluster")}
+    gateway = replace(gateway, **{name: _absolute(file) for name, file in files.items() if file})
     models = tuple(
-        dataclasses.replace(
+        replace(
             model,
             source=_absolute_file(model.source, ".bundle"),
             weights=_absolute_file(model.weights, ".safetensors"),
         )
         for model in config.models
     )
-    files: dict[str, Any] = {
-        name: str(Path(getattr(config.gateway, name)).expanduser().absolute())
-        for name in ("tokens", "tls_cert", "tls_key", "cluster")
-        if getattr(config.gateway, name)
-    }
-    gateway = dataclasses.replace(config.gateway, **files)
-    return dataclasses.replace(config, server=server, gateway=gateway, models=models)
+    return replace(config, server=server, gateway=gateway, models=models)
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _absolute_file(text: str, suffix: str) -> str:
-    """A file of a [[model]] may be named from the folder the server is started in."""
-    return str(Path(text).expanduser().absolute()) if text.endswith(suffix) else text
+    """Return the path of a file of a [[model]], which may be relative to the server's folder."""
+    return _absolute(text) if text.endswith(suffix) else text
 
 
 def example() -> str:
@@ -734,50 +714,40 @@ def example() -> str:
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():
-        lines += [f"[{name}]", *map(_example_line, _settings(cls), _settings(cls).values()), ""]
-    lines += [f"[tenants]  # {WEIGHT.metadata['help']}", "# alice = 1.0", ""]
+        lines += [f"[{name}]", *map(_example_line, settings(cls), settings(cls).values()), ""]
+    lines += [f"[tenants]  # {WEIGHT_HELP}", "# alice = 1.0", ""]
     lines += ["# [[model]]  # registered when the server starts; repeat for more"]
     shown = {"name": "resnet152", "source": "torchvision:resnet152", "weights": "random:0"}
-    for key, item in _settings(ModelConfig).items():
+    for key, item in settings(ModelConfig).items():
         lines.append("# " + _example_line(key, item, shown.get(key)))
     return "\n".join(lines) + "\n"
 
 
-def _example_line(key: str, item: dataclasses.Field[Any], shown: str | None = None) -> str:
-    return f"{key} = {json.dumps(shown or item.metadata['shown'])}  # {item.metadata['help']}"
-
-
-_JSON_TYPES: Final = {
-    str: "string", bool: "boolean", int: "integer", float: "number", tuple: "array",
-}  # fmt: skip
+def _example_line(key: str, item: Setting, shown: str | None = None) -> str:
+    return f"{key} = {json.dumps(shown or item.default)}  # {item.help}"
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the file."""
+    """Return the JSON Schema of the file."""
 
-    def table(cls: type[_Checked]) -> dict[str, Any]:
-        items = _settings(cls).items()
-        required = [key for key, item in items if item.metadata.get("is_required")]
-        properties = {key: setting(item) for key, item in items}
-        return {
-            "type": "object", "additionalProperties": False, "required": required,
-            "properties": properties,
-        }  # fmt: skip
-
-    def setting(item: dataclasses.Field[Any]) -> dict[str, Any]:
-        facts = {"description": item.metadata["help"], "default": item.metadata["shown"]}
-        if item.metadata["read"] is None:  # else text or number: 20GiB, 0.9, 0
-            facts["type"] = _JSON_TYPES[type(item.default)]
-        if "choices" in item.metadata:
-            one = facts.setdefault("items", {}) if facts["type"] == "array" else facts
-            one["enum"] = item.metadata["choices"]
+    def table(cls: type[Section]) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.json.schema(cls)["$defs"][cls.__name__]
+        rows = {}
+        for key, item in settings(cls).items():
+            # What is read is a text or a number: 20GiB, 0.9, 0.
+            rules = {} if "read" in _rules(item.kind)[1] else facts["properties"][item.name]
+            rows[key] = rules | {"description": item.help, "default": item.default}
+        facts |= {"properties": rows, "description": (cls.__doc__ or "").splitlines()[0]}
         return facts
 
     sections: dict[str, Any] = {name: table(cls) for name, cls in SECTIONS.items()}
-    sections["tenants"] = {"type": "object", "additionalProperties": setting(WEIGHT)}
+    weight = msgspec.json.schema(Weight) | {"description": WEIGHT_HELP, "default": 1.0}
+    sections["tenants"] = {"type": "object", "additionalProperties": weight}
     sections["model"] = {"type": "array", "items": table(ModelConfig)}
     sections["profiles_dir"] = {"type": "string", "default": ""}
     return {
-        "title": "pipeswitch", "type": "object", "additionalProperties": False,
+        "title": "pipeswitch",
+        "type": "object",
+        "additionalProperties": False,
         "properties": sections,
-    }  # fmt: skip
+    }

@@ -63,8 +63,6 @@ POINTS: Final[Mapping[str, str]] = {
     "job.evicted": "a script was unwound for its memory",
     "job.lease": "a job asks for its slice",
     "job.leased": "a job has its slice",
-    "job.move": "a parked job is to be copied to another device",
-    "job.moved": "a job lies on the other device, the controller was not told",
     "job.obey": "the termination thread obeys a message",
     "job.park": "a stopping job gives the device away",
     "job.parked": "a job has raised the next turn, the controller was not told",

@@ -1,11 +1,12 @@
-"""One thread with a queue: work that would hold up the loop, done in order beside it."""
+"""Executor of one thread for work that would hold up a loop, done in order beside it."""
 
 from __future__ import annotations
 
 import logging
-import queue
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from .errors import PipeSwitchError, ServerUnavailable
 
@@ -15,44 +16,41 @@ Work = Callable[[], object]
 Failed = Callable[[PipeSwitchError], object]
 
 
-class Lane:
-    """Thread that does work in order and survives failing work."""
+class Lane(ThreadPoolExecutor):
+    """Executor of one thread, where an error in work reaches the owner of the work."""
+
+    _has_thread = False
 
     def __init__(self, name: str) -> None:
-        """``name``: of the thread, which begins with the first work."""
-        self._queue: queue.SimpleQueue[tuple[Work, Failed] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def stop(self) -> None:
-        """Finish what is queued, join."""
-        if self._thread.ident is not None:
-            self._queue.put(None)
-            self._thread.join()
+        """``name``: prefix of the thread's name; the thread begins with the first work."""
+        super().__init__(1, name)
 
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
-        """Queue work; never blocks. One thread calls this.
+        """Queue work; never block.
 
         Args:
             failed: called with the error if the work fails, on the lane's thread; or on the
-            caller's if the system has no room for that thread.
+            caller's if the system has no room for that thread or the lane is shut down.
         """
-        if self._thread.ident is None:
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                failed(_as_ours(error))
-                return
-        self._queue.put((work, failed))
+        try:
+            if not self._has_thread:
+                self.submit(int)  # what no thread could begin for stays queued, so let it be this
+                self._has_thread = True
+            self.submit(_perform, work, failed)
+        except RuntimeError as error:
+            failed(_as_ours(error))
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, failed = item
-            try:
-                work()
-            except BaseException as error:  # whatever it is, others wait for this thread
-                log.exception("thread=%s", self._thread.name)
-                failed(_as_ours(error))
-            del item, work, failed  # or what they hold, perhaps a payload, lives until the next one
+
+def _perform(work: Work, failed: Failed) -> None:
+    try:
+        work()
+    except BaseException as error:  # whatever it is, others wait for this work
+        thread = threading.current_thread()
+        log.exception("thread=%s", thread.name)
+        try:
+            failed(_as_ours(error))
+        except BaseException:  # the future would keep it, and nobody looks there
+            threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), thread]))
 
 
 def _as_ours(error: BaseException) -> PipeSwitchError:

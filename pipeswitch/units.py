@@ -75,6 +75,9 @@ class Keep:
             return cls(count=int(str(text)))
         return cls(time_ms=_quantity(text, _TIME_UNITS_MS, "20 (jobs) or 7d"))
 
+    def __str__(self) -> str:
+        return f"{self.time_ms / _TIME_UNITS_MS['h']:g}h" if self.time_ms else str(self.count)
+
 
 @dataclass(frozen=True)
 class Amount:

@@ -13,9 +13,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
-from functools import partial
 
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.view import PoolView, now_ms
@@ -35,8 +35,6 @@ from pipeswitch.ipc.messages import (
     LeaseRefused,
     Message,
     ModelPrepared,
-    Moved,
-    MoveTask,
     Parked,
     Ping,
     Pong,
@@ -50,6 +48,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
     WorkerSettings,
 )
+from pipeswitch.machine import FreedMemory
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 from pipeswitch.units import PrintableFormatter, printable
@@ -62,6 +61,7 @@ from .training.script import give_freed_memory_back, run_script
 from .training.tiles import Tiles
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
+REST_S = 5.0  # without a message: then a worker gives freed memory back
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
 
 
@@ -125,6 +125,7 @@ class Worker:
         self._job_epoch = 0
         self._job_known = threading.Event()
         self._is_confined = False
+        self._freed = FreedMemory()
 
     def map_memory(self, descriptors: Sequence[int]) -> None:
         """``descriptors``: the pool, then the arena's."""
@@ -155,8 +156,13 @@ class Worker:
 
     def serve(self) -> int:
         """One blocking call, one task at a time, until told to leave."""
+        self._task.set_limit(REST_S)
         while True:
-            received = self._task.receive()
+            try:
+                received = self._task.receive()
+            except BlockingIOError:
+                self._freed.give_back(time.monotonic())
+                continue
             if received is None:
                 os._exit(0)  # the controller is gone: a clean end is of no use
             message, descriptors = received
@@ -252,22 +258,6 @@ class Worker:
 
             torch.autograd.set_multithreading_enabled(False)
 
-    def _move(self, order: MoveTask, descriptors: Sequence[int]) -> None:
-        """The gate calls this while the script waits in it. Half moved, the last commit counts."""
-        assert self._host is not None
-        self._host.await_copied()
-        began_at_ms = now_ms()
-        try:
-            reach("job.move")
-            copied_bytes = self._view.move(order, descriptors)
-            reach("job.moved")
-        except Exception:
-            sys.stderr.write(printable(traceback.format_exc()))
-            sys.stderr.flush()
-            os._exit(STATUS_FAILED)
-        copy_ms = now_ms() - began_at_ms
-        self._task.send(Moved(epoch=order.epoch, copied_bytes=copied_bytes, copy_ms=copy_ms))
-
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
@@ -312,8 +302,6 @@ class Worker:
             case EvictTask():
                 self._gate.request_evict()
                 host.wake()
-            case MoveTask():
-                self._gate.request_move(partial(self._move, message, tuple(descriptors)))
             case LeaseGranted() | LeaseRefused() | HostGranted():
                 host.lease_answered(message, descriptors)
             case StepCommitted():

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,7 +80,8 @@ def infer(
     with connected() as client:
         inputs = list(texts) if texts else load_inputs(path, client.signature(name), seed)
         on_done = (lambda outcome: None) if as_json else _bill_printer(count)
-        outcomes = run_requests(client, name, inputs, count, pace, options, seed, on_done)
+        dues_s = [*instants(*pace, count, seed)] if pace else [0.0] * count
+        outcomes = run_requests(client, name, inputs, dues_s, options, on_done, is_paced=bool(pace))
     results = [outcome.result for outcome in outcomes if outcome.result]
     if output and results:
         output = _save(output, results[-1].outputs)
@@ -316,20 +317,19 @@ def run_requests(
     client: Client,
     model: str,
     inputs: Any,
-    count: int,
-    rate: tuple[str, float] | None,
+    dues_s: Sequence[float],
     options: dict[str, Any],
-    seed: int,
     on_done: Callable[[Outcome], None],
+    *,
+    is_paced: bool,
 ) -> list[Outcome]:
-    """Send ``count`` requests; without a rate each waits for the one before it. Fewer outcomes
-    than that: Ctrl-C.
+    """Send a request at each of these instants, or, if they are not paced, each after the answer
+    of the one before. Fewer outcomes than that: Ctrl-C.
 
-    With a rate the instants are fixed beforehand: a slow answer does not slow the next request
-    down (an open loop), so waiting in the server shows.
+    Paced instants are fixed beforehand: a slow answer does not slow the next request down (an open
+    loop), so waiting in the server shows.
     """
-    outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(count)]
-    dues_s = [0.0] * count if rate is None else instants(*rate, count, seed)
+    outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(len(dues_s))]
     waiting: deque[tuple[Outcome, Future[Result], float]] = deque()
     begin_s = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt):  # what has been answered is shown all the same
@@ -339,7 +339,7 @@ def run_requests(
             future = client.submit(model, inputs, **options)
             future.add_done_callback(_stamper(outcome, at_s))
             waiting.append((outcome, future, at_s))
-            if rate is None:
+            if not is_paced:
                 _watch(*waiting.popleft(), on_done)
         while waiting:
             _watch(*waiting.popleft(), on_done)

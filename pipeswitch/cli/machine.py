@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
 
 import click
+import msgspec
 from click.shell_completion import get_completion_class
 
 from ..errors import InvalidInput
@@ -79,7 +79,7 @@ def config_check(path: str | None, as_json: bool) -> None:
     from ..config import load
 
     loaded = load(path)
-    print_done(dataclasses.asdict(loaded), "the configuration is good", as_json)
+    print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
 
 
 @config.command("schema")

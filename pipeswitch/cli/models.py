@@ -26,6 +26,38 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 """
 
 
+def _signature(
+    _: click.Context, option: click.Parameter, declared: tuple[str, ...]
+) -> dict[str, Any]:
+    """What ``--input``, ``--raw`` or ``--returns`` says, as it travels."""
+    from ..programs.signature import parse_input
+
+    texts = option.name != "inputs"
+    try:
+        return dict(parse_input(one, n, texts=texts) for n, one in enumerate(declared))
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint=option.opts[0]) from None
+
+
+def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """What ``--state`` says, as it travels."""
+    ends = {name: (source, *source.rpartition("+")) for name, source in _pairs(pairs).items()}
+    return {
+        name: (one, int(axis)) if axis.isdecimal() else (source, -1)
+        for name, (source, one, _, axis) in ends.items()
+    }
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in filter(None, texts):
+        name, _, value = text.partition("=")
+        if not (name and value) or name in found:
+            raise click.UsageError(f"{text!r} is not NAME=VALUE, or comes twice: x=encoder.y")
+        found[name] = value
+    return found
+
+
 @click.command()
 @click.argument("name")
 @click.argument("source", required=False, default="")
@@ -39,6 +71,7 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
     help="FILE.safetensors, FILE.pt (a state dict), pretrained or random:SEED.",
 )
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
+              callback=_signature,
               help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
 @click.option("--example", type=click.Path(exists=True, dir_okay=False), metavar="FILE.npz",
               help="For package.module:factory: values of its inputs, by their names.")  # fmt: skip
@@ -47,21 +80,22 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
 @click.option("--batch", type=click.IntRange(2), metavar="ROWS",
               help="Join up to this many rows of waiting requests into one run.")  # fmt: skip
-@click.option("--batch-delay", default="0", metavar="TIME",
+@click.option("--batch-delay", "batch_delay_ms", default="0", metavar="TIME",
+              callback=lambda _, option, text: common.milliseconds(option.opts[0], text),
               help="With --batch: how long a request waits for others (2ms).")  # fmt: skip
 @click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
               help="Function of the server that makes the inputs from what clients send.",
 )  # fmt: skip
-@click.option("--raw", multiple=True, metavar="[NAME=]1..64:bytes",
+@click.option("--raw", multiple=True, callback=_signature, metavar="[NAME=]1..64:bytes",
               help="With --preprocess: shape and dtype of what clients send (repeatable).",
 )  # fmt: skip
 @click.option("--postprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
               help="Of the server's; makes the answer of the model's outputs, beside the device.",
 )  # fmt: skip
-@click.option("--returns", multiple=True, metavar="[NAME=]1..64:bytes",
+@click.option("--returns", multiple=True, callback=_signature, metavar="[NAME=]1..64:bytes",
               help="With --postprocess: shape and dtype of what clients get (repeatable).",
 )  # fmt: skip
-@click.option("--state", multiple=True, metavar="INPUT=OUTPUT",
+@click.option("--state", multiple=True, metavar="INPUT=OUTPUT", callback=_states,
               help="Input that an output becomes in a sequence (h=h_out), or that it is appended "
                    "to along a dimension (cache=rows+1); repeatable.",
 )  # fmt: skip
@@ -81,13 +115,7 @@ def register(
     source: str,
     from_job: str | None,
     part: str,
-    inputs: tuple[str, ...],
-    raw: tuple[str, ...],
-    returns: tuple[str, ...],
-    state: tuple[str, ...],
     example: str | None,
-    batch: int | None,
-    batch_delay: str,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -104,50 +132,45 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
-    from ..client.client import FILES, check_program_options
+    from ..client.model_sources import FILES, LocalSource, check_program_options
+    from ..wire.register_request import RegisterRequest
 
-    check_program_options(source, options["weights"], inputs)
-    signature = _signature(inputs, "--input")
-    options["raw"] = _signature(raw, "--raw", texts=True)
-    options["returns"] = _signature(returns, "--returns", texts=True)
-    options["state"] = {
-        name: (one, int(axis)) if axis.isdecimal() else source
-        for name, source in _pairs(state).items()
-        for one, _, axis in [source.rpartition("+")]
-    }
-    options["example_inputs"] = _arrays(example) if example else None
-    options |= {
-        "batch": batch or 0,
-        "batch_delay_ms": common.milliseconds("--batch-delay", batch_delay),
-    }
+    given = {key: value for key, value in options.items() if value}
+    request = RegisterRequest(source=source, **given)
+    check_program_options(source, request.weights, request.inputs)
+    if example and source.endswith(FILES):
+        raise click.UsageError("--example is for package.module:factory: give --input")
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
         notes: list[str] = []
         if source.endswith(FILES):
-            if example:
-                raise click.UsageError("--example is for package.module:factory: give --input")
-            source, notes = _converted(source, signature, stack)
-            signature = {}
+            source, notes = _converted(source, given.pop("inputs", {}), stack)
+            request = RegisterRequest(source=source, **given)
         client = stack.enter_context(common.connected())
-        row = client.register(name, source, inputs=signature, progress=report, **options)
+        local = LocalSource(source, _arrays(example) if example else None)
+        row = client._register(name, request, local, report)
+    row["notes"] = [*notes, *row["notes"]]
+    common.print_done(row, _registered(name, row), as_json)
+
+
+def _registered(name: str, row: dict[str, Any]) -> str:
+    """What a terminal shows of a new model's row."""
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""
-    row["notes"] = [*notes, *row["notes"]]
-    notes_text = "".join(f"\n  {note}" for note in row["notes"])
+    notes = "".join(f"\n  {note}" for note in row["notes"])
     batching = row.get("batching")
     if batching and not batching["is_exact"]:
-        notes_text += "\n  the last bits of an answer depend on the batch that computes it"
+        notes += "\n  the last bits of an answer depend on the batch that computes it"
     if precision := row.get("precision"):
-        notes_text += (
+        notes += (
             f"\n  precision {precision['name']}: {precision['ms']:.3g} ms instead of "
             f"{precision['plain_ms']:.3g}, {format_bytes(row['bytes'])} in place of "
             f"{format_bytes(precision['plain_bytes'])}, error at most "
             f"{precision['max_error']:.1e} of the largest output"
         )
-    text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
-    common.print_done(row, text, as_json)
+    return f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
 
 
 @click.command()
@@ -190,16 +213,6 @@ def sequences(ids: tuple[str, ...], as_json: bool) -> None:
     )
 
 
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for text in filter(None, texts):
-        name, _, value = text.partition("=")
-        if not (name and value) or name in found:
-            raise click.UsageError(f"{text!r} is not NAME=VALUE, or comes twice: x=encoder.y")
-        found[name] = value
-    return found
-
-
 def _arrays(path: str) -> dict[str, Any]:
     import numpy as np
 
@@ -219,22 +232,6 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)
     common.print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
-
-
-def _signature(
-    declared: tuple[str, ...], option: str, *, texts: bool = False
-) -> dict[str, tuple[list[int], str]]:
-    """What ``--input``, ``--raw`` or ``--returns`` says, in the SDK's form."""
-    from ..programs.signature import parse_input
-
-    found = {}
-    for number, text in enumerate(declared):
-        try:
-            name, (shape, dtype) = parse_input(text, number, texts=texts)
-        except InvalidInput as error:
-            raise click.BadParameter(error.message, param_hint=option) from None
-        found[name] = (shape, dtype)
-    return found
 
 
 def _converted(
@@ -393,7 +390,7 @@ def plan(
     as_json: bool,
     watch: bool,
 ) -> None:
-    """Predict switch times, groups and prefixes, and say what the arena holds.
+    """Predict switch times and groups, and say what the arena holds.
 
     With --train arguments after -- go to the script, and no server is needed.
     """

@@ -20,9 +20,8 @@ from . import views
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
 PLAN_COLUMNS: Final = ("model", "size", "groups", "switch_ms", "resident_ms", "bound_ms",
-                       "prefix", "share", "deadline_ms", "holds", "why")  # fmt: skip
+                       "deadline_ms", "holds", "why")  # fmt: skip
 JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_step_ms", "step_ms")
-PLAN_TITLES: Final = {"prefix": "PREFIX FOR 0", "share": "OF IT"}
 
 
 def profile_view(row: Mapping[str, Any]) -> RenderableType:
@@ -159,14 +158,11 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
             f"{capacity.fit_count} of {count} profiled models are resident together "
             f"({format_bytes(capacity.total_bytes)} in all)"
         )
-    return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)), *below)
+    return Group(views.table(rows, columns), Text("\n" + "; ".join(lines)), *below)
 
 
 def _row(model: ModelReport, streams: str) -> dict[str, Any]:
     holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
-    if model.holds_cold is False and model.holds_with_zero_prefix:
-        holds = "with prefix"
-    share = model.zero_prefix_bytes / model.total_bytes if model.total_bytes else 0.0
     return {
         "model": model.name,
         "size": format_bytes(model.total_bytes),
@@ -174,8 +170,6 @@ def _row(model: ModelReport, streams: str) -> dict[str, Any]:
         "switch_ms": model.cold_ms,
         "resident_ms": model.resident_ms,
         "bound_ms": model.bound_ms,
-        "prefix": format_bytes(model.zero_prefix_bytes) if model.zero_prefix_bytes else "none",
-        "share": f"{share:.0%}",
         "deadline_ms": model.deadline_ms,
         "holds": holds,
         "why": "" if model.fits else streams or "it does not fit into the arena",

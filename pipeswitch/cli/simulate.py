@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import click
@@ -147,7 +148,7 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
     is computed.
     """
     with _ends_all_the_same():
-        _compare(trace, as_json, **options)
+        _compare(trace, as_json, options)
 
 
 @contextlib.contextmanager
@@ -168,82 +169,123 @@ def _ends_all_the_same() -> Iterator[None]:
         signal.signal(signal.SIGINT, default)
 
 
-def _compare(
-    name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
-    memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: str | None,
-    admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
-    timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
-    batch_row: str | None, has_tokens: bool, prompt_token: str, nodes: int | None,
-    devices: int | None, tiles: int | None, failures: str | None, need: str | None,
-) -> None:  # fmt: skip
-    if plot is not None:
-        plot = checked_plot(Path(plot))
-    if timeline is not None:
-        check_folder("--timeline", Path(timeline))
-    chosen, max_wait_ms = _words(policies), _read("--max-wait", max_wait, parse_ms)
-    for policy in chosen:
-        if policy != SERIAL:
-            _read("--policy", policy, policy_name)
-            find_policy(policy, max_wait_ms=max_wait_ms)
-    slo_ms, trains = _read("--slo", slo, parse_ms), _jobs(jobs)
-    orders = _orders(training)[: None if trains else 1]
-    if trains and SERIAL in chosen:
-        raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
-    faster = _read("--speed-up", speed_up or str(SPEED_UPS.get(name, 1.0)), _positive)
-    if has_tokens and (name != "azure-llm" or SERIAL in chosen):
-        raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
-    prompt_share = _read("--prompt-token", prompt_token, _share)
-    cluster = _cluster(nodes, devices, tiles, failures, need, seed)
-    if cluster and (trains or timeline or SERIAL in chosen or name == "none"):
-        raise InvalidInput(f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
-                           hint="pipeswitch simulate azure --nodes 3")  # fmt: skip
-    trace, names = _trace(name, faster, seed, requests, has_tokens=has_tokens)
-    hardware, model_count = _hardware(device), trace.model_count
-    if cluster:
-        trace = arrivals.tiled(trace, cluster.tiles, requests or REQUESTS, seed)
-    asked = trace.arrivals[:requests]
-    if not asked and not trains:
-        raise InvalidInput("there is nothing to simulate",
-                           hint="more --requests" if cluster else f"--job {JOB}")  # fmt: skip
-    used = []
-    if asked:
-        known = (
-            _served() if from_server
-            else _models(models, model_count, hardware.compute_factor, seed)
-        )  # fmt: skip
-        used = _assigned(known, names, model_count)
-    used = _joined(used, batch, batch_delay, batch_row)
-    sizes = {model.name: model.size_bytes for model in used}
-    costs = Costs(to_device=hardware.link, to_host=hardware.link)
-    needed = {**sizes, **{f"job {job.name}": job.memory_bytes for job in trains}}
-    settings = [
-        (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
-                        policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
-                        own=partial(find_policy, policy, max_wait_ms=max_wait_ms),
-                        has_deadlines=deadlines or admission,
-                        admission="deadline" if admission else "off", max_wait_ms=max_wait_ms,
-                        prompt_share=prompt_share if has_tokens else 0.0))
-        for label, size_bytes in (
-            _memory(text, needed)
-            for text in (_shares((100,) if trains else SHARES[bool(cluster):], needed)
-                         if memory is None
-                         else _words(memory))
-        )
-        for policy in (chosen if asked else chosen[:1])
-        for order in orders
-    ]  # fmt: skip
+class _Comparison:
+    """The options, checked, and what they name: a trace, models, jobs, a device or a cluster."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        given: Any = SimpleNamespace(**options)
+        self.given = given
+        if given.plot is not None:
+            given.plot = checked_plot(Path(given.plot))
+        if given.timeline is not None:
+            check_folder("--timeline", Path(given.timeline))
+        self.policies = _words(given.policies)
+        self.max_wait_ms = _read("--max-wait", given.max_wait, parse_ms)
+        is_serial = SERIAL in self.policies
+        for policy in self.policies:
+            if policy != SERIAL:
+                _read("--policy", policy, policy_name)
+                find_policy(policy, max_wait_ms=self.max_wait_ms)
+        self.slo_ms, self.jobs = _read("--slo", given.slo, parse_ms), _jobs(given.jobs)
+        self.orders = _orders(given.training)[: None if self.jobs else 1]
+        if self.jobs and is_serial:
+            raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
+        speed_up = given.speed_up or str(SPEED_UPS.get(name, 1.0))
+        self.speed_up = _read("--speed-up", speed_up, _positive)
+        if given.has_tokens and (name != "azure-llm" or is_serial):
+            raise InvalidInput("--tokens is of azure-llm, and no policy of it is serial")
+        self.prompt_share = _read("--prompt-token", given.prompt_token, _share)
+        self.cluster = _cluster(given)
+        if self.cluster and (self.jobs or given.timeline or is_serial or name == "none"):
+            raise InvalidInput(f"--nodes takes no --job, --timeline, {SERIAL} or trace of none",
+                               hint="pipeswitch simulate azure --nodes 3")  # fmt: skip
+        self._load(name)
+
+    def _load(self, name: str) -> None:
+        """Read the trace, and choose a model for each of its models."""
+        given, cluster = self.given, self.cluster
+        trace, names = _trace(name, self.speed_up, given.seed, given.requests,
+                              has_tokens=given.has_tokens)  # fmt: skip
+        self.hardware, model_count = _hardware(given.device), trace.model_count
+        if cluster:
+            trace = arrivals.tiled(trace, cluster.tiles, given.requests or REQUESTS, given.seed)
+        self.trace_name, self.requests = trace.name, trace.arrivals[: given.requests]
+        if not self.requests and not self.jobs:
+            raise InvalidInput("there is nothing to simulate",
+                               hint="more --requests" if cluster else f"--job {JOB}")  # fmt: skip
+        used = []
+        if self.requests:
+            factor = self.hardware.compute_factor
+            known = (_served() if given.from_server
+                     else _models(given.models, model_count, factor, given.seed))  # fmt: skip
+            used = _assigned(known, names, model_count)
+        self.models = _joined(used, given.batch, given.batch_delay, given.batch_row)
+        self.sizes = {model.name: model.size_bytes for model in self.models}
+
+    def settings(self) -> list[tuple[str, Setting]]:
+        """Each memory, policy and order of jobs, with the memory as it was written."""
+        given, link = self.given, self.hardware.link
+        needed = {**self.sizes, **{f"job {job.name}": job.memory_bytes for job in self.jobs}}
+        if given.memory is None:
+            percents = (100,) if self.jobs else SHARES[bool(self.cluster) :]
+            memories = _shares(percents, needed)
+        else:
+            memories = _words(given.memory)
+        return [
+            (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=link, to_host=link),
+                            training=order, policy=policy, slo_ms=self.slo_ms,
+                            look_ahead=given.look_ahead,
+                            own=partial(find_policy, policy, max_wait_ms=self.max_wait_ms),
+                            has_deadlines=given.deadlines or given.admission,
+                            admission="deadline" if given.admission else "off",
+                            max_wait_ms=self.max_wait_ms,
+                            prompt_share=self.prompt_share if given.has_tokens else 0.0))
+            for label, size_bytes in (_memory(text, needed) for text in memories)
+            for policy in (self.policies if self.requests else self.policies[:1])
+            for order in self.orders
+        ]  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        cluster, hardware = self.cluster, self.hardware
+        device_count = cluster.nodes * cluster.devices if cluster else 1
+        token_count = sum(one.tokens for one in self.requests) if self.given.has_tokens else 0
+        return {
+            "trace": self.trace_name, "speed_up": self.speed_up, "requests": len(self.requests),
+            "models": len(self.sizes), "models_bytes": sum(self.sizes.values()),
+            "slo_ms": self.slo_ms, "device": hardware.name, "is_estimate": hardware.is_estimate,
+            "seed": self.given.seed,
+            "compute_load": _load(self.models, self.requests) / device_count,
+            **(dataclasses.asdict(cluster) if cluster else {}),
+            "jobs": len(self.jobs), "tokens": token_count,
+        }  # fmt: skip
+
+    def show(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+        """Print the tables."""
+        cluster, has_requests, given = self.cluster, bool(self.requests), self.given
+        views.console().print(_headline(facts))
+        table = _table(rows, has_requests=has_requests, has_jobs=bool(self.jobs),
+                       has_tokens=given.has_tokens)  # fmt: skip
+        views.console().print(table)
+        for row in rows:
+            if cluster and row["in_slo"] < cluster.need:
+                nodes = f"{cluster.nodes} nodes suffice; --nodes {2 * cluster.nodes}"
+                where = f"{row['policy']}, memory {row['memory']}"
+                views.echo(f"{where}: not even {nodes} --tiles {cluster.tiles}")
+        if self.jobs:
+            views.console().print()
+            views.console().print(_jobs_table(rows, has_requests=has_requests))
+        for path in filter(None, (given.plot, given.timeline)):
+            views.echo(f"wrote {path}")
+
+
+def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
+    compared = _Comparison(name, options)
+    timeline, plot = compared.given.timeline, compared.given.plot
     drawn = Timeline() if timeline else None
-    runs = _replayed(settings, used, asked, trains, drawn, cluster, is_watched=not as_json)
-    if drawn is not None and timeline is not None:
+    runs = _replayed(compared, drawn, is_watched=not as_json)
+    if drawn is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
-    facts = {
-        "trace": trace.name, "speed_up": faster, "requests": len(asked), "models": len(sizes),
-        "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
-        "is_estimate": hardware.is_estimate, "seed": seed,
-        "compute_load": _load(used, asked) / (cluster.nodes * cluster.devices if cluster else 1),
-        **(dataclasses.asdict(cluster) if cluster else {}),
-        "jobs": len(trains), "tokens": sum(one.tokens for one in asked) if has_tokens else 0,
-    }  # fmt: skip
+    facts = compared.facts()
     if plot is not None:
         _draw(Path(plot), runs, facts)
     rows = [_row(*run) for run in runs]
@@ -251,28 +293,13 @@ def _compare(
         views.echo(f"Warning: {text}", err=True)
     if as_json:
         views.print_json({**facts, "runs": rows})
-        return
-    views.console().print(_headline(facts))
-    views.console().print(
-        _table(rows, has_requests=bool(asked), has_jobs=bool(trains), has_tokens=has_tokens)
-    )
-    for row in rows:
-        if cluster and row["in_slo"] < cluster.need:
-            views.echo(f"{row['policy']}, memory {row['memory']}: not even {cluster.nodes} nodes "
-                       f"suffice; --nodes {2 * cluster.nodes} --tiles {cluster.tiles}")  # fmt: skip
-    if trains:
-        views.console().print()
-        views.console().print(_jobs_table(rows, has_requests=bool(asked)))
-    for path in filter(None, (plot, timeline)):
-        views.echo(f"wrote {path}")
+    else:
+        compared.show(rows, facts)
 
 
-def _replayed(
-    settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
-    asked: Sequence[arrivals.Arrival], trains: Sequence[PaperJob], drawn: Timeline | None,
-    cluster: Cluster | None, *, is_watched: bool,
-) -> list[Run]:  # fmt: skip
+def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
     """The same arrivals on each server or cluster; the label of its memory goes along."""
+    settings, models, asked = of.settings(), of.models, of.requests
     runs: list[Run] = []
     with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
         for number, (label, setting) in enumerate(settings):
@@ -283,32 +310,30 @@ def _replayed(
 
             take_span = drawn.add if drawn is not None else None
             placed: dict[str, Any] = {}
-            if cluster is not None:
-                found = place(cluster, setting, models, asked, watch)
+            if of.cluster is not None:
+                found = place(of.cluster, setting, models, asked, watch)
                 outcome = found.outcome
                 placed = {name: getattr(found, name) for name in OF_NODES}
             elif setting.policy == SERIAL:
                 outcome = serial(setting, models, asked)
             else:
-                outcome = replay(setting, models, asked, trains, watch=watch, take_span=take_span)
+                outcome = replay(setting, models, asked, of.jobs, watch=watch, take_span=take_span)
             runs.append((label, setting, outcome, placed))
     return runs
 
 
-def _cluster(
-    nodes: int | None, devices: int | None, tiles: int | None, failures: str | None,
-    need: str | None, seed: int,
-) -> Cluster | None:  # fmt: skip
+def _cluster(given: Any) -> Cluster | None:
     """Checked; None: no cluster was asked for."""
-    if nodes is None and (devices or tiles or failures or need):
+    nodes, devices, tiles = given.nodes, given.devices, given.tiles
+    if nodes is None and (devices or tiles or given.failures or given.need):
         raise InvalidInput("--devices, --tiles, --failures and --need are a cluster's",
                            hint="--nodes 1 beside them")  # fmt: skip
-    dying = _read("--failures", failures or "0%", _share)
+    dying = _read("--failures", given.failures or "0%", _share)
     if dying == 1.0:
         raise InvalidInput("not all nodes can be expected to die in an hour", hint="--failures 1%")
     return None if nodes is None else Cluster(
         nodes, devices or 1, tiles or nodes * (devices or 1), dying,
-        _read("--need", need or "0%", _share), seed,
+        _read("--need", given.need or "0%", _share), given.seed,
     )  # fmt: skip
 
 

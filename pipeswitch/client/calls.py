@@ -79,11 +79,11 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 
 class Call(msgspec.Struct, kw_only=True, eq=False):
     header: dict[str, Any]  # RequestHeader's fields but the session
-    frames: Sequence[Any]
-    is_safe: bool
     future: Any  # of ``Calls._new_future``
-    convert: Callable[[Reply], Any] | None
-    on_progress: Callable[[dict[str, Any]], None] | None
+    frames: Sequence[Any] = ()
+    is_safe: bool = False  # sending it twice does the same as sending it once
+    convert: Callable[[Reply], Any] | None = None  # the future's value; None: the final reply
+    on_progress: Callable[[dict[str, Any]], None] | None = None  # gets each progress reply's body
     is_sent: bool = False
     tries: int = 0
 
@@ -134,32 +134,17 @@ class Calls:
         model: str = "",
         body: dict[str, Any] | None = None,
         inputs: tuple[WireTensor, ...] = (),
-        frames: Sequence[Any] = (),
         deadline_ms: float | None = None,
         priority: str = "",
-        is_safe: bool = False,
-        convert: Callable[[Reply], Any] | None = None,
-        on_progress: Callable[[dict[str, Any]], None] | None = None,
         future: Any = None,
+        **options: Any,
     ) -> Call:
-        """A call that is not sent yet.
-
-        Args:
-            is_safe: sending it twice does the same as sending it once.
-            convert: makes the future's value of the final reply; None: it is the value.
-            on_progress: called with each progress reply's body.
-            future: None: a new one.
-        """
+        """Return a call that is not sent yet. ``options`` are fields of ``Call``; no ``future``: a
+        new one."""
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
-        return Call(
-            header=header,
-            frames=frames,
-            is_safe=is_safe,
-            future=self._new_future(header["id"]) if future is None else future,
-            convert=convert,
-            on_progress=on_progress,
-        )
+        future = self._new_future(header["id"]) if future is None else future
+        return Call(header=header, future=future, **options)
 
     def _header(self, op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:
@@ -373,11 +358,7 @@ def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
     if len(outputs) == 1 and not body and outputs[0].name == BODY_TENSOR and not header.timing:
         body, outputs = _large_body(frames[outputs[0].frame]), ()
     return Reply(
-        request_id=header.id,
-        body=body,
-        timing=header.timing,
-        outputs=outputs,
-        frames=frames,
+        request_id=header.id, body=body, timing=header.timing, outputs=outputs, frames=frames
     )
 
 

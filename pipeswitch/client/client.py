@@ -21,15 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
-from ..programs.nesting import Tree, flatten
+from ..errors import InvalidInput, ModelNotFound
 from ..tracing import Traced, open_tracer
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
 from ..wire.keys import keys_from
+from ..wire.register_request import RegisterRequest
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
+from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, progress_caller
@@ -39,37 +40,6 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S: Final = 2.5
 LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
-
-Inputs = Mapping[str, Any]
-"""``{name: (shape, dtype)}``, and what nests around such pairs."""
-FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
-PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
-_NO_PROGRAMS: Final = {
-    ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
-    "example_inputs=(x,))",
-    ".safetensors": "it holds weights alone: pipeswitch register NAME package.module:function "
-    "--weights FILE",
-    ".ckpt": "it holds weights alone: pipeswitch register NAME package.module:function "
-    "--weights FILE",
-}
-Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
-
-
-def check_program_options(source: str, weights: str, inputs: object) -> None:
-    """Refuse options that a program in a file would ignore.
-
-    Raises:
-        InvalidInput: the program has weights or a signature of its own.
-    """
-    suffix = os.path.splitext(source)[1]
-    if weights and suffix in (".bundle", *FILES):
-        raise InvalidInput(
-            f"{source!r} brings its own weights, so weights {weights!r} would not be used",
-            hint="omit weights, or register the module's code: pipeswitch register "
-            f"NAME package.module:function --weights {weights}",
-        )
-    if inputs and suffix in (".bundle", ".pt2"):
-        raise InvalidInput(f"{source!r} says what it takes", hint="omit inputs")
 
 
 class Client(Verbs):
@@ -421,144 +391,49 @@ class Client(Verbs):
         Raises:
             RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
         """
-        with contextlib.ExitStack() as stack:
-            weights = os.fspath(weights or "")
-            if weights and not isinstance(source, str | os.PathLike):
-                raise InvalidInput("a module brings its own weights", hint="leave weights out")
-            if isinstance(source, str | os.PathLike):
-                check_program_options(os.fspath(source), weights, inputs)
-            notes: list[str] = []
-            takes, signature = _signature(inputs)
-            raw_takes, sent = _signature(raw)
-            answer_takes, returned = _signature(returns)
-            if raw_takes is not None or answer_takes is not None:
-                raise InvalidInput("raw and returns do not nest")
-            if dynamic and isinstance(source, str | os.PathLike):
-                raise InvalidInput(
-                    "dynamic is for a module; a file or a name says it in its inputs",
-                    hint='inputs={"ids": ((1, (1, 512)), "int64")}',
-                )
-            if generate and not isinstance(source, str | os.PathLike):
-                source = _decoder(source, tokenizer, max_batch, _folder(stack), notes)
-            options = {"max_batch": max_batch or None, "dynamic": dynamic}
-            source = self._as_source(
-                source, signature, example_inputs, options, progress, stack, notes
-            )
-            example = ""
-            if example_inputs is not None and ":" in source and not source.startswith("put:"):
-                takes, signature, example = self._example(
-                    example_inputs, takes, signature, _folder(stack)
-                )
-            if weights.endswith(PICKLED) and os.path.isfile(weights):
-                weights = _as_safetensors(weights, _folder(stack))
-            if weights.endswith(".safetensors"):
-                weights = self.upload(weights, "safetensors", progress)
+        takes, signature = declared(inputs)
+        state = state or {}  # an output alone replaces its input
+        request = RegisterRequest(
+            source="",
+            weights=os.fspath(weights or ""),
+            inputs=signature,
+            takes=takes,
+            priority=priority,
+            pin=pin,
+            devices=tuple(devices),
+            max_batch=max_batch,
+            batch=batch,
+            batch_delay_ms=batch_delay_ms,
+            preprocess=preprocess,
+            raw=declared(raw, nests=False)[1],
+            postprocess=postprocess,
+            returns=declared(returns, nests=False)[1],
+            state={key: (one, -1) if isinstance(one, str) else one for key, one in state.items()},
+            generate=generate,
+            precision=precision,
+            max_error=max_error,
+        )
+        local = LocalSource(source, example_inputs, dynamic, tokenizer)
+        return self._register(name, request, local, progress)
+
+    def _register(
+        self,
+        name: str,
+        request: RegisterRequest,
+        local: LocalSource,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Upload what ``local`` has, then send the registration; the command line fills its own."""
+        body = local.send(request, self.upload, progress).body()
         future = self._connection.request(
             "register",
             model=name,
-            body={
-                "source": source,
-                "weights": weights,
-                "inputs": signature,
-                **({} if takes is None else {"takes": takes}),
-                **({"example": example} if example else {}),
-                "priority": priority,
-                "pin": pin,
-                "max_batch": max_batch,
-                "batch": batch,
-                "batch_delay_ms": batch_delay_ms,
-                **({"devices": list(devices)} if devices else {}),
-                **({"preprocess": preprocess, "raw": sent} if preprocess or sent else {}),
-                **(
-                    {"postprocess": postprocess, "returns": returned}
-                    if postprocess or returned
-                    else {}
-                ),
-                **({"state": _states(state)} if state else {}),
-                **({"generate": True} if generate else {}),
-                **({"precision": precision} if precision else {}),
-                **({"max_error": max_error} if max_error else {}),
-            },
+            body=body,
             is_safe=True,  # the same registration again is a no-op
             on_progress=progress_caller(progress),
         )
         row: dict[str, Any] = future.result().body
-        return {**row, "notes": [*notes, *row.get("notes", ())]}
-
-    def _example(
-        self, given: Any, takes: Tree, signature: dict[str, list[Any]], folder: Path
-    ) -> tuple[Tree, dict[str, list[Any]], str]:
-        """Values of a named model's inputs, as an upload; they say how its arguments nest."""
-        import numpy as np
-        from safetensors.numpy import save_file
-
-        if not isinstance(given, Mapping):
-            raise InvalidInput(
-                "example_inputs of a named model are by its arguments' names",
-                hint='example_inputs={"x": x}',
-            )
-        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
-        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
-        save_file(arrays, folder / "example.safetensors")
-        if not signature:
-            signature = {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()}
-            takes = tree if list(arrays) != list(given) else None
-        return takes, signature, self.upload(folder / "example.safetensors", "safetensors")
-
-    def _as_source(
-        self,
-        source: Any,
-        signature: Mapping[str, Any],
-        example_inputs: Any,
-        options: Mapping[str, Any],
-        progress: Progress | None,
-        stack: contextlib.ExitStack,
-        notes: list[str],
-    ) -> str:
-        """What the server is told; files and modules become uploads first, with ``notes``."""
-        options = {key: value for key, value in options.items() if value is not None}
-        if not isinstance(source, str | os.PathLike):
-            return self._export(source, example_inputs, options, _folder(stack), progress, notes)
-        text = os.fspath(source)
-        suffix = os.path.splitext(text)[1]
-        if suffix in (".bundle", ".pt2") and example_inputs is not None:
-            raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
-        if suffix in _NO_PROGRAMS:
-            hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
-            raise InvalidInput(f"{text!r} is no program", hint=hint)
-        if suffix in FILES:
-            if not os.path.isfile(text):
-                raise InvalidInput(f"no file {text!r}")
-            from ..programs.build.files import convert
-
-            bundle = _folder(stack) / "program.bundle"
-            _report(progress, "export", 0.0)
-            notes += convert(text, bundle, signature, example_inputs, **options)["notes"]
-            return self.upload(bundle, "bundle", progress)
-        if text.endswith(".bundle"):
-            return self.upload(text, "bundle", progress)
-        return text
-
-    def _export(
-        self,
-        module: Any,
-        example_inputs: Any,
-        options: Mapping[str, Any],
-        folder: Path,
-        progress: Progress | None,
-        notes: list[str],
-    ) -> str:
-        if example_inputs is None:
-            raise InvalidInput(
-                "a module is exported by running it once",
-                hint="give example_inputs=(x,), what its forward takes",
-            )
-        from ..programs.build.export import export_module_to_bundle
-
-        bundle = folder / "program.bundle"
-        _report(progress, "export", 0.0)
-        notes += export_module_to_bundle(module, example_inputs, bundle, **options)["notes"]
-        return self.upload(bundle, "bundle", progress)
+        return {**row, "notes": [*local.notes, *row.get("notes", ())]}
 
     def upload(
         self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None
@@ -829,58 +704,6 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
-
-
-def _decoder(model: Any, tokenizer: Any, max_batch: int, folder: Path, notes: list[str]) -> Path:
-    from ..programs.build.export import export_decoder_to_bundle
-
-    path = folder / "program.bundle"
-    options = {"max_batch": max_batch} if max_batch else {}
-    notes += export_decoder_to_bundle(model, path, tokenizer, **options)["notes"]
-    return path
-
-
-def _states(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: (one, -1) if isinstance(one, str) else one for name, one in state.items()}
-
-
-def _folder(stack: contextlib.ExitStack) -> Path:
-    """One that is gone with the stack."""
-    made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
-    return Path(stack.enter_context(made))
-
-
-def _as_safetensors(weights: str, folder: Path) -> str:
-    from ..programs.build.files import convert_weights
-
-    out = str(folder / "weights.safetensors")
-    convert_weights(weights, out)
-    return out
-
-
-def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:
-    """Declared inputs as they travel: how they nest, if they do, and each by its name.
-
-    Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``.
-    """
-    try:
-        takes, found = flatten(dict(inputs or {}), "input", _is_declared)
-        flat = {
-            key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
-            for key, (shape, dtype) in found.items()
-        }
-    except (TypeError, ValueError, AttributeError, RegistrationRefused) as error:
-        raise InvalidInput(
-            f"inputs are not {{name: (shape, dtype)}}: {error}",
-            hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
-        ) from error
-    return (takes if list(flat) != list(inputs or {}) else None), flat
-
-
-def _is_declared(value: Any) -> bool:
-    """``(shape, dtype)``."""
-    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)
 
 
 def _report(progress: Progress | None, stage: str, fraction: float) -> None:

@@ -14,18 +14,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ..errors import (
     Cancelled,
     ConfigError,
     InvalidInput,
     ModelNotFound,
-    PermissionDenied,
     PipeSwitchError,
     SequenceNotFound,
     ServerUnavailable,
@@ -34,7 +35,7 @@ from ..errors import (
 from ..wire.keys import ClientKeys
 from .calls import Reply
 from .connection import Connection
-from .holders import Balance
+from .holders import ELSEWHERE, RETURN_S, Balance, NodeAddress, Table, lost, models_of
 
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
@@ -42,12 +43,8 @@ PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # before its name, an actor's
 SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
-ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
-"""Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
-refuses it is a foreign one that now has a node's former port."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 ASK_S: Final = 20.0  # time limit of a query to placement
-RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
 FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
 _RAY: Final = threading.RLock()  # a process has one
 
@@ -149,14 +146,16 @@ class ClusterConnection:
             self._address = address
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # of the table and the connections
-        self._connections: dict[tuple[str, Any], Connection] = {}  # by address and keys
+        self._connections: dict[
+            NodeAddress, Connection
+        ] = {}  # another server may have its port later
         self._home = ""  # where this client's files go, until all are part of a model
         self._files: dict[str, str] = {}  # by digest: the node that has it
         self._waiting: set[str] = set()  # of them, for a registration
         self._choosing = threading.Lock()  # of these three
         self._began: dict[str, str] = {}  # by sequence: its node
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
-        self._table: dict[str, Any] = {}
+        self._table = Table()
         self._asked_at_s = self._learnt_at_s = 0.0
         self._balance = Balance()
         self._ask()
@@ -172,7 +171,7 @@ class ClusterConnection:
         raise _one_nodes("events")
 
     def notify(self, op: str, *, model: str = "") -> None:
-        node = self._table["models"].get(model)
+        node = self._table.models.get(model)
         with contextlib.suppress(ServerUnavailable):  # it has no answer
             if node is not None:
                 self._to(node).notify(op, model=model)
@@ -236,14 +235,13 @@ class ClusterConnection:
             return self._node_of(model)
         if body.get("start"):
             self._began[body["sequence"]] = self._node_of(model)
-        if (node := self._began.get(body["sequence"], "")) not in self._table["nodes"]:
+        if (node := self._began.get(body["sequence"], "")) not in self._table.nodes:
             raise self._lost(body["sequence"])
         return node
 
     def _lost(self, sequence: str) -> SequenceNotFound:
         self._began.pop(sequence, None)
-        return SequenceNotFound(f'no node still has sequence "{sequence}"',
-                                hint="open a new sequence")  # fmt: skip
+        return lost(sequence)
 
     def _elsewhere(
         self, error: PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
@@ -255,14 +253,14 @@ class ClusterConnection:
         Raises:
             PipeSwitchError: the last node's error, or no node is left to try.
         """
-        body, tried = options.get("body") or {}, {self._address_of(node)}
+        body, tried = options.get("body") or {}, {self._table.address(node)}
         wait_s = min(RETURN_S, (options.get("deadline_ms") or math.inf) / 1000.0)
         until_s = time.monotonic() + wait_s
         if not options.get("is_safe") and not body.get("start"):
             raise self._lost(body.get("sequence", ""))
         while True:
             node = self._again(error, node, model, tried, until_s)
-            tried.add(self._address_of(node))
+            tried.add(self._table.address(node))
             if not options.get("is_safe"):
                 self._began[body["sequence"]] = node
             try:
@@ -282,13 +280,15 @@ class ClusterConnection:
         self._take(table)
         return answer
 
-    def _take(self, table: dict[str, Any]) -> None:
+    def _take(self, facts: dict[str, Any]) -> None:
         """Store a table unless a newer one is stored."""
+        # A node's own server sends it: no node comes first for a client.
+        table = msgspec.convert({**facts, "here": ""}, Table)
         with self._lock:
             self._asked_at_s = self._learnt_at_s = time.monotonic()
-            if table["version"] >= self._table.get("version", 0):
+            if table.version >= self._table.version:
                 self._table = table
-                self._balance.learn(table.get("loads", {}), self._asked_at_s)
+                self._balance.learn(table.loads, self._asked_at_s)
 
     def _learn(self) -> None:
         """Query a node for the current table beside the requests; placement sends it to all
@@ -296,18 +296,15 @@ class ClusterConnection:
         with self._lock:
             self._learnt_at_s = time.monotonic()  # one asks
             known = self._connections.copy()
-            living = {one["address"] for one in self._table["nodes"].values()}
-        links = [link for (address, _), link in known.items() if address in living]
+            living = {one.address for one in self._table.nodes.values()}
+        links = [link for node, link in known.items() if node.address in living]
         if links:
             answer = links[int(self._learnt_at_s) % len(links)].request("nodes", is_safe=True)
             answer.add_done_callback(self._learnt)
 
     def _learnt(self, answer: Future[Any]) -> None:
         with contextlib.suppress(PipeSwitchError, CancelledError):  # another one will say it
-            table = answer.result().body
-            for facts in table["nodes"].values():
-                facts["keys"] = tuple(key.encode() for key in facts["keys"])
-            self._take(table)
+            self._take(answer.result().body)
 
     def _node_of(self, model: str) -> str:
         """Return the node that serves a model; placement is asked if the table has none.
@@ -316,16 +313,10 @@ class ClusterConnection:
             ModelNotFound: no node has it.
         """
         table = self._table
-        with contextlib.suppress(KeyError):
-            serving = str(table["models"][model])
-            others = [one for one in table["holders"].get(model, ())
-                      if one != serving and one in table["nodes"]]  # fmt: skip
-            return self._balance.choose([serving, *others], time.monotonic())
+        if serving := table.models.get(model):
+            return self._balance.choose(table.untried(model) or [serving], time.monotonic())
         error = ModelNotFound(f'no model "{model}"', hint="pipeswitch models")
         return self._again(error, "", model, set(), time.monotonic() + RETURN_S)
-
-    def _address_of(self, node: str) -> str:
-        return str(self._table["nodes"].get(node, {}).get("address", node))
 
     def _to(self, node: str) -> Connection:
         """Return the connection to a node.
@@ -335,21 +326,20 @@ class ClusterConnection:
             PipeSwitchError: this process has no descriptor, thread or memory for a connection.
         """
         with self._lock:
-            facts = self._table["nodes"].get(node)
+            facts = self._table.nodes.get(node)
             if facts is None:
                 raise ServerUnavailable(f"{node} is no longer part of the cluster")
-            key = (facts["address"], tuple(facts["keys"]))  # another server may have its port later
-            found = self._connections.get(key)
+            found = self._connections.get(facts)
             if found is None:
-                keys = ClientKeys(*facts["keys"])
+                keys = ClientKeys(*(key.encode() for key in facts.keys))
                 try:
-                    found = Connection(facts["address"], self._timeout_s, keys)
+                    found = Connection(facts.address, self._timeout_s, keys)
                 except (OSError, RuntimeError, MemoryError) as error:
                     raise PipeSwitchError(
                         f"cannot connect to {node}: {error}",
                         hint="close files and clients that this process no longer needs",
                     ) from error
-                self._connections[key] = found
+                self._connections[facts] = found
             return found
 
     def _again(
@@ -366,7 +356,7 @@ class ClusterConnection:
         Raises:
             PipeSwitchError: ``error``: there is no other node.
         """
-        is_dead, address = isinstance(error, ServerUnavailable), self._address_of(node)
+        is_dead, address = isinstance(error, ServerUnavailable), self._table.address(node)
         if is_dead and (found := self._untried(model, tried)):
             return found
         while True:
@@ -374,7 +364,7 @@ class ClusterConnection:
                 self._ask(*(("accuse", node, address) if is_dead else ()))
             if found := self._untried(model, tried):
                 return found
-            may_come = is_dead or self._table.get("may_come")
+            may_come = is_dead or self._table.may_come
             if not may_come or time.monotonic() + LOOK_S > until_s:
                 raise error
             time.sleep(LOOK_S)
@@ -383,13 +373,12 @@ class ClusterConnection:
         """Return the holder that serves the model's next requests; empty if all were tried."""
         with self._lock:
             table = self._table
-            serving, holders = table["models"].get(model), table["holders"].get(model, ())
-            others = [one for one in dict.fromkeys((serving, *holders))
-                      if one in table["nodes"] and self._address_of(one) not in tried]  # fmt: skip
-            if others and others[0] != serving:
-                self._table = {**table, "models": {**table["models"], model: others[0]},
-                               "holders": {**table["holders"], model: others}}  # fmt: skip
-            return str(others[0]) if others else ""
+            others = table.untried(model, tried)
+            if others and others[0] != table.models.get(model):
+                models = {**table.models, model: others[0]}
+                holders = {**table.holders, model: others}
+                self._table = msgspec.structs.replace(table, models=models, holders=holders)
+            return others[0] if others else ""
 
     # ---- verbs of more than one node -----------------------------------------------------------
 
@@ -403,7 +392,7 @@ class ClusterConnection:
     def _do_put(self, op: str, **options: Any) -> Any:
         name = f"put:{options['body']['digest']}"
         with self._choosing:  # registrations of several threads
-            if self._files.get(name) not in self._table["nodes"]:
+            if self._files.get(name) not in self._table.nodes:
                 self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
                 self._files[name] = self._home
                 self._waiting.add(name)
@@ -412,7 +401,7 @@ class ClusterConnection:
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         with self._choosing:
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
-            home = self._files[min(files)] if files else self._table["models"].get(model)
+            home = self._files[min(files)] if files else self._table.models.get(model)
         home = home or self._ask("home", 0)
         reply = self._to(home).call(op, model=model, body=body, **options)
         with self._choosing:
@@ -424,14 +413,14 @@ class ClusterConnection:
     def _of_holders(self, op: str, model: str, options: dict[str, Any]) -> Any:
         """Ask every holder that answers: requests may go to any of them."""
         node, reply = self._node_of(model), None
-        for one in self._table["holders"].get(model, (node,)):
+        for one in self._table.holders.get(model, (node,)):
             with contextlib.suppress(*ELSEWHERE):
                 reply = self._to(one).call(op, model=model, **options)
         return reply or self._to(node).call(op, model=model, **options)
 
     def _do_unregister(self, op: str, *, model: str, **options: Any) -> Any:
         self._ask()
-        holders = [self._node_of(model), *self._table["holders"].get(model, ())]
+        holders = [self._node_of(model), *self._table.holders.get(model, ())]
         for node in dict.fromkeys(holders):
             reply = self._to(node).call(op, model=model, **options)
         self._ask("forgotten", model)
@@ -443,7 +432,7 @@ class ClusterConnection:
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()
         for is_last in (False, True):
-            table = self._table["nodes"]
+            table = self._table.nodes
             asked, found = {}, {}
             for node in table:
                 with contextlib.suppress(ServerUnavailable):  # the table is another one by now
@@ -488,7 +477,7 @@ class ClusterConnection:
         return _reply({"jobs": rows})
 
     def _do_sequences(self, op: str, *, body: Any = None, **options: Any) -> Any:
-        if body and (node := self._began.pop(body["end"], "")) in self._table["nodes"]:
+        if body and (node := self._began.pop(body["end"], "")) in self._table.nodes:
             return self._to(node).call(op, body=body, **options)
         answers = self._all(op)
         rows = [{**row, "node": node} for node, one in answers.items() for row in one["sequences"]]
@@ -507,7 +496,7 @@ class ClusterConnection:
         return _reply(self._ask("train", body, script))
 
     def _do_job(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
-        if body["action"] == "move" and body["to"] in self._table["nodes"]:
+        if body["action"] == "move" and body["to"] in self._table.nodes:
             self._ask("move", body["name"], body["to"])
             body = {**body, "action": "show"}
             del body["to"]
@@ -535,18 +524,6 @@ class ClusterConnection:
         """Where a job is; empty: nowhere."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
-
-
-def models_of(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the models that nodes list, each once, with the names of its nodes."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for node, answer in answers.items():
-        for row in answer["models"]:
-            kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
-            kept["nodes"].append(node)
-            if kept["nodes"] != [node]:
-                kept["requests"] += row["requests"]
-    return list(found.values())
 
 
 def _no_job(name: str) -> ModelNotFound:

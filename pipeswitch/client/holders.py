@@ -1,8 +1,9 @@
-"""Choice of the node that gets a model's next request. Pure: loads in, a node out.
+"""The table of a cluster, and the choice of the node that gets a model's next request. Pure.
 
-A client sees its own requests at once and all requests once a second, in the nodes' reports. It
-predicts from both when each holder would finish, and uses another node than the preferred one only
-for a clear gain: the others may have to copy the model to their device first.
+Clients and gateways of a cluster follow the same table. Each sees its own requests at once and all
+requests once a second, in the nodes' reports. It predicts from both when each holder would finish,
+and uses another node than the preferred one only for a clear gain: the others may have to copy the
+model to their device first.
 """
 
 from __future__ import annotations
@@ -10,15 +11,65 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
 
+import msgspec
+
+from ..errors import ModelNotFound, PermissionDenied, SequenceNotFound, ServerUnavailable
+
+ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
+"""Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
+refuses it is a foreign one that now has a node's former port."""
+RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
 KEEP_MS: Final = 20.0  # choose another node only if it finishes this much earlier,
 KEEP_SHARE: Final = 0.25  # and by this share of the wait: predictions are no better than that
 UNKNOWN_MS: Final = 1.0  # assumed for one request if nothing was measured
 
 Load = tuple[float, float]
 """Predicted milliseconds until a node has answered all accepted requests, and for one request."""
+
+
+class NodeAddress(msgspec.Struct, frozen=True):
+    """Address of a node's port for clients with keys, and the keys for it."""
+
+    address: str
+    keys: tuple[str, ...] = ()
+    gateway_keys: tuple[str, ...] = ()  # with the owner's rights; a gateway's table has them
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Placement's table: which node serves a model, and which ones hold it."""
+
+    version: int = 0
+    here: str = ""  # in a gateway's table: its own node, which needs no row in ``nodes``
+    nodes: dict[str, NodeAddress] = {}
+    models: dict[str, str] = {}  # by model: the node that serves it
+    holders: dict[str, list[str]] = {}
+    loads: dict[str, Load] = {}
+    may_come: bool = False  # a node that is away may come back
+
+    def address(self, node: str) -> str:
+        """Return a node's address; its name if the table does not have it."""
+        return self.nodes[node].address if node in self.nodes else node
+
+    def untried(self, model: str, tried: Collection[str] = ()) -> list[str]:
+        """Return the model's holders whose address was not tried: this node first, else the
+        serving one."""
+        held = self.holders.get(model, ())
+        return [
+            node
+            for node in dict.fromkeys((self.here, self.models.get(model, ""), *held))
+            if node in held
+            and (node in self.nodes or node == self.here)
+            and self.address(node) not in tried
+        ]
+
+
+def lost(sequence: str) -> SequenceNotFound:
+    """Return the error of a sequence whose node is gone."""
+    text = f'no node still has sequence "{sequence}"'
+    return SequenceNotFound(text, hint="open a new sequence")
 
 
 def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
@@ -74,3 +125,15 @@ def is_worth(stay_ms: float, leave_ms: float) -> bool:
 def home_of(sequence: str, holders: Iterable[str]) -> str:
     """Return the holder of a sequence: the same one at every gateway that knows these holders."""
     return max(holders, key=lambda node: hashlib.sha256(f"{node}\0{sequence}".encode()).digest())
+
+
+def models_of(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the models that nodes list, each once, with the names of its nodes."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for node, answer in answers.items():
+        for row in answer["models"]:
+            kept = found.setdefault((row["name"], row["version"]), {**row, "nodes": []})
+            kept["nodes"].append(node)
+            if kept["nodes"] != [node]:
+                kept["requests"] += row["requests"]
+    return list(found.values())

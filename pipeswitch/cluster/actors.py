@@ -332,7 +332,8 @@ class Placement:
         with self._lock:
             return {
                 "version": self._version,
-                "nodes": {name: {"address": facts["address"], "keys": facts["keys"]}
+                "nodes": {name: {"address": facts["address"],
+                                 "keys": [key.decode() for key in facts["keys"]]}
                           for name, facts in self._facts.items()},
                 "models": dict(self._serving),
                 "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
@@ -345,13 +346,12 @@ class Placement:
         ray = connect_ray()
         with self._lock:
             facts = dict(self._facts)
-            nodes = {
-                name: {"address": one["address"], "gateway_keys": one["gateway_keys"],
-                       "keys": [key.decode() for key in one["keys"]]}
-                for name, one in facts.items()
-            }  # fmt: skip
-            loads = {name: (one["queue_ms"], one["each_ms"]) for name, one in facts.items()}
-            table = {**self.table(), "nodes": nodes, "loads": loads}
+            table = self.table()
+            for name, row in table["nodes"].items():
+                row["gateway_keys"] = facts[name]["gateway_keys"]
+            table["loads"] = {
+                name: (one["queue_ms"], one["each_ms"]) for name, one in facts.items()
+            }
             if table != self._shared:
                 self._shared, self._shared_number = table, self._shared_number + 1
             table = {**table, "number": self._shared_number}

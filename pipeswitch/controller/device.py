@@ -95,9 +95,6 @@ class DeviceEffects:
                 case msg.BindTenant(tenant=tenant):
                     self._bound[command.slot, known[0]] = tenant
                     descriptors += self._memory_for(command.message)
-                case msg.MoveTask(device=index):
-                    there = self._ground.shares[index]
-                    descriptors += [there.arena[-1], there.board_descriptor, *there.bells]
                 case msg.RunJob(share=group) if group:
                     reader = self._index, command.slot, known[0]
                     descriptors.append(self._memory.ring_of(group, reader))
@@ -226,21 +223,6 @@ class DeviceEffects:
             "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
         )
 
-    def hand_over(self, slot: msg.Slot, other: DeviceEffects, to: tuple[msg.Slot, int]) -> None:
-        """Its process is another device's from now on, in slot and generation ``to``."""
-        generation, child = self._workers.pop(slot)
-        bound = self._bound.pop((slot, generation), "")
-        self._memory.rename_reader((self._index, slot, generation), (other._index, *to))
-        other._take_over(*to, child, bound)
-
-    def _take_over(self, slot: msg.Slot, generation: int, child: Child, bound: str) -> None:
-        self._free(slot)
-        self._bound[slot, generation] = bound
-        child.on_message, child.on_exit = self._hearing(slot, generation)
-        self._workers[slot] = (generation, child)
-        if child.exit_status is not None:  # it was told of in its former slot, which is empty now
-            child.on_exit(child.exit_status)
-
     def _hearing(
         self, slot: msg.Slot, generation: int
     ) -> tuple[Callable[[msg.Message, list[int]], None], Callable[[int], None]]:
@@ -268,16 +250,12 @@ class DeviceEffects:
 
         return on_message, on_exit
 
-    def _free(self, slot: msg.Slot) -> None:
-        """For another process."""
+    def _spawn_worker(self, slot: msg.Slot, generation: int) -> None:
         known = self._workers.get(slot)
         if known is not None:
             self._processes.kill(known[1])  # replaced; one that has left is not there any more
         self._handed[slot] = {}
         self._share.board.write_begun(slot, 0)
-
-    def _spawn_worker(self, slot: msg.Slot, generation: int) -> None:
-        self._free(slot)
         settings = msg.WorkerSettings(
             slot=slot,
             device=self._device,

@@ -74,9 +74,6 @@ class Effects:
         match command:
             case _ if isinstance(command, ev.OfDevice):
                 self._devices[command.device].perform(command)
-            case ev.HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
-                other = self._devices[command.to_device]
-                self._devices[command.device].hand_over(slot, other, (to_slot, generation))
             case ev.SpawnStage() | ev.ToStage() | ev.KillStage() | ev.TakeResult():
                 self._stages.perform(command)
             case ev.Answer():
@@ -248,7 +245,7 @@ class Tracer:
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        self._lane.stop()
+        self._lane.shutdown()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:
         trace = pack_dict(self._timeline.chrome_trace(since_ms))

@@ -20,6 +20,7 @@ from typing import Final
 
 from .. import failpoints
 from ..failpoints import reach
+from ..machine import FreedMemory
 from ..scheduler.events import DrainAsked, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
 from .processes import URGENT_LOOK_EVERY_S
@@ -39,6 +40,7 @@ class Loop:
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
         self._notifier = Notifier(os.environ)
+        self._freed = FreedMemory()
         self._signals = 0
         self._signals_seen = 0
         self._wake_read, self._wake_write = socket.socketpair()
@@ -89,6 +91,8 @@ class Loop:
         since_s = since_ms / 1000.0 if since_ms is not None else None
         processes.look(since_s)
         gateway.look()
+        if since_s is None:  # nobody waits
+            self._freed.give_back(now_s)
         self._notifier.beat(now_s)
         look_s, gateway_s = processes.seconds_to_look(since_s), gateway.wait_s()
         return look_s if gateway_s is None else min(look_s, gateway_s)
@@ -143,6 +147,7 @@ class Loop:
 
     def close(self) -> None:
         self._notifier.close()
+        self._freed.close()
         self._wake_read.close()
         self._wake_write.close()
 

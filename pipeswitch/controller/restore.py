@@ -9,15 +9,16 @@ import logging
 import msgspec
 
 from ..commits.progress import SUFFIX, read_life
-from ..config import PRIORITIES, ModelConfig
+from ..config import ModelConfig
 from ..errors import PipeSwitchError
-from ..frontend import permissions
+from ..frontend.registration import registration
 from ..ipc.messages import JobName, ModelName
 from ..programs.chains import Chain
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..scheduler.events import ChainAsked, RegisterAsked, Token
 from ..scheduler.state.versions import split_name
+from ..wire.register_request import RegisterRequest
 from .entries import Entry
 from .server import Server
 
@@ -131,30 +132,11 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
 
 
 def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
-    source = permissions.check_source(
-        model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
-    )
-    inputs = dict(map(parse_input, model.inputs, range(len(model.inputs))))
-    raw, returns = (
-        dict(map(functools.partial(parse_input, texts=True), declared, range(len(declared))))
-        for declared in (model.raw, model.returns)
-    )
-    permissions.check_function("preprocess", model.preprocess, raw, is_owner=True, allow_code=())
-    permissions.check_function(
-        "postprocess", model.postprocess, returns, is_owner=True, allow_code=()
-    )
-    spec, digest = permissions.encode_spec(
-        model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
-        model.devices, model.preprocess, raw, model.postprocess, returns,
-        precision=model.precision,
-    )  # fmt: skip
-    return RegisterAsked(
-        token=token,
-        model=ModelName(model.name),
-        spec=spec,
-        spec_digest=digest,
-        priority=PRIORITIES[model.priority],
-        is_pinned=model.pin,
-        devices=model.devices,
-        stage=stage_of(spec),
-    )
+    """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs."""
+    fields = msgspec.structs.asdict(model)
+    for key in ("inputs", "raw", "returns"):
+        read = functools.partial(parse_input, texts=key != "inputs")
+        fields[key] = dict(map(read, fields[key], itertools.count()))
+    name = fields.pop("name")
+    request = msgspec.convert(fields, RegisterRequest)
+    return registration(token, name, request)

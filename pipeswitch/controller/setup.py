@@ -154,7 +154,9 @@ def make_scheduler(
     """With the settings of the machine, and each device's own."""
     given, machine = config.scheduler, sizes[0]
     known = {field.name for field in dataclasses.fields(SchedulerSettings)}
-    of_section = {name: value for name, value in vars(given).items() if name in known}
+    of_section = {
+        name: getattr(given, name) for name in known.intersection(given.__struct_fields__)
+    }
     settings = SchedulerSettings(
         **of_section,
         store_bytes=machine.store_bytes,
@@ -182,7 +184,6 @@ def make_scheduler(
     each = [
         dataclasses.replace(
             settings, device=device.name, arena_bytes=one.arena_bytes,
-            prefix_bytes=config.device.prefix.resolve(one.arena_bytes, 0),
             identity=identity_of(device, one),
         )
         for device, one in zip(devices, sizes, strict=True)

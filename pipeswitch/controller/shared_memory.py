@@ -161,11 +161,6 @@ class Memory:
         word = self._sharers.get(group, 0).to_bytes(8, sys.byteorder)
         os.pwrite(self._rings[group], word, SHARERS_BYTE)
 
-    def rename_reader(self, reader: Hashable, name: Hashable) -> None:
-        """That process is known by another name."""
-        if reader in self._readers:
-            self._readers[name] = self._readers.pop(reader)
-
     def leave_ring(self, reader: Hashable) -> None:
         """That process is gone."""
         group = self._readers.pop(reader, None)

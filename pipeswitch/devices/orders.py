@@ -53,8 +53,8 @@ def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int)
         )
 
 
-def check_pieces(offset_bytes: int, size_bytes: int, ranges: tuple[ByteRange, ...]) -> int:
-    """Bytes of all pieces of the slice at ``offset_bytes`` together; each must lie within it.
+def check_pieces(size_bytes: int, ranges: tuple[ByteRange, ...]) -> int:
+    """Return the bytes of all pieces of a slice of that size; each must lie within it.
 
     Raises:
         RemoteProtocolError: a piece sticks out.

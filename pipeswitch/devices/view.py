@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
-from ..ipc.messages import Epoch, MoveTask
+from ..ipc.messages import Epoch
 from ..programs.layout import TensorSpec
 from .orders import WORD_BYTES, WORD_MASK
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..programs.executor import BoundProgram, PackedKernels
-    from .copies import HostCopies
 
 
 def now_ms() -> float:
@@ -28,6 +27,23 @@ def now_ms() -> float:
 
 
 _NOTHING: Final = nullcontext()
+
+
+class HostCopies(Protocol):
+    """Copies of flat uint8 tensors between a process's own memory on a device and on the host.
+
+    The thread that computes calls ``mark``: work that it has enqueued comes before the copy. Two
+    other threads, one for each direction, take memory (``target``) and copy; ``pieces`` yields the
+    size of each piece that has arrived.
+    """
+
+    def mark(self) -> Any: ...
+
+    def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor: ...
+
+    def pieces(
+        self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
+    ) -> Iterator[int]: ...
 
 
 class PoolView:
@@ -119,22 +135,6 @@ class PoolView:
         return self._slice(spec)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        raise NotImplementedError
-
-    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
-        """Copy the last slice to another device; the same addresses lead to it there (ADR 33).
-
-        Turns are passed on over there from now on, and nothing of the old device stays mapped.
-
-        Args:
-            descriptors: as ``MoveTask`` says; this object's from now on.
-
-        Returns:
-            Bytes that were copied.
-
-        Raises:
-            OSError, RemoteProtocolError: it cannot; half of it may be done.
-        """
         raise NotImplementedError
 
     def host_copies(self) -> HostCopies:

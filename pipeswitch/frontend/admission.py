@@ -17,7 +17,7 @@ from ..config import NAME_PATTERN, PRIORITIES
 from ..errors import InvalidInput, ModelNotFound, PermissionDenied
 from ..programs.dims import NoExtent, Values, match, values_text
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
-from ..programs.nesting import Tree, argument_names, check_takes
+from ..programs.nesting import Tree, argument_names
 from ..programs.signature import signature_text
 from ..roles import ANYONE
 from ..scheduler.events import Announce
@@ -252,13 +252,6 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def _is_extent(extent: object) -> bool:
-    """A size, or the range of one."""
-    ends: list[Any] = list(extent) if isinstance(extent, list | tuple) else [extent, extent]
-    is_sizes = len(ends) == 2 and all(type(n) is int and 0 < n < 1 << 32 for n in ends)
-    return is_sizes and bool(ends[0] <= ends[1])
-
-
 class Body:
     """A request's body, read field by field; ``done`` refuses what is not of the verb."""
 
@@ -314,37 +307,6 @@ class Body:
             raise InvalidInput(f"{self._op}: {key} must be a list of at most {MAX_ARGS} texts")
         return tuple(value)
 
-    def signature(self, key: str, *, texts: bool = False) -> dict[str, list[Any]]:
-        """``{name: [shape, dtype]}``; listed dtypes only; ``bytes`` too where texts may be."""
-        value = self._left.pop(key, {})
-        is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
-        if not is_named or len(value) > 64:
-            raise InvalidInput(f"{self._op}: {key} must map input names to [shape, dtype]")
-        for name in value:
-            if len(name) > MAX_INPUT_NAME or printable(name, keep="") != name:
-                raise InvalidInput(
-                    f"{self._op}: input name {name[:80]!r} is longer than {MAX_INPUT_NAME} "
-                    "characters or has control characters"
-                )
-        dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
-        return {name: self._one_signature(name, spec, dtypes) for name, spec in value.items()}
-
-    def _one_signature(self, name: str, spec: object, dtypes: Sequence[str]) -> list[Any]:
-        if isinstance(spec, list | tuple) and len(spec) == 2:
-            shape, dtype = spec
-            if (
-                isinstance(shape, list | tuple)
-                and len(shape) <= MAX_DIMS
-                and all(map(_is_extent, shape))
-                and isinstance(dtype, str)  # a list is not even hashable
-                and dtype in dtypes
-            ):
-                return [[n if isinstance(n, int) else tuple(n) for n in shape], dtype]
-        raise InvalidInput(
-            f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
-            f"positive dimensions, or ranges of them, and one of {', '.join(dtypes)}"
-        )
-
     def of_type(self, key: str, kind: Any, default: object = None) -> Any:
         """As ``msgspec`` has it; required when there is no default."""
         try:
@@ -352,11 +314,21 @@ class Body:
         except msgspec.ValidationError as error:
             raise InvalidInput(f"{self._op}: {key}: {printable(str(error))}") from None
 
-    def tree(self, key: str, names: Iterable[str]) -> Tree:
-        """How the inputs of these names make up arguments; None when it is missing."""
-        takes = self._left.pop(key, None)
-        check_takes(takes, names)
-        return takes
+    def rest(self, kind: Any) -> Any:
+        """Return all fields that are left, as a struct of the type ``kind``.
+
+        Raises:
+            InvalidInput: a field is missing, unknown, of another type or out of range.
+        """
+        fields, self._left = self._left, {}
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            problem, _, field = printable(str(error)).partition(" - at `$.")
+            raise InvalidInput(
+                f"{self._op}: {field.rstrip('`')}{': ' if field else ''}{problem}",
+                hint=f"fields: {', '.join(kind.__struct_fields__)}",
+            ) from None
 
     def done(self) -> None:
         if self._left:

@@ -198,7 +198,7 @@ class Frontend:
     def close(self) -> None:
         """Answer what is left with ServerUnavailable, flush, close everything."""
         self.uploads.stop()
-        self.inference.copier.stop()  # what they post is sent
+        self.inference.copier.shutdown()  # what they post is sent
         self._finish()
         for peer in list(self.peers.all):
             self.peers.part(peer)

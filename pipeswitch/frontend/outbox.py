@@ -15,6 +15,7 @@ from .replies import reply_frames
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
 MAX_READINGS: Final = 16  # of events, by one client
 READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
+SHORT_BYTES: Final = 64 << 10  # of a message that need not wait behind long answers
 
 
 class Outbox:
@@ -35,13 +36,18 @@ class Outbox:
         return any(one.peer.wants_turn for one in self.backlogged)
 
     def send(self, client: Client, outgoing: Outgoing) -> None:
-        """Send a message, or keep it."""
+        """Send a message, or keep it. A short one goes before long answers that have not begun to
+        leave: one connection may serve many callers. A request sends nothing after its answer."""
         if client.is_gone:
             if outgoing.on_end is not None:
                 outgoing.on_end(False)
             return
         outgoing.size_bytes = sum(map(len, outgoing.frames))
-        client.backlog.append(outgoing)
+        backlog, place = client.backlog, len(client.backlog)
+        if outgoing.size_bytes <= SHORT_BYTES:
+            while place > 1 and _is_long_answer(backlog[place - 1]):
+                place -= 1
+        backlog.insert(place, outgoing)
         client.unsent_bytes += outgoing.size_bytes
         if not self._flush(client):
             self._drop(client)
@@ -90,6 +96,10 @@ class Outbox:
         for client in list(self.backlogged):
             if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
                 self._drop(client)
+
+
+def _is_long_answer(outgoing: Outgoing) -> bool:
+    return outgoing.on_end is not None and outgoing.size_bytes > SHORT_BYTES
 
 
 class Readers:

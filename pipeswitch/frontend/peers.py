@@ -72,6 +72,10 @@ class Shares:
         return {"shares": self.count, "share_bytes": self._size_bytes}
 
 
+def _nothing() -> None:
+    pass
+
+
 class StreamPeer(Connection):
     """One connection."""
 
@@ -94,7 +98,7 @@ class StreamPeer(Connection):
         self._pieces: deque[tuple[memoryview, Any]] = deque()  # of it, to be copied: to and from
         self.is_closed = False
         self.wants_write = False  # it would go on when its socket is writable
-        self.on_change: Callable[[], None] = lambda: None  # ``wants_write`` is another
+        self.on_change: Callable[[], None] = _nothing  # ``wants_write`` is another
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -240,6 +244,8 @@ class StreamPeer(Connection):
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
+            # Both refer to this peer, and what that holds may be large.
+            self.on_change, self.client = _nothing, None
             if self._has_share:  # before the client can see that it is cut
                 self._shares.give_back()
             self._stream.close()

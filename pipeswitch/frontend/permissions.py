@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from ..errors import InvalidInput, PermissionDenied
-from ..programs.nesting import Tree
-from ..programs.packing import PRECISIONS
-from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What this server lets its clients name."""
+
+    allow_code: Sequence[str] = ()
+    uploads_dir: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,8 @@ def check_source(
     elif weights and weights != "pretrained" and not re.fullmatch(r"random:[0-9]{1,18}", weights):
         if not weights.endswith(".safetensors"):
             raise InvalidInput(
-                f"weights {weights!r} are none of FILE.safetensors, pretrained, random:SEED"
+                f"weights {weights!r} are none of FILE.safetensors, pretrained, random:SEED",
+                hint="a state dict's .pt file: the SDK and the command line convert it",
             )
         weights = _owners_file(weights, is_owner)
         owner_files.append(weights)
@@ -95,7 +98,8 @@ def check_source(
 def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
     digest = reference.removeprefix("put:")
     if not DIGEST.fullmatch(digest):
-        raise InvalidInput("put: must be followed by a sha256 in hexadecimal")
+        hint = "upload the file with the verb put, then name it put:DIGEST"
+        raise InvalidInput("put: must be followed by a sha256 in hexadecimal", hint=hint)
     path = os.path.join(uploads_dir, f"{digest}.{kind}")
     if not os.path.isfile(path):
         raise InvalidInput(
@@ -193,74 +197,3 @@ def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str
             hint="give the absolute path of a .py file, or package.module:function",
         )
     return real
-
-
-def _declared(inputs: Mapping[str, list[Any]]) -> dict[str, Any]:
-    return {
-        key: (tuple(n if isinstance(n, int) else tuple(n) for n in shape), dtype)
-        for key, (shape, dtype) in inputs.items()
-    }
-
-
-def encode_spec(
-    name: str,
-    checked: CheckedSource,
-    inputs: Mapping[str, list[Any]],
-    takes: Tree,
-    max_batch: int,
-    batch: int,
-    batch_delay_ms: float,
-    devices: tuple[str, ...],
-    preprocess: str = "",
-    raw: Mapping[str, list[Any]] | None = None,
-    postprocess: str = "",
-    returns: Mapping[str, list[Any]] | None = None,
-    state: Mapping[str, tuple[str, int]] | None = None,
-    generate: bool = False,
-    precision: str = "",
-    max_error: float = 0.0,
-) -> tuple[bytes, str]:
-    """Return msgpack of the BuildSpec, and a digest that is equal for equal requests.
-
-    ``max_batch`` 0 means the default, ``batch`` 0 that no requests are joined.
-
-    Raises:
-        InvalidInput: a batch of one, a delay without a batch, or an unknown precision.
-    """
-    precision = precision or "exact"
-    if precision not in PRECISIONS:
-        raise InvalidInput(
-            f"unknown precision {precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
-        )
-    if batch == 1 or (batch_delay_ms and not batch):
-        raise InvalidInput(
-            "a batch joins two requests or more" if batch else "batch_delay without batch",
-            hint="--batch 8 --batch-delay 2ms, or neither",
-        )
-    spec = BuildSpec(
-        name=name,
-        source=checked.source,
-        weights=checked.weights,
-        example=checked.example,
-        inputs=_declared(inputs),
-        takes=takes,
-        max_batch=max_batch or (DEFAULT_SEQUENCES if generate else DEFAULT_MAX_BATCH),
-        batch=batch,
-        batch_delay_ms=batch_delay_ms,
-        allow_module_mode=checked.is_code,
-        devices=devices,
-        preprocess=preprocess,
-        raw=_declared(raw or {}),
-        postprocess=postprocess,
-        returns=_declared(returns or {}),
-        state=dict(state or {}),
-        generate=generate,
-        precision=precision,
-        max_error=max_error,
-    )
-    packed = msgspec.msgpack.encode(spec)
-    digest = hashlib.sha256(packed)
-    for path in checked.owner_files:
-        facts = os.stat(path)  # the same path with other bytes is another model
-        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
-    return packed, digest.hexdigest()

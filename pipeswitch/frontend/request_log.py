@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 FILE_NAME: Final = "requests.jsonl"
 LINES_PER_MINUTE: Final = 10  # of each kind of failure
 NEWS: Final = frozenset((
-    "model.registered", "model.unregistered", "model.version", "job.submitted", "job.moved",
+    "model.registered", "model.unregistered", "model.version", "job.submitted", "job.placed",
     "job.done", "job.cancelled",
 ))  # fmt: skip
 BAD_NEWS: Final = frozenset((

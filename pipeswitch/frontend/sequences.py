@@ -273,7 +273,7 @@ class Sequences:
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
-                self._append(held, name, grown, made.pop(name))
+                self._append(held, grown, made.pop(name))
             if held.history is not None:
                 fed = held.asked + chosen[:-1]
                 self._prefixes.extend(held.history, fed)
@@ -463,7 +463,8 @@ class Sequences:
         tokens = self._memory(held)[held.chosen.offset_bytes :][: held.chosen.size_bytes]
         return tokens_of(np.frombuffer(tokens, np.int64))
 
-    def _append(self, held: Held, name: str, grown: Grown, made: SlabTensor) -> None:
+    def _append(self, held: Held, grown: Grown, made: SlabTensor) -> None:
+        """Copy the rows that a step made behind those that the sequence has."""
         memory = self._memory(held)
         at = grown.room.input_offset_bytes + grown.row_bytes * grown.used
         rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]

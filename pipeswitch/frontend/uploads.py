@@ -125,7 +125,7 @@ class Uploads:
     def stop(self) -> None:
         """Finish what is queued, drop partial files, join the writer."""
         self._writer.put(self._drop_all)
-        self._writer.stop()
+        self._writer.shutdown()
 
     def offer(
         self, session: str, header: RequestHeader, data: Any, reply: Reply, *, tenant: str

@@ -9,26 +9,27 @@ of the SDK (``client/verbs.py``). The verbs and their fields: docs/protocol.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
 from ..job import known_offload, size_of
-from ..programs.chains import Sources, States, Steps
-from ..programs.spec import stage_of
-from ..roles import URGENT_PRIORITY, Role, Standing
+from ..programs.chains import Sources, Steps
+from ..roles import Role, Standing
 from ..scheduler import events as ev
 from ..units import printable
 from ..wire.frames import RequestHeader
+from ..wire.register_request import RegisterRequest
 from . import admission, permissions
 from .admission import Body
 from .job_files import PIECES
+from .permissions import Rules as Rules
+from .registration import registration
 
 _logger = logging.getLogger(__name__)
 
-MAX_BATCH_DELAY_MS: Final = 60_000.0
 MAX_DRAIN_MS: Final = 86_400_000.0
 MAX_TRACE_S: Final = 3600.0
 JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm", "move")
@@ -41,14 +42,6 @@ class LogPiece:
     job: JobName
     kind: str
     offset_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What this server lets its clients name."""
-
-    allow_code: Sequence[str]
-    uploads_dir: str
 
 
 class Question:
@@ -93,54 +86,9 @@ def ask(
 
 
 def _register(q: Question) -> Event:
-    name, body, rules = admission.check_name(q.model, "model"), q.body, q.rules
-    standing = replace(q.standing, tenant=admission.tenant_of(body, q.standing.tenant))
-    code: Any = {"is_owner": standing.is_owner, "allow_code": rules.allow_code}
-    source = permissions.check_source(
-        body.text("source"),
-        body.text("weights", ""),
-        body.text("example", ""),
-        uploads_dir=rules.uploads_dir,
-        **code,
-    )
-    if source.is_code:
-        standing.require(Role.CODE, "a factory")
-    inputs = body.signature("inputs")
-    takes = body.tree("takes", inputs)
-    urgency = body.text("priority", "")
-    if urgency == URGENT_PRIORITY:
-        standing.require(Role.URGENT, "a model of priority high")
-    priority = admission.priority_number(urgency, default=1)
-    is_pinned = body.flag("pin")
-    if is_pinned:
-        standing.require(Role.OPERATE, "to pin a model")
-    devices = body.texts("devices")
-    preprocess, raw = body.text("preprocess", ""), body.signature("raw", texts=True)
-    postprocess, returns = body.text("postprocess", ""), body.signature("returns", texts=True)
-    permissions.check_function("preprocess", preprocess, raw, **code)
-    permissions.check_function("postprocess", postprocess, returns, **code)
-    if preprocess or postprocess:
-        standing.require(Role.CODE, "to preprocess" if preprocess else "to postprocess")
-    state: dict[str, tuple[str, int]] = body.of_type("state", States, {})
-    if state and (preprocess or postprocess):
-        raise InvalidInput("a model with a state has no preprocess and no postprocess")
-    spec, digest = permissions.encode_spec(
-        name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
-        body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices, preprocess, raw,
-        postprocess, returns, state, body.flag("generate"),
-        body.text("precision", ""), body.number("max_error", 0.0, 1.0),
-    )  # fmt: skip
-    return ev.RegisterAsked(
-        token=q.token,
-        model=ModelName(name),
-        spec=spec,
-        spec_digest=digest,
-        priority=priority,
-        is_pinned=is_pinned,
-        tenant=standing.tenant,
-        devices=devices,
-        stage=stage_of(spec),
-    )
+    standing = replace(q.standing, tenant=admission.tenant_of(q.body, q.standing.tenant))
+    request: RegisterRequest = q.body.rest(RegisterRequest)
+    return registration(q.token, q.model, request, standing, q.rules)
 
 
 def _chain(q: Question) -> Event:

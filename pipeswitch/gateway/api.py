@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from ..client.client import FINAL_JOB_STATES
 from ..errors import InvalidInput
-from ..frontend.permissions import check_source
-from ..roles import URGENT_PRIORITY, Role, Standing
+from ..frontend.permissions import Rules
+from ..frontend.registration import check, check_origin, require_roles
+from ..roles import Role, Standing
 from ..units import nearest
+from ..wire.register_request import RegisterRequest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
 from .http import Answer, Head, Work, json_answer
-from .openapi import document
+from .openapi import Route, document
 from .refusals import MethodNotAllowed, NotFound
 from .upstream import Upstream
 
@@ -40,7 +42,6 @@ MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
-_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,49 +73,8 @@ class Asked:
         return value
 
 
-class Registration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a registration."""
-
-    source: str
-    weights: str = ""
-    inputs: dict[str, tuple[list[int | None], str]] = {}
-    priority: str = ""
-    pin: bool = False
-    max_batch: int = 0
-    batch: int = 0
-    batch_delay_ms: float = 0.0
-    precision: str = ""
-    max_error: float = 0.0
-
-
+OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
 Verb = Callable[[Asked], Awaitable[Answer]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One method of one path."""
-
-    method: str
-    path: str  # below PREFIX, with {names}
-    role: Role
-    what: str
-    run: Verb
-    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
-    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
-    gives: str = "application/json"
-
-    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """The names of a path's parts; None: it is another route's."""
-        wanted = self.path.split("/")
-        if len(wanted) != len(parts):
-            return None
-        names = {}
-        for want, part in zip(wanted, parts, strict=True):
-            if found := _PLACEHOLDER.fullmatch(want):
-                names[found[1]] = unquote(part)
-            elif want != part:
-                return None
-        return names
 
 
 class Api:
@@ -126,33 +86,40 @@ class Api:
         """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
         self._upstream = upstream
         self._feed = feed
-        self._allow_code = tuple(allow_code)
-        operate, infer, register = Role.OPERATE, Role.INFER, Role.REGISTER
-        self.routes = (
-            Route(method="GET", path="openapi.json", role=infer, run=self._document,
+        self._rules = Rules(allow_code=allow_code)
+        self.routes = (*self._server_routes(), *self._job_routes(), *self._model_routes())
+        self._description = document(self.routes, prefix=PREFIX, version=version)
+
+    def _server_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="openapi.json", role=INFER, run=self._document,
                   what="This description"),
-            Route(method="GET", path="about", role=operate, run=self._verb("ping"),
+            Route(method="GET", path="about", role=OPERATE, run=self._verb("ping"),
                   what="The server: device, sizes, addresses"),
-            Route(method="GET", path="ps", role=operate, run=self._verb("ps"),
+            Route(method="GET", path="ps", role=OPERATE, run=self._verb("ps"),
                   what="Models, jobs and processes, what they do and hold now"),
-            Route(method="GET", path="stats", role=operate, run=self._verb("stats"),
+            Route(method="GET", path="stats", role=OPERATE, run=self._verb("stats"),
                   what="Counters and sizes"),
-            Route(method="GET", path="plan", role=operate, run=self._verb("plan"),
+            Route(method="GET", path="plan", role=OPERATE, run=self._verb("plan"),
                   what="Each model's profile, and the arena"),
-            Route(method="GET", path="trace", role=operate, run=self._trace,
+            Route(method="GET", path="trace", role=OPERATE, run=self._trace,
                   what="The end of the timeline, as a Chrome trace; now_ms is its clock",
                   query={"seconds": ("number", "How much of it; 10 unless told")}),
-            Route(method="GET", path="events", role=operate, run=self._events,
+            Route(method="GET", path="events", role=OPERATE, run=self._events,
                   gives=CONTENT_TYPE,
                   what="Events as they come; Last-Event-ID goes on behind one; an event named "
                   "dropped counts those a slow reader missed",
                   query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
-            Route(method="GET", path="jobs", role=operate, run=self._verb("jobs"),
+        )  # fmt: skip
+
+    def _job_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="jobs", role=OPERATE, run=self._verb("jobs"),
                   what="One row for each job"),
-            Route(method="GET", path="jobs/{job}", role=operate, run=self._job("show"),
+            Route(method="GET", path="jobs/{job}", role=OPERATE, run=self._job("show"),
                   what="A job's row"),
             *(
-                Route(method="POST", path=f"jobs/{{job}}/{action}", role=operate,
+                Route(method="POST", path=f"jobs/{{job}}/{action}", role=OPERATE,
                       run=self._job(action), what=what)
                 for action, what in (
                     ("pause", "Commit, give the device back, hold until resume"),
@@ -160,20 +127,24 @@ class Api:
                     ("cancel", "End it"),
                 )
             ),
-            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._text("logs"),
+            Route(method="GET", path="jobs/{job}/logs", role=OPERATE, run=self._text("logs"),
                   gives=TEXT, what="What it printed",
                   query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
-            Route(method="GET", path="jobs/{job}/history", role=operate,
+            Route(method="GET", path="jobs/{job}/history", role=OPERATE,
                   run=self._text("history"), gives=TEXT, query=OFFSET,
                   what="What job.log reported, a line of JSON for each time"),
-            Route(method="GET", path="models", role=infer, run=self._models,
+        )  # fmt: skip
+
+    def _model_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="models", role=INFER, run=self._models,
                   what="One row for each model; in full with the role operate"),
-            Route(method="GET", path="models/{model}", role=infer, run=self._model,
+            Route(method="GET", path="models/{model}", role=INFER, run=self._model,
                   what="A model's row", query={"version": ("integer", "0: the current one's")}),
-            Route(method="POST", path="models/{model}", role=register, run=self._register,
+            Route(method="POST", path="models/{model}", role=REGISTER, run=self._register,
                   what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
                   "body then; to pin needs operate, a factory code and --allow-code",
-                  takes={"application/json": Registration,
+                  takes={"application/json": RegisterRequest,
                          BUNDLE: {"type": "string", "format": "binary"}},
                   query={"priority": ("string", "With a bundle: high, normal or low"),
                          "pin": ("boolean", "With a bundle: keep it on the device"),
@@ -182,14 +153,13 @@ class Api:
                          "batch_delay_ms": ("number", "With a bundle: for which one waits"),
                          "precision": ("string", "With a bundle: exact or fast"),
                          "max_error": ("number", "With a bundle: of precision, at most")}),
-            Route(method="DELETE", path="models/{model}", role=operate,
+            Route(method="DELETE", path="models/{model}", role=OPERATE,
                   run=self._verb("unregister", is_safe=False), what="Unregister"),
-            Route(method="POST", path="models/{model}/load", role=operate,
+            Route(method="POST", path="models/{model}/load", role=OPERATE,
                   run=self._verb("load"), what="Pin it on the device"),
-            Route(method="POST", path="models/{model}/unload", role=operate,
+            Route(method="POST", path="models/{model}/unload", role=OPERATE,
                   run=self._verb("unload"), what="Unpin it"),
         )  # fmt: skip
-        self._description = document(self.routes, prefix=PREFIX, version=version)
 
     def find(self, head: Head, caller: Standing) -> Work:
         """What a request asks for.
@@ -278,23 +248,21 @@ class Api:
 
     async def _register(self, asked: Asked) -> Answer:
         """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
-        is_bundle = asked.head.headers.get("content-type", "").startswith(BUNDLE)
-        given = _of_query(asked) if is_bundle else _registration(asked.body)
-        if given.pin:
-            require_role(asked.caller, Role.OPERATE, "to pin a model")
-        if given.priority == URGENT_PRIORITY:
-            require_role(asked.caller, Role.URGENT, "a model of priority high")
-        if is_bundle:
-            source = await self._upstream.upload(asked.body, "bundle", asked.caller.tenant)
+        caller = asked.caller
+        require = partial(require_role, caller)
+        if asked.head.headers.get("content-type", "").startswith(BUNDLE):
+            if not len(asked.body):
+                raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
+            fields = {"source": "", **asked.query}
+            given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
+            require_roles(given, require)
+            source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
+            given = msgspec.structs.replace(given, source=source)
         else:
-            source = given.source
-            checked = check_source(
-                source, given.weights, is_owner=False, allow_code=self._allow_code, uploads_dir=""
-            )
-            if checked.is_code:
-                require_role(asked.caller, Role.CODE, "a factory")
-        tenant = asked.caller.tenant  # it counts as that client's, not as the owner's
-        body = {**msgspec.to_builtins(given), "source": source, "tenant": tenant}
+            given = _registration(lambda: _decoder.decode(asked.body))
+            check_origin(given, require, self._rules, is_owner=False)
+        # It counts as that client's, not as the owner's.
+        body = given.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 
 
@@ -362,31 +330,17 @@ def _query(head: Head, route: Route) -> dict[str, str]:
     return query
 
 
-def _registration(body: Any) -> Registration:
+def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
     try:
-        return _decoder.decode(body)
+        given = decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
-            f"the body is no registration: {error}",
+            f"this is not a registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
             f"{BUNDLE}",
         ) from None
+    check(given)
+    return given
 
 
-def _of_query(asked: Asked) -> Registration:
-    """What a bundle, which is the body, leaves to say."""
-    if not len(asked.body):
-        raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-    return Registration(
-        source="",
-        priority=asked.query.get("priority", ""),
-        pin=asked.flag("pin"),
-        max_batch=int(asked.number("max_batch", 0, MAX_OFFSET)),
-        batch=int(asked.number("batch", 0, MAX_OFFSET)),
-        batch_delay_ms=asked.number("batch_delay_ms", 0, MAX_OFFSET),
-        precision=asked.query.get("precision", ""),
-        max_error=asked.number("max_error", 0, 1),
-    )
-
-
-_decoder = msgspec.json.Decoder(Registration)
+_decoder = msgspec.json.Decoder(RegisterRequest)

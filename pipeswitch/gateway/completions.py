@@ -26,6 +26,7 @@ from ..programs.generation import CACHE, CACHE_NEW, LOGITS
 from ..programs.sampling import MAX_SEED, Sampling
 from ..roles import Standing
 from ..units import nearest
+from .answers import Answering, Answers
 from .feed import CONTENT_TYPE
 from .http import Answer, Head, Work, json_answer, refusal
 from .oip import LONG_BYTES
@@ -33,7 +34,6 @@ from .refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, st
 from .service import Service
 from .sharing import Aside
 from .text_process import Begin
-from .texts import Answering, Texts
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -109,7 +109,7 @@ class Completions:
     """The paths below ``/v1``, and two of a model."""
 
     def __init__(self, service: Service, aside: Aside) -> None:
-        self._service, self._texts, self._aside = service, Texts(service), aside
+        self._service, self._answers, self._aside = service, Answers(service), aside
         self._began_s = int(time.time())
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -164,7 +164,7 @@ class Completions:
         messages = bytes(said.messages) if is_chat else None
         tokens = None if is_chat else SHORT_TOKENS
         begin = partial(_begin, said, prompt, messages, tokens=tokens)
-        answering = await self._texts.begin(caller, head, said.model, begin, "")
+        answering = await self._answers.begin(caller, head, said.model, begin, "")
         form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
         return await self._answer(answering, form, is_stream=bool(said.stream))
 
@@ -182,7 +182,7 @@ class Completions:
         """Triton's, of one model."""
         asked = await self._read(head, body, Asked)
         begin = partial(_begin, asked, asked.text_input, temperature=0.0)
-        answering = await self._texts.begin(caller, head, model, begin, version)
+        answering = await self._answers.begin(caller, head, model, begin, version)
         return await self._answer(answering, _Triton(answering), is_stream=is_stream)
 
     async def _answer(

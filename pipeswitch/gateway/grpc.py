@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
@@ -26,14 +28,15 @@ from ..roles import Standing
 from ..shares import Shares
 from ..wire.frames import MAX_TENSORS, WireTensor
 from . import oip
+from .arrivals import Arrivals, Arriving, Sockets
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
 from .protos import HEALTH, INFERENCE, REFLECTION
 from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
-from .refusals import NotFound, RequestTimeout, TooLarge, as_ours, status_of
+from .refusals import NotFound, TooLarge, as_ours, status_of
 from .service import Service
-from .sharing import Shared
+from .sharing import CROWD, Shared
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,8 @@ CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls c
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
 MAX_CALLS: Final = 1024  # of all callers, at once
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
-MESSAGE_S: Final = 60.0  # for a call's only message to come; meanwhile it is one of those
+ARRIVING_MESSAGES: Final = 4  # of the largest, all together while they arrive
+MESSAGE_S: Final = 60.0  # for the only message of a call, which has a place meanwhile
 MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -55,8 +59,8 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 1),  # the controller holds the port
-    # What a stream may send before its last answer was read. Probing would raise it to many MiB,
-    # which no share counts; a message that is being read may always come whole.
+    # What a stream may send before its last answer was read. Probing would raise it to many MiB.
+    # A message that is being read may come whole: ``Arrivals`` counts it.
     ("grpc.http2.lookahead_bytes", 256 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
@@ -67,16 +71,19 @@ _CONTENTS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
+_OUTPUT_TAG: Final = 6 << 3 | 2  # of raw_output_contents
+_STREAMED_TAG: Final = 2 << 3 | 2  # of a stream's infer_response
 SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
 MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
 SMALL_BYTES: Final = 64 << 10  # of a message without tensors
+MAX_MODELS: Final = 1024  # whose answers are remembered to be long
 
 CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
 """Metadata of the call that this task serves."""
 LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
 """What the call's own deadline leaves it; not of a stream, which has many requests."""
 Verb = Callable[[Standing, Any], Awaitable[Any]]
-Answered = Callable[[Standing, str, bytes], Awaitable[Any]]
+Answered = Callable[[Standing, str, bytes], Awaitable[bytes]]
 """The answer to a message of a caller, at an address."""
 
 
@@ -84,12 +91,15 @@ async def open_server(
     service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
     """A server that listens."""
+    most_bytes = settings.max_body_bytes + SPARE_BYTES
     bounds = (
-        ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES),
+        ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
     )
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers(Calls(service, callers, shared).handlers())
+    arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
+    arrivals = Arrivals(Shares(ARRIVING_MESSAGES * most_bytes), arrived)
+    server.add_generic_rpc_handlers(Calls(service, callers, shared, arrivals).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
         server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
@@ -103,15 +113,20 @@ class Calls:
     """Calls to verbs.
 
     All are served as streams of messages, though most have one: gRPC's library would read that
-    before it asks here who calls, and would not tell when an answer has left.
+    before it asks here who calls, and would not tell when an answer has left. Messages are read
+    through the call's context: the library's iterator would keep the last one.
     """
 
-    def __init__(self, service: Service, callers: Callers, shared: Shared) -> None:
+    def __init__(
+        self, service: Service, callers: Callers, shared: Shared, arrivals: Arrivals
+    ) -> None:
         self._service = service
         self._callers = callers
         self._shared = shared
+        self._arrivals = arrivals
         self._watchers = Shares(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
+        self._answer_bytes: dict[str, int] = {}  # of the last long answer, by model
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -157,15 +172,16 @@ class Calls:
     def _unary(self, name: str, verb: Answered) -> grpc.RpcMethodHandler:
         is_probe = name in ("ServerLive", "ServerReady", "Check")
 
-        async def call(
-            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-        ) -> AsyncIterator[bytes]:
+        async def call(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             try:
-                with self._place(context) as address:
+                with self._place(context) as (address, arriving):
                     caller = Callers.PROBE if is_probe else self._caller(context)
-                    data = await _only(requests)
+                    data = await _only(arriving)
                     LEFT_S.set(context.time_remaining())
-                    async with self._answered(verb, caller, address, data) as answer:
+                    async with self._answered(
+                        verb, caller, address, context.peer(), data
+                    ) as answer:
+                        data = b""  # the client may be slow to read the answer
                         yield answer
                 return
             except PipeSwitchError as error:
@@ -179,22 +195,24 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def _answered(
-        self, verb: Answered, caller: Standing, address: str, data: bytes
+        self, verb: Answered, caller: Standing, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
         """A message's answer, until it has left.
 
         Raises:
             QueueFull: its address has as many bytes here as it may have.
         """
-        with self._shared.waiting.holding(address, len(data)):
-            answer = _to_bytes(await verb(caller, address, data))
+        with self._shared.waiting.holding(address, _charged(len(data))):
+            if self._by_address[address] > CROWD:
+                await self._shared.passes.turn(address, peer)
+            answer = await verb(caller, address, data)
         del data  # it is no longer charged
-        with self._shared.answers.holding(address, len(answer)):
+        with self._shared.answers.holding(address, _charged(len(answer))):
             yield answer
 
     @contextlib.contextmanager
-    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[str]:
-        """Of a call, among those under way; its address.
+    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
+        """Count a call among those under way; yield its address and its messages.
 
         Raises:
             QueueFull: its address has half of them.
@@ -206,7 +224,8 @@ class Calls:
             )
         self._by_address[address] += 1
         try:
-            yield address
+            with self._arrivals.call(context, address) as arriving:
+                yield address, arriving
         finally:
             self._by_address[address] -= 1
             if not self._by_address[address]:
@@ -276,12 +295,13 @@ class Calls:
             raise NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
         return await self._status()
 
-    async def _watch(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
+    async def _watch(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            with self._watchers.holding(_address(context), 1):
-                request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
+            address = _address(context)
+            with self._watchers.holding(address, 1):
+                with self._arrivals.call(context, address) as arriving:
+                    data = await _only(arriving)
+                request = _read(HEALTH["HealthCheckRequest"], data)
                 if request.service not in ("", SERVICE):
                     yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
                     return
@@ -296,12 +316,12 @@ class Calls:
             await context.abort(*_told(error))
 
     async def _reflect(
-        self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        self, message: Any, _: object, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
-            with self._place(context):
+            with self._place(context) as (_, arriving):
                 self._caller(context)
-                async for data in requests:
+                while (data := await arriving.next()) is not None:
                     yield described(_read(message, data))
         except PipeSwitchError as error:
             await context.abort(*_told(error))
@@ -312,7 +332,9 @@ class Calls:
 
     # ---- a model -------------------------------------------------------------------------------
 
-    async def _infer(self, caller: Standing, address: str, data: bytes) -> Any:
+    async def _infer(
+        self, caller: Standing, address: str, data: bytes, *, is_streamed: bool = False
+    ) -> bytes:
         rest, raw = split_raw(data)
         if len(rest) <= oip.LONG_BYTES:
             request, asked = read_infer(rest, raw)
@@ -323,28 +345,34 @@ class Calls:
             left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
             asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
+        # Else who reads no answers would have them computed again and again.
+        if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
+            raise refusal
         outputs, bill = await self._service.infer(
             caller, model, request.model_version, asked, CARRIER.get(), address
         )
-        size_bytes = sum(len(output.data) for output in outputs)
+        parts = encode_answer(model, asked, outputs, bill, is_streamed=is_streamed)
+        if (size_bytes := sum(map(len, parts))) <= SPLIT_BYTES:
+            self._answer_bytes.pop(model, None)
+            return b"".join(parts)
+        if len(self._answer_bytes) >= MAX_MODELS:
+            self._answer_bytes.clear()
+        self._answer_bytes[model] = size_bytes
         with self._shared.answers.holding(address, size_bytes):  # before it is copied
-            return encode_answer(model, asked, outputs, bill)
+            return await self._shared.aside.run(address, joined, parts)
 
-    async def _stream(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """One answer for each request, in order; an error is an answer too, and goes on."""
         response = INFERENCE["ModelStreamInferResponse"]
-
-        async def streamed(caller: Standing, address: str, data: bytes) -> Any:
-            return response(infer_response=await self._infer(caller, address, data))
-
+        streamed = functools.partial(self._infer, is_streamed=True)
         try:
-            with self._place(context) as address:
+            with self._place(context) as (address, arriving):
                 caller = self._caller(context)
-                async for data in requests:
+                while (data := await arriving.next()) is not None:
                     try:
-                        async with self._answered(streamed, caller, address, data) as answer:
+                        async with self._answered(
+                            streamed, caller, address, context.peer(), data
+                        ) as answer:
                             data = b""  # the client may be slow to read the answer
                             yield answer
                         continue
@@ -368,20 +396,17 @@ def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
     return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
 
-async def _only(requests: AsyncIterator[bytes]) -> bytes:
-    """The message of a call that has one.
+async def _only(arriving: Arriving) -> bytes:
+    """Return the message of a call that has one.
 
     Raises:
         InvalidInput: there is none.
-        RequestTimeout: it does not come.
+        QueueFull, RequestTimeout: see ``Arriving.next``.
     """
-    try:
-        async with asyncio.timeout(MESSAGE_S):
-            return await anext(requests)
-    except StopAsyncIteration:
-        raise InvalidInput("the call has no message") from None
-    except TimeoutError:
-        raise RequestTimeout("the message came too slowly") from None
+    data = await arriving.next(MESSAGE_S)
+    if data is None:
+        raise InvalidInput("the call has no message")
+    return data
 
 
 def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
@@ -397,8 +422,8 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 def _small(message: Any, verb: Verb) -> Answered:
     """A verb whose message has no tensors."""
 
-    async def answered(caller: Standing, address: str, data: bytes) -> Any:
-        return await verb(caller, _read(message, data))
+    async def answered(caller: Standing, address: str, data: bytes) -> bytes:
+        return _to_bytes(await verb(caller, _read(message, data)))
 
     return answered
 
@@ -483,6 +508,11 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
     raise IndexError
 
 
+def _charged(size: int) -> int:
+    """Return the bytes that count to a share: the number of calls bounds small messages."""
+    return size if size > SMALL_BYTES else 0
+
+
 def _to_bytes(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -553,9 +583,15 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_answer(
-    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
-) -> Any:
-    """A ModelInferResponse; its tensors are raw.
+    model: str,
+    asked: InferRequest,
+    outputs: Sequence[Output],
+    bill: Mapping[str, Any],
+    *,
+    is_streamed: bool = False,
+) -> list[Any]:
+    """Return the buffers of a serialized ModelInferResponse, or of one in a
+    ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
 
     Raises:
         InvalidInput: an output is asked for that the model does not have.
@@ -563,14 +599,38 @@ def encode_answer(
     version = str(bill.get("version", oip.FIRST_VERSION))
     answer = INFERENCE["ModelInferResponse"](model_name=model, model_version=version, id=asked.id)
     _set(answer.parameters, bill)
+    raw: list[Any] = []
     for output, _ in oip.wanted(asked, outputs):
         row = answer.outputs.add(
             name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
         )
         if output.place is not None:
             _set(row.parameters, output.place.parameters())
-        answer.raw_output_contents.append(bytes(output.data))  # clients count: one for each
-    return answer
+        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # clients count: one for each
+    parts = [_to_bytes(answer), *raw]
+    return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_streamed else parts
+
+
+def _head(tag: int, size: int) -> bytes:
+    """Return a field's tag and length, as protobuf writes them before its bytes."""
+    head = bytearray([tag])
+    while size >= 128:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head)
+
+
+def joined(parts: Sequence[Any]) -> bytes:
+    """Return the parts in one. Unlike ``bytes.join``, this copies without the interpreter's lock,
+    so a thread that does it holds up no other."""
+    whole = bytes(sum(map(len, parts)))  # filled before anyone else sees it
+    at = np.frombuffer(whole, np.uint8).ctypes.data
+    for part in parts:
+        if size := len(part):
+            ctypes.memmove(at, np.frombuffer(part, np.uint8).ctypes.data, size)
+            at += size
+    return whole
 
 
 def _set(parameters: Any, values: Mapping[str, Any]) -> None:

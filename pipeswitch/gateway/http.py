@@ -37,7 +37,7 @@ from .refusals import (
     body_of,
     status_of,
 )
-from .sharing import Shared
+from .sharing import CROWD, Shared
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much 
 GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
 ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
-CROWD: Final = 8  # connections of an address: with more of them its requests take turns
-PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
 KEPT_HEAD_BYTES: Final = 2 << 10  # of a head, kept to know it again
@@ -180,7 +178,6 @@ class HttpServer:
         self.connections: set[Connection] = set()
         self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
         self.by_peer: Counter[str] = Counter()  # connections
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # requests of crowds, by address
         # Of an address or of all (None): when looked at, and who of them goes first, last.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
 
@@ -258,26 +255,6 @@ class HttpServer:
             self.by_peer[connection.peer] -= 1
             if not self.by_peer[connection.peer]:
                 del self.by_peer[connection.peer]
-
-    async def turn(self, peer: str) -> None:
-        """Wait until a request of this address may begin. Only a few begin in each pass of the
-        loop, so that all its connections together delay others no longer than these few."""
-        if (line := self._lines.get(peer)) is None:
-            line = self._lines[peer] = deque()
-            asyncio.get_running_loop().call_soon(self._begin_some, peer)
-        line.append(request := asyncio.get_running_loop().create_future())
-        await request
-
-    def _begin_some(self, peer: str) -> None:
-        line, begun = self._lines[peer], 0
-        while line and begun < PASS_REQUESTS:
-            if not (request := line.popleft()).done():  # else its peer has hung up
-                request.set_result(None)
-                begun += 1
-        if line:
-            asyncio.get_running_loop().call_soon(self._begin_some, peer)
-        else:
-            del self._lines[peer]
 
     def make_room(self) -> None:
         """While what is not whole does not fit together, the largest is given up."""
@@ -621,7 +598,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             while self._queue:
                 if self._server.by_peer[self.peer] > CROWD:
-                    await self._server.turn(self.peer)
+                    await self._server.shared.passes.turn(self.peer)
                 asked = self._queue.popleft()
                 try:
                     if isinstance(asked.work, Answer):

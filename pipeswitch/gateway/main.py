@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Final
 from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages import GatewaySettings
+from ..machine import RETURN_S, FreedMemory
 from ..roles import parse_roles
 from ..tracing import open_tracer
 from ..units import PrintableFormatter
@@ -38,17 +41,16 @@ from .keyed import KeyedDoor
 from .regions import Regions
 from .rest import Rest
 from .service import Service
-from .sharing import Shared
+from .sharing import Shared, started_pool
 from .ui import Page
 from .upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
-RETURN_EVERY_S: Final = 2.0
-RETURN_BYTES: Final = 32 << 20  # more than at the start
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
 DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
 BACKLOG: Final = 512
 ACCEPTS: Final = 16  # connections in one turn of the loop, then those that have asked are served
+COPIERS: Final = 6  # threads for long copies and sums
 SPARE_FILES: Final = 256  # beside one for each connection
 PR_SET_THP_DISABLE: Final = 41
 GC_THRESHOLD: Final = (
@@ -62,6 +64,7 @@ log = logging.getLogger(__name__)
 
 def main(descriptor: int) -> None:
     """Entry: learn what to do, serve, leave."""
+    faulthandler.enable()  # an extension's crash says where
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -89,6 +92,7 @@ def main(descriptor: int) -> None:
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
     """Until SIGTERM, or for as long as an orphan may."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_over.set)
 
@@ -127,18 +131,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.tokens:
             stack.callback(loop.create_task(_follow(settings.tokens, callers, http)).cancel)
         if settings.http:
-            listening = socket.socket(fileno=descriptors[1])
-            protocol: Callable[[], asyncio.BaseProtocol] = http
-            if settings.tls_cert:
-                from .tls import Secured, context_of
-
-                protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
-            server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
-            listening.listen(BACKLOG)
-            watch = loop.create_task(http.watch())
-            stack.callback(watch.cancel)
-            stack.push_async_callback(http.drain, DRAIN_S)
-            stack.callback(server.close)
+            await _listen(http, settings, descriptors[1], stack)
         if settings.grpc:
             # Its event engine takes ten switches of threads for a call, the poller before it six.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
@@ -151,6 +144,24 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         gc.set_threshold(GC_THRESHOLD)
         stack.callback(loop.create_task(_return_memory()).cancel)
         await is_over.wait()
+
+
+async def _listen(
+    http: HttpServer, settings: GatewaySettings, descriptor: int, stack: contextlib.AsyncExitStack
+) -> None:
+    """Accept HTTP, with TLS if it is set up; ``stack`` drains and closes it."""
+    loop = asyncio.get_running_loop()
+    listening = socket.socket(fileno=descriptor)
+    protocol: Callable[[], asyncio.BaseProtocol] = http
+    if settings.tls_cert:
+        from .tls import Secured, context_of
+
+        protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
+    server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
+    listening.listen(BACKLOG)
+    stack.callback(loop.create_task(http.watch()).cancel)
+    stack.push_async_callback(http.drain, DRAIN_S)
+    stack.callback(server.close)
 
 
 def _callers(settings: GatewaySettings) -> Callers:
@@ -183,19 +194,11 @@ async def _follow(tokens: str, callers: Callers, http: HttpServer) -> None:
 
 
 async def _return_memory() -> None:
-    """Return memory to the system after large requests: neither the collector's rare runs nor the
-    allocator's free lists would."""
-    libc = ctypes.CDLL(None)
-    own_pages = _resident_pages()
+    """Return memory to the system after large requests."""
+    freed = FreedMemory()
     while True:
-        await asyncio.sleep(RETURN_EVERY_S)
-        if (_resident_pages() - own_pages) * resource.getpagesize() > RETURN_BYTES:
-            gc.collect()
-            libc.malloc_trim(0)
-
-
-def _resident_pages() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1])
+        await asyncio.sleep(RETURN_S)
+        freed.give_back(time.monotonic())
 
 
 def _refuse_huge_pages() -> None:

@@ -117,7 +117,7 @@ class _Server:
         yield counters(
             "pipeswitch_dispatches",
             "Requests that got the device, by what of their model had to be sent: all (cold), what "
-            "lies behind its prefix, nothing (resident)",
+            "it does not keep (partial), nothing (resident)",
             ["kind"], {(kind,): count for kind, count in stats["dispatches"].items()},
         )  # fmt: skip
         yield from self._device_time(stats)

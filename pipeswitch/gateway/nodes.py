@@ -21,9 +21,17 @@ from typing import Any, Final
 import msgspec
 
 from ..client.calls import Reply
-from ..client.cluster import ELSEWHERE, RETURN_S, models_of
 from ..client.connection import Connection
-from ..client.holders import Balance, Load, home_of
+from ..client.holders import (
+    ELSEWHERE,
+    RETURN_S,
+    Balance,
+    NodeAddress,
+    Table,
+    home_of,
+    lost,
+    models_of,
+)
 from ..client.looped import LoopConnection
 from ..errors import InvalidInput, SequenceNotFound, ServerUnavailable
 from ..wire.keys import ClientKeys
@@ -37,22 +45,6 @@ ROUTED: Final = frozenset({"infer", "show", "generation"})
 log = logging.getLogger(__name__)
 
 
-class Node(msgspec.Struct, frozen=True):
-    address: str  # address for clients with keys
-    gateway_keys: tuple[str, str, str]  # keys with the owner's rights
-
-
-class Table(msgspec.Struct, frozen=True):
-    """Placement's table, and the name of this gateway's node."""
-
-    here: str = ""
-    nodes: dict[str, Node] = {}
-    models: dict[str, str] = {}  # by model: the node that serves it
-    holders: dict[str, list[str]] = {}
-    loads: dict[str, Load] = {}
-    may_come: bool = False  # a node that is away may come back
-
-
 class Nodes:
     """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
@@ -61,7 +53,7 @@ class Nodes:
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
         self._table = Table()
-        self._links: dict[Node, Connection] = {}
+        self._links: dict[NodeAddress, Connection] = {}
         self._balance = Balance()
         self._busy: Counter[str] = Counter()  # requests under way, by address
         self._failed_s: dict[str, float] = {}  # by address
@@ -114,12 +106,13 @@ class Nodes:
             except ELSEWHERE as error:
                 failed = error
             is_dead = isinstance(failed, ServerUnavailable)
-            tried.add(self._address(node))
+            address = self._table.address(node)
+            tried.add(address)
             if is_dead:
-                self._failed_s[self._address(node)] = time.monotonic()
+                self._failed_s[address] = time.monotonic()
             if "sequence" in body and not body.get("start"):
                 raise self._lost(body) from failed
-            while not self._untried(model, tried):
+            while not self._table.untried(model, tried):
                 if self._read():
                     continue
                 may_come = is_dead or self._table.may_come
@@ -130,23 +123,11 @@ class Nodes:
                 left_ms = deadline_ms - (time.monotonic() - began_s) * 1000.0
                 options = {**options, "deadline_ms": max(left_ms, 0.001)}
 
-    def _untried(self, model: str, tried: set[str]) -> list[str]:
-        """Return the model's holders that were not tried: this node first, else the serving
-        node."""
-        table, held = self._table, self._table.holders.get(model, ())
-        return [
-            node
-            for node in dict.fromkeys((table.here, table.models.get(model, ""), *held))
-            if node in held
-            and (node in table.nodes or node == table.here)
-            and self._address(node) not in tried
-        ]
-
     def _fresh(self, nodes: list[str]) -> list[str]:
         """Return the nodes that have not failed recently; all nodes if there are none."""
-        since_s = time.monotonic() - FAILED_S
+        since_s, table = time.monotonic() - FAILED_S, self._table
         return [
-            node for node in nodes if self._failed_s.get(self._address(node), -math.inf) < since_s
+            node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s
         ] or nodes
 
     def _node_for(self, model: str, body: Mapping[str, Any], tried: set[str]) -> str:
@@ -155,8 +136,8 @@ class Nodes:
         Raises:
             SequenceNotFound: its node is gone.
         """
-        if not (held := self._untried(model, tried)) and self._read():
-            held = self._untried(model, tried)
+        if not (held := self._table.untried(model, tried)) and self._read():
+            held = self._table.untried(model, tried)
         if not held:
             return self._table.here
         first = self._balance.choose(self._fresh(held), time.monotonic())
@@ -177,12 +158,11 @@ class Nodes:
 
     def _lost(self, body: Mapping[str, Any]) -> SequenceNotFound:
         self._began.pop(_key(body), None)
-        return SequenceNotFound(f'no node still has sequence "{body["sequence"]}"',
-                                hint="open a new sequence")  # fmt: skip
+        return lost(body["sequence"])
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
         """Ask every holder: requests may go to any of them."""
-        held = self._untried(options["model"], set()) or [self._table.here]
+        held = self._table.untried(options["model"]) or [self._table.here]
         return next(iter((await self._all(held, op, options)).values()))
 
     # ---- all nodes -----------------------------------------------------------------------------
@@ -235,7 +215,7 @@ class Nodes:
 
     async def _send(self, node: str, op: str, options: dict[str, Any]) -> Any:
         """Send a request to one node. Cancelling this cancels the request there, too."""
-        address = self._address(node)
+        address = self._table.address(node)
         self._balance.count(node, 1)
         self._busy[address] += 1
         try:
@@ -245,10 +225,6 @@ class Nodes:
         finally:
             self._balance.count(node, -1)
             self._busy[address] -= 1
-
-    def _address(self, node: str) -> str:
-        facts = self._table.nodes.get(node)
-        return node if facts is None else facts.address
 
     def _link(self, node: str) -> Connection:
         """Return the connection to a node.

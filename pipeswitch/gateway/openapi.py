@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
 from ..roles import Role
+from .http import Answer
 
 REFUSAL: Final = "#/components/responses/Refusal"
 SCHEMAS: Final = "#/components/schemas/{name}"
+PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 
 
-class Described(Protocol):
-    """A route, as far as it is described."""
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One method of one path."""
 
-    @property
-    def method(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def role(self) -> Role: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def query(self) -> Mapping[str, tuple[str, str]]: ...
-    @property
-    def takes(self) -> Mapping[str, Any]: ...
-    @property
-    def gives(self) -> str: ...
+    method: str
+    path: str  # below the prefix, with {names}
+    role: Role
+    what: str
+    run: Callable[[Any], Awaitable[Answer]]
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
+    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
+    gives: str = "application/json"
+
+    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
+        """The names of a path's parts; None: it is another route's."""
+        wanted = self.path.split("/")
+        if len(wanted) != len(parts):
+            return None
+        names = {}
+        for want, part in zip(wanted, parts, strict=True):
+            if found := PLACEHOLDER.fullmatch(want):
+                names[found[1]] = unquote(part)
+            elif want != part:
+                return None
+        return names
 
 
-def document(routes: Iterable[Described], *, prefix: str, version: str) -> dict[str, Any]:
+def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
     """All routes by path and method.
 
     Args:
@@ -69,7 +81,7 @@ def document(routes: Iterable[Described], *, prefix: str, version: str) -> dict[
     }
 
 
-def _operation(route: Described, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     words = re.sub(r"[^a-z]+", "_", route.path.lower()).strip("_")
     is_json = route.gives == "application/json"
     told: dict[str, Any] = {
@@ -79,7 +91,7 @@ def _operation(route: Described, schemas: dict[str, Any]) -> dict[str, Any]:
         "parameters": [
             *(
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in re.findall(r"\{(\w+)\}", route.path)
+                for name in PLACEHOLDER.findall(route.path)
             ),
             *(
                 {"name": name, "in": "query", "description": text, "schema": {"type": kind}}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import errors
+from ..machine import SHORTAGES
 
 RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this time
 
@@ -102,9 +103,12 @@ def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
 
 
 def as_ours(error: Exception) -> errors.PipeSwitchError:
-    """A bug here, told without its insides: those are in the log."""
+    """Return a shortage that passes, or a bug here without its insides: those are in the log."""
     if isinstance(error, errors.PipeSwitchError):
         return error
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:
+        text = f"the gateway is short of memory or descriptors: {type(error).__name__}"
+        return errors.ServerUnavailable(text, hint="send again in a moment")
     return errors.PipeSwitchError(
         f"the gateway failed: {type(error).__name__}", hint="its log has the details"
     )

@@ -6,12 +6,15 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Final, Generic, TypeVar
 
 from ..shares import Shares
 
 R = TypeVar("R")
 T = TypeVar("T")
+CROWD: Final = 8  # connections or calls of an address: with more of them its requests take turns
+PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
 MOST_PASSES: Final = 64  # urgent things that go before another one that waits
 
 
@@ -20,6 +23,7 @@ class Shared:
 
     def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
         self.aside = Aside()
+        self.passes = Passes()
         self.waiting = Shares(
             waiting_bytes, "bytes of requests without an answer"
         )  # that are whole
@@ -31,7 +35,7 @@ class Aside:
     turns however many one of them has."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "pipeswitch-aside")
+        self._thread = started_pool(1, "pipeswitch-aside")
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -47,6 +51,18 @@ class Aside:
             self._waiting[address] -= 1
             if not self._waiting[address]:
                 del self._waiting[address], self._turns[address]
+
+
+def started_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads all run already.
+
+    A pool that cannot start a thread raises, yet keeps the work and does it much later, when the
+    memory that it copies to is another request's.
+    """
+    pool, barrier = ThreadPoolExecutor(count, name), Barrier(count)
+    for _ in range(count):
+        pool.submit(barrier.wait)
+    return pool
 
 
 class Turns(Generic[T]):
@@ -82,3 +98,31 @@ class Turns(Generic[T]):
         found = [one for lines in self._lines for line in lines.values() for one in line]
         self._lines = {}, {}
         return found
+
+
+class Passes:
+    """Turns of crowded addresses: few requests of one begin in each pass of the loop, so that all
+    together delay others no longer than these few."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Turns[asyncio.Future[None]]] = {}  # by address
+
+    async def turn(self, address: str, caller: str = "") -> None:
+        """Wait until a request may begin; the callers of an address take turns."""
+        loop = asyncio.get_running_loop()
+        if (line := self._lines.get(address)) is None:
+            line = self._lines[address] = Turns()
+            loop.call_soon(self._begin_some, address)
+        line.put(caller, request := loop.create_future())
+        await request
+
+    def _begin_some(self, address: str) -> None:
+        line, begun = self._lines[address], 0
+        while begun < PASS_REQUESTS:
+            if (request := line.take()) is None:
+                del self._lines[address]
+                return
+            if not request.done():  # else its peer has hung up
+                request.set_result(None)
+                begun += 1
+        asyncio.get_running_loop().call_soon(self._begin_some, address)

@@ -1,8 +1,7 @@
-"""Answers of language models: the loop over their tokens, and the processes that know their texts.
+"""Text processes: which models have one, and the connection to each.
 
 A model's template and tokenizer are in a confined process of their own (``text_process.py``), so
-what they take is taken from that model's callers alone. What is asked of the server is what any
-request asks: the same roles, queues and counts.
+the time and memory that they take is taken from that model's callers alone.
 """
 
 from __future__ import annotations
@@ -10,58 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import time
-from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
-from itertools import count
+from collections import Counter
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
-from ..client.tensors import to_frames
-from ..errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
-from ..programs import generating
-from ..programs.generating import Facts, Token
-from ..roles import ANYONE, Standing
+from ..errors import InvalidInput, ServerUnavailable
+from ..programs.generating import Facts
+from ..roles import Standing
 from ..sandbox.environment import harmless
-from ..shares import Shares
 from . import text_process
-from .http import Head
-from .oip import InferRequest
 from .service import Service
 from .sharing import Turns
-from .text_process import (
-    LENGTH_BYTES,
-    Asked,
-    Begin,
-    Came,
-    Drop,
-    Hello,
-    Lost,
-    Step,
-    Wrong,
-    check_length,
-    framed,
-)
+from .text_process import LENGTH_BYTES, Asked, Begin, Drop, Hello, Step, Wrong, framed
 
-ANSWERS: Final = 256  # under way, of all callers; one holds a cache on the server
 TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
 LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
 START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
 TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
+END_S: Final = 0.005  # interval between checks of a killed process; a thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
-TRIES: Final = 3  # for a request whose processes end while they compute it
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
 COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.text_process")
 PROCESS_CLOCK: Final = 2  # Linux' clock of the processor time of a process: ~pid << 3 | this
-_numbers = count(1)
 _reply = msgspec.msgpack.Decoder(Hello | Step | Wrong)
 _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -79,6 +55,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     caller: str = ""  # that wishes for it
     since_s: float  # when the process began; of a wish: when that came
     idle_since_s: float | None = None  # None: it has answers under way
+    is_starting: bool = False
 
 
 def next_place(
@@ -95,6 +72,8 @@ def next_place(
     wishes = Counter(one.caller for one in wanted.values())
 
     def may_end(one: Place, owner: str) -> bool:
+        if one.is_starting:  # there is no process yet that could end
+            return False
         is_fair = one.owner == owner or has[one.owner] > has[owner]
         if one.idle_since_s is not None:
             return is_fair or now_s - one.idle_since_s >= TURN_S
@@ -249,7 +228,8 @@ class Talk:
             self._writer.close()
             for request in filter(None, (self._computing, *self._turns.clear())):
                 self._fail(request)
-            await asyncio.to_thread(self._process.wait)
+            while self._process.poll() is None:  # it was killed
+                await asyncio.sleep(END_S)
 
     def _fail(self, request: _Request) -> None:
         """Fail a request: finally if it took too long, else so that another process may do it."""
@@ -278,142 +258,16 @@ class Inline:
         self._texts.handle(asked)
 
 
-class Answering:
-    """One answer, token by token."""
-
-    def __init__(
-        self, texts: Texts, caller: Standing, head: Head, model: str, facts: Facts
-    ) -> None:
-        self.id = secrets.token_hex(12)  # of its sequence too
-        self.step: Step
-        self.tokens: list[int] = []
-        self._came: deque[Token] = deque()
-        self.model, self.version = model, facts.version
-        self._texts, self._caller, self._head, self._facts = texts, caller, head, facts
-        self._turn = turn_of(caller, head.peer)
-        self._number = next(_numbers)
-        self._is_started = False
-        self._talk: Talk | Inline | None = None
-        self._begin: Begin
-        self._prompt = b""  # its ids, once they are known
-        self._made: list[int] = []  # tokens of the model
-        self._told = self._used = 0  # tokens with text; rows of the cache
-
-    async def begin(self, asked: Begin) -> None:
-        """Raises InvalidInput: the prompt or a setting does not fit."""
-        check_length(asked.prompt, self._facts.context)
-        self._begin = msgspec.structs.replace(asked, answer=self._number)
-        await self._ask(self._begin)
-        self._prompt = self.step.prompt
-        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
-
-    async def next(self) -> Token | None:
-        """The next token; None: that was the last. A sequence that the server forgot is begun
-        again, once for each step."""
-        while not self._came and self.step.reason is None:
-            step, self._is_started = self.step.next, True
-            try:
-                outputs, _ = await self._texts.service.infer(
-                    self._caller, self.model, str(self.version), _request(self.id, step),
-                    self._head.headers, self._head.peer,
-                )  # fmt: skip
-            except SequenceNotFound:
-                if not step.used:
-                    raise
-                self._used = 0
-                await self._ask(Lost(answer=self._number))
-                continue
-            tokens = np.frombuffer(outputs[0].data, np.int64).tolist()
-            self._used = step.used + len(step.ids)
-            if self._used >= self.step.prompt_count:  # else it is a piece of the prompt
-                self._made += tokens
-                self._used += len(tokens) - 1
-            await self._ask(Came(answer=self._number, tokens=tokens))
-            self._told += len(self.step.tokens)
-            self._came.extend(self.step.tokens)
-        if not self._came:
-            return None
-        token = self._came.popleft()
-        self.tokens.append(token.id)
-        return token
-
-    async def _ask(self, asked: Asked) -> None:
-        """Set ``step``. If the process has ended, start a new one and send it the answer so far."""
-        tries = 0
-        while True:
-            if self._talk is None or self._talk.is_over:
-                self._leave()
-                self._talk = await self._texts.enter(
-                    self._caller, self._turn, self.model, self._facts
-                )
-                if self._prompt:
-                    ids, made = array("i", self._prompt).tolist(), self._made
-                    asked = msgspec.structs.replace(
-                        self._begin, prompt=ids, so_far=made, told=self._told, used=self._used
-                    )
-            try:
-                self.step = await self._talk.ask(asked, self._turn)
-                return
-            except ProcessLost as error:
-                tries += error.was_computing
-                if tries >= TRIES:
-                    raise
-
-    def _leave(self) -> None:
-        talk, self._talk = self._talk, None
-        if talk is not None:
-            talk.tell(Drop(answer=self._number))
-            if isinstance(talk, Talk):
-                self._texts.leave(talk)
-
-    async def close(self) -> None:
-        """It is over, or nobody wants the rest: its cache on the server is given back. Once."""
-        self._leave()
-        if self._is_started:
-            self._texts.answers.give(self._turn, 1)
-            with contextlib.suppress(PipeSwitchError):  # it never began, or the server is gone
-                await self._texts.service.end_sequence(self._caller, self.id)
-
-
 class Texts:
-    """All answers, and the processes that they need."""
+    """The text processes of all models."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
-        self.answers = Shares(ANSWERS, "answers under way")
+        self._service = service
         self._talks: dict[str, Talk] = {}  # by program, as all below
         self._opening: dict[str, _Opening] = {}
         self._wanted: dict[str, Place] = {}
         self._starting: dict[str, Place] = {}
         self._news = asyncio.Event()  # a process may be free
-
-    async def begin(
-        self,
-        caller: Standing,
-        head: Head,
-        model: str,
-        asked: Callable[..., Begin],
-        version: str = "",
-    ) -> Answering:
-        """Return an answer of that model; ``next`` yields its tokens.
-
-        ``asked(own=defaults)`` returns the request, given the defaults of the model's author.
-
-        Raises:
-            QueueFull: too many are under way.
-            InvalidInput: the model generates no text, or the request does not fit it.
-        """
-        turn = turn_of(caller, head.peer)
-        with self.answers.holding(turn, 1):
-            facts = await self.service.generation(caller, model, version)
-            answering = Answering(self, caller, head, model, facts)
-            try:
-                await answering.begin(asked(own=facts.sampling))
-            except BaseException:
-                await answering.close()
-                raise
-            self.answers.add(turn, 1)  # until it is closed
-            return answering
 
     async def enter(self, caller: Standing, turn: str, model: str, facts: Facts) -> Talk | Inline:
         """Return the model's process, started in its turn, and count one more answer."""
@@ -445,7 +299,7 @@ class Texts:
 
     async def _open(self, caller: Standing, turn: str, model: str, facts: Facts) -> Talk:
         name, version = facts.digest, str(facts.version)
-        owner = await self.service.owner(model, version)
+        owner = await self._service.owner(model, version)
         place = Place(owner=owner, caller=turn, since_s=time.monotonic())
         try:
             self._wanted[name] = place
@@ -454,10 +308,10 @@ class Texts:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), LOOK_S)
             del self._wanted[name]
-            self._starting[name] = place
+            self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
             if found[1]:
                 await self._talks.pop(found[1]).close()
-            facts = await self.service.generation(caller, model, version, with_texts=True)
+            facts = await self._service.generation(caller, model, version, with_texts=True)
             talk = self._talks[name] = await Talk.open(facts, owner)
             return talk
         finally:
@@ -469,7 +323,7 @@ class Texts:
     def _next_place(self) -> tuple[str, str] | None:
         self._talks = {name: one for name, one in self._talks.items() if not one.is_over}
         held = self._starting | {name: one.place for name, one in self._talks.items()}
-        return next_place(held, self._wanted, self.service.text_processes, time.monotonic())
+        return next_place(held, self._wanted, self._service.text_processes, time.monotonic())
 
 
 class _Opening:
@@ -477,11 +331,6 @@ class _Opening:
 
     def __init__(self, work: Coroutine[Any, Any, Talk]) -> None:
         self.task, self.waiting = asyncio.create_task(work), 0
-
-
-def turn_of(caller: Standing, peer: str) -> str:
-    """Return the name under which a caller takes turns: its token's name, else its address."""
-    return f"address {peer}" if caller.tenant == ANYONE else f"token {caller.tenant}"
 
 
 def _lost() -> ProcessLost:
@@ -509,10 +358,3 @@ def _encoded(asked: Asked) -> bytes:
         return msgspec.msgpack.encode(asked)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(f"a value of this request is not valid: {error}") from None
-
-
-def _request(name: str, step: generating.Step) -> InferRequest:
-    """A step, as the model takes it."""
-    inputs, frames, _ = to_frames(step.inputs())
-    sequence = {"sequence": name, "choose": step.choose, **({} if step.used else {"start": True})}
-    return InferRequest(id="", inputs=inputs, frames=frames, sequence=sequence)

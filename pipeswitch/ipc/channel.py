@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Final
 
@@ -96,7 +97,7 @@ class Channel:
         """The next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:
-            BlockingIOError: a non-blocking channel has nothing to read.
+            BlockingIOError: a non-blocking channel has nothing to read, or see ``set_limit``.
             RemoteProtocolError: the peer sent nonsense; its descriptors are closed.
         """
         try:
@@ -123,6 +124,14 @@ class Channel:
 
     def setblocking(self, blocking: bool) -> None:
         self._socket.setblocking(blocking)
+
+    def set_limit(self, seconds: float) -> None:
+        """From now on a blocking ``receive`` raises BlockingIOError after so long.
+
+        The kernel keeps the time: a message costs no call more.
+        """
+        limit = struct.pack("@ll", *divmod(int(seconds * 1e6), 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def close(self) -> None:
         self._socket.close()

@@ -115,9 +115,8 @@ class Gate:
         self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "loader"  # where the main thread last waited or left
-        self._move: Callable[[], None] | None = None
-        self._evicting = False
-        self._unwinding = False
+        self.is_evicting = False  # an eviction was requested; it stays so. Others only read it
+        self.is_unwinding = False  # the main thread leaves by TaskPreempted. Others only read it
         self._is_finishing = False  # evicted, and goes on to the end of its step
 
     # ------------------------------------------------------------------ main thread
@@ -137,7 +136,7 @@ class Gate:
             return
         while (call := self._answer(where)) is not None:
             call()
-        if self._evicting and not self._is_finishing:
+        if self.is_evicting and not self._is_finishing:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
@@ -149,9 +148,8 @@ class Gate:
             if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
                 return self.after_boundary
             self._take_device(where)
-            move, self._move = self._move, None
             self._refresh()
-            return move
+            return None
 
     def enter(self) -> None:
         """Take the device; blocks until a turn is granted. Nothing happens if it is held.
@@ -179,7 +177,7 @@ class Gate:
     def pause(self, timeout_s: float) -> None:
         """Away: others may compute first. Wait until the turn is given up, or so long."""
         with self._changed:
-            if self._state is GateState.AWAY and not self.has_call:
+            if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)
                 self._changed.wait(timeout_s)
 
@@ -211,46 +209,23 @@ class Gate:
     def request_evict(self) -> None:
         """Make the main thread unwind at its next check, also when it is parked. Sticky."""
         with self._changed:
-            self._evicting, self._move = True, None
-            self._refresh()
-            self._changed.notify_all()
-
-    def request_move(self, move: Callable[[], None]) -> None:
-        """Let the main thread call this at its next check, also when it is parked."""
-        with self._changed:
-            if not self._evicting:
-                self._move = move
+            self.is_evicting = True
             self._refresh()
             self._changed.notify_all()
 
     # ------------------------------------------------------------------ any thread
 
     @property
-    def is_evicting(self) -> bool:
-        """An eviction was asked for; it stays so for the life of the gate."""
-        return self._evicting
-
-    @property
-    def is_unwinding(self) -> bool:
-        """The main thread has been told to leave by ``TaskPreempted``."""
-        return self._unwinding
-
-    @property
-    def has_call(self) -> bool:
-        """An eviction or a move was asked for: the main thread does not wait for a turn first."""
-        return self._evicting or self._move is not None
-
-    @property
     def waits_for_boundary(self) -> bool:
         """It was asked to stop, and goes on until it leaves the device."""
-        return self._state is GateState.STOPPING and self._at_boundary and not self.has_call
+        return self._state is GateState.STOPPING and self._at_boundary and not self.is_evicting
 
     @property
     def lets_copy(self) -> bool:
         """No request has asked for the device: at most another job computes."""
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary
-        return not self.has_call and (self._is_for_job or not self._is_given_up)
+        return not self.is_evicting and (self._is_for_job or not self._is_given_up)
 
     @property
     def state(self) -> GateState:
@@ -315,38 +290,38 @@ class Gate:
             self._accept_stop(turn, next_turn)
 
     def _take_device(self, where: Where) -> None:
-        """Main thread: block until running, or until an eviction or a move is asked for."""
+        """Main thread: block until running, or until an eviction is asked for."""
         self._take_up_grant()
-        if self._state is GateState.STOPPED and not self._evicting:
+        if self._state is GateState.STOPPED and not self.is_evicting:
             self._state = GateState.PARKED
             if self._turn:
                 self.on_back(self._turn, False)
-        while not self.has_call and self._is_given_up:
+        while not self.is_evicting and self._is_given_up:
             self._where = where
             self._changed.wait()
             # asked back before this thread woke up
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
-        if self._evicting and self._state is GateState.PARKED:
+        if self.is_evicting and self._state is GateState.PARKED:
             self._state = GateState.STOPPED  # it unwinds now: no turn may set it running
-        elif self._state is GateState.AWAY and (not self.has_call or self._may_finish):
+        elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):
             self._state = GateState.RUNNING
         self._is_finishing = self._state is GateState.RUNNING and self._may_finish
         self._refresh()
 
     @property
     def _may_finish(self) -> bool:
-        return self._evicting and not self._unwinding and self.finishes_step()
+        return self.is_evicting and not self.is_unwinding and self.finishes_step()
 
     def _refresh(self) -> None:
-        self.asked = self.has_call or self._state is not GateState.RUNNING
+        self.asked = self.is_evicting or self._state is not GateState.RUNNING
 
     # ------------------------------------------------------------------ without the lock
 
     def _unwind(self) -> None:
-        if not self._unwinding:
-            self._unwinding = True
+        if not self.is_unwinding:
+            self.is_unwinding = True
             if self.before_unwind is not None:
                 self.before_unwind()
         raise TaskPreempted("the device memory of this task is needed")

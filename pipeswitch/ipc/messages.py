@@ -512,29 +512,6 @@ class EvictTask(Message, frozen=True):
     epoch: Epoch
 
 
-class MoveTask(Message, frozen=True):
-    """controller -> worker (termination thread): parked, it goes to another device.
-
-    At its gate, without a turn, its main thread copies the slice to one on that device, maps that
-    in the place of the old one and says Moved. Descriptors: that device's training slices, its
-    board, its bells.
-    """
-
-    epoch: Epoch
-    device: int  # its place among the server's
-    offset_bytes: int  # of the slice there
-    size_bytes: int
-
-
-class Moved(Message, frozen=True):
-    """worker -> controller: it uses nothing of the former device any more, and says no more of this
-    epoch until it has a turn on the other one."""
-
-    epoch: Epoch
-    copied_bytes: int
-    copy_ms: float
-
-
 class CommitStep(Message, frozen=True):
     """worker -> controller: these pieces of my slice are the state after ``step``.
 
@@ -765,7 +742,7 @@ AnyMessage = (
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | SteppedAside | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask
     | HostRequest | HostGranted | Parked | Back | GrantTurn
-    | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
+    | EvictTask | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage
     | StageReady | RunStage | StageDone | StageFailed | GatewaySettings | KeyedSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from .costs import LayerCosts, bound, makespan
-from .exact import best_groupings
+from .exact import plan_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     resident_ms: float  # everything on the device already
     cold_ms: float  # nothing on the device
     overhead_ms: float  # cold over resident
-    zero_prefix_bytes: int  # to keep so that a switch never waits for the link
-    zero_prefix_ms: float  # with it
     deadline_ms: float | None
     holds_cold: bool | None  # None: no deadline
-    holds_with_zero_prefix: bool | None
 
 
 class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,17 +84,14 @@ def _fit_count(models: Sequence[ModelDemand], arena_bytes: int) -> int:
 
 
 def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
-    costs, groupings = model.costs, best_groupings(model.costs)
-    plan = groupings.plan()
+    costs = model.costs
+    plan = plan_groups(costs)
     cold_ms = model.pass_ms or makespan(plan, costs)
-    prefix_layers = groupings.least_prefix()
-    prefix_ms = groupings.total_ms[prefix_layers]
     fits = model.total_bytes <= arena_bytes
 
-    def holds(total_ms: float) -> bool | None:
-        is_served = fits or model.pass_ms > 0
-        return None if model.deadline_ms is None else is_served and total_ms <= model.deadline_ms
-
+    holds: bool | None = None
+    if model.deadline_ms is not None:
+        holds = (fits or model.pass_ms > 0) and cold_ms <= model.deadline_ms
     return ModelReport(
         name=model.name,
         total_bytes=model.total_bytes,
@@ -109,9 +103,6 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
         resident_ms=costs.resident_ms,
         cold_ms=cold_ms,
         overhead_ms=cold_ms - costs.resident_ms,
-        zero_prefix_bytes=costs.offsets_bytes[prefix_layers],
-        zero_prefix_ms=prefix_ms,
         deadline_ms=model.deadline_ms,
-        holds_cold=holds(cold_ms),
-        holds_with_zero_prefix=holds(model.pass_ms or prefix_ms),
+        holds_cold=holds,
     )

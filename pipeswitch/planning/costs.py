@@ -91,22 +91,20 @@ class LayerCosts:
         return self.link(self.offsets_bytes[end] - self.offsets_bytes[first])
 
 
-def makespan(plan: Plan, costs: LayerCosts, resident_groups: int = 0) -> float:
+def makespan(plan: Plan, costs: LayerCosts) -> float:
     """From the start of the first copy to the end of the last group, in ms.
 
     Args:
         plan: the groups that it runs in.
         costs: of its layers.
-        resident_groups: so many of the first are on the device: neither copied nor signalled.
 
     Raises:
         ValueError: ``plan`` is not a plan for these layers.
     """
     link_ms = device_ms = 0.0
-    for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
-        if index >= resident_groups:
-            link_ms += costs.transfer_ms(first, end)
-            device_ms = max(device_ms, link_ms) + costs.sigma_ms
+    for first, end in spans(plan, costs.layer_count):
+        link_ms += costs.transfer_ms(first, end)
+        device_ms = max(device_ms, link_ms) + costs.sigma_ms
         device_ms += sum(costs.compute_ms[first:end])
     return device_ms
 

@@ -15,15 +15,13 @@ is, hence
 * among the j where the rest decides, the farthest is best: a plan for the layers from j on, cut
   off at a later j', ends no later (its groups carry no more, and none computes earlier).
 
-``rest[m]`` is kept as "at most m groups". A row yields the best plan for *every* resident prefix
-at once, since a prefix only moves the device's start.
+``rest[m]`` is kept as "at most m groups".
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from .costs import LayerCosts
@@ -35,106 +33,64 @@ SAME: Final = 1e-12
 Chain: TypeAlias = "tuple[int, Chain] | None"  # where the next group starts, and how it goes on
 
 
-@dataclass(frozen=True)
-class Groupings:
-    """The best grouping for each number of resident layers, 0 .. layer_count.
-
-    Attributes:
-        costs: that were planned for.
-        total_ms: the predicted total with that many resident layers; never rises.
-    """
-
-    costs: LayerCosts
-    total_ms: tuple[float, ...]
-    _chains: tuple[Chain, ...]
-
-    def plan(self, prefix_layers: int = 0) -> Plan:
-        """The groups; with a prefix the first one is the prefix, and resident.
-
-        Of plans with equal totals it is one with the fewest groups.
-        """
-        if self.costs.sigma_ms == 0:
-            starts = self._merged(prefix_layers)
-        else:
-            starts = []
-            start, chain = prefix_layers, self._chains[prefix_layers]
-            while chain is not None:
-                starts.append(start)
-                start, chain = chain
-        return (0, *starts) if prefix_layers else tuple(starts)
-
-    def least_prefix(self) -> int:
-        """The fewest resident layers whose computation hides the copy of the others (ADR 15).
-
-        Signalling for as many groups as the model has when it comes whole is not counted: a
-        resident model run in these groups would pay it too. So the link is never waited for, or
-        fewer signals make up for the wait.
-        """
-        signal_ms = self.costs.sigma_ms * len(self.plan())
-        allowed_ms = (self.costs.resident_ms + signal_ms) * (1 + SAME)
-        # The last total is the resident run's, so there is always one.
-        return next(i for i, total_ms in enumerate(self.total_ms) if total_ms <= allowed_ms)
-
-    def _merged(self, prefix_layers: int) -> list[int]:
-        """Without signalling many plans tie: the fewest groups that are in time for the total.
-
-        The longest group in time dominates: the link is as far whatever the groups were, and the
-        next deadline is later.
-        """
-        costs = self.costs
-        latest_ms = self.total_ms[prefix_layers] * (1 + SAME)
-        merged: list[int] = []
-        link_ms = own_ms = 0.0  # until the open group, and its own copy
-        for layer in range(prefix_layers, costs.layer_count):
-            if merged:
-                joined_ms = costs.transfer_ms(merged[-1], layer + 1)
-                if link_ms + joined_ms <= latest_ms - costs.remaining_ms[merged[-1]]:
-                    own_ms = joined_ms
-                    continue
-            link_ms, own_ms = link_ms + own_ms, costs.transfer_ms(layer, layer + 1)
-            merged.append(layer)
-        return merged
-
-
 def plan_groups(costs: LayerCosts) -> Plan:
-    """The grouping with the least predicted total."""
-    return best_groupings(costs).plan()
-
-
-def best_groupings(costs: LayerCosts) -> Groupings:
-    """Solve for every resident prefix at once."""
+    """Return the grouping with the least predicted total, and of equal ones the fewest groups."""
     table = _Table(costs)
     if costs.sigma_ms == 0:
         table.fill_unlimited()
-    else:
-        table.fill_by_groups()
-    return Groupings(costs, tuple(table.best_ms), tuple(table.best_chains))
+        return _merged(costs, table.best_ms)
+    table.fill_by_groups()
+    starts, start, chain = [], 0, table.best_chain
+    while chain is not None:
+        starts.append(start)
+        start, chain = chain
+    return tuple(starts)
+
+
+def _merged(costs: LayerCosts, total_ms: float) -> Plan:
+    """Return the fewest groups that are in time for the total: without signalling many plans tie.
+
+    The longest group in time dominates: the link is as far whatever the groups were, and the
+    next deadline is later.
+    """
+    latest_ms = total_ms * (1 + SAME)
+    merged: list[int] = []
+    link_ms = own_ms = 0.0  # until the open group, and its own copy
+    for layer in range(costs.layer_count):
+        if merged:
+            joined_ms = costs.transfer_ms(merged[-1], layer + 1)
+            if link_ms + joined_ms <= latest_ms - costs.remaining_ms[merged[-1]]:
+                own_ms = joined_ms
+                continue
+        link_ms, own_ms = link_ms + own_ms, costs.transfer_ms(layer, layer + 1)
+        merged.append(layer)
+    return tuple(merged)
 
 
 class _Table:
-    """One row of the recursion, and the best totals seen so far."""
+    """One row of the recursion, and the best total so far."""
 
     def __init__(self, costs: LayerCosts) -> None:
         count = costs.layer_count
         self.costs = costs
         self.rest_ms = [math.inf] * count + [-math.inf]  # of the current row
         self.chains: list[Chain] = [None] * (count + 1)
-        self.best_ms = [math.inf] * count + [costs.resident_ms]
-        self.best_chains: list[Chain] = [None] * (count + 1)
+        self.best_ms = math.inf if count else costs.resident_ms
+        self.best_chain: Chain = None
 
     def fill_unlimited(self) -> None:
         """The one row of any number of groups, where groups cost nothing."""
         # Each layer's cut is looked for when those after it have been settled.
         for i, ms, j in self._faster_cuts(0.0, self.costs.layer_count):
             self.rest_ms[i], self.chains[i] = ms, (j, self.chains[j])
-            self._offer(i, max(self.costs.resident_ms, ms))
+        self._offer(self.costs.resident_ms)
 
     def fill_by_groups(self) -> None:
         """Row after row, until one more group ends no row earlier."""
         end = self.costs.layer_count
         for groups in range(1, self.costs.layer_count + 1):
             floor_ms = self.costs.resident_ms + groups * self.costs.sigma_ms
-            if floor_ms >= max(self.best_ms):
+            if floor_ms >= self.best_ms:
                 return
             faster = list(self._faster_cuts(groups * self.costs.sigma_ms, end))
             if not faster:
@@ -143,12 +99,13 @@ class _Table:
             made = [(i, ms, (j, self.chains[j])) for i, ms, j in faster]
             for i, ms, chain in made:
                 self.rest_ms[i], self.chains[i] = ms, chain
-                self._offer(i, max(floor_ms, ms))
+            self._offer(floor_ms)
             end = max(i for i, _, _ in faster)  # only a layer before a faster one can gain
 
-    def _offer(self, i: int, total_ms: float) -> None:
-        if total_ms < self.best_ms[i]:
-            self.best_ms[i], self.best_chains[i] = total_ms, self.chains[i]
+    def _offer(self, floor_ms: float) -> None:
+        total_ms = max(floor_ms, self.rest_ms[0])
+        if total_ms < self.best_ms:
+            self.best_ms, self.best_chain = total_ms, self.chains[0]
 
     def _faster_cuts(self, signal_ms: float, end: int) -> Iterator[tuple[int, float, int]]:
         """(i, ms, j) for the layers before ``end`` that one more group makes faster.

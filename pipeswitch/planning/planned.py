@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from .costs import LayerCosts, LinkCost, makespan
-from .exact import best_groupings, plan_groups
+from .exact import plan_groups
 from .fit import MIB
 from .grouping import Plan, per_layer
 from .profile import Profile
@@ -63,23 +63,9 @@ def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
     )
 
 
-def plan_of(profile: Profile, prefix_limit_bytes: int = 0) -> tuple[Plan, int]:
-    """Groups, and how many of the first are worth keeping when the model has to leave.
-
-    The plan of least regret at the first batch (``robust_plan``); with the least prefix that
-    hides the copy of the rest, or as much of it as the limit allows; never the whole model. Inside
-    it the groups are those of a cold switch, which is what the first one is.
-    """
-    costs = costs_of(profile)
-    groupings = best_groupings(costs)
-    cold = robust_plan(costs)
-    wanted = groupings.least_prefix()
-    most_bytes = min(prefix_limit_bytes, costs.total_bytes - 1)
-    layers = sum(offset <= most_bytes for offset in costs.offsets_bytes[1 : wanted + 1])
-    if not costs.offsets_bytes[layers]:
-        return cold, 0
-    inside = tuple(start for start in cold if start < layers)
-    return (*inside, *groupings.plan(layers)[1:]), len(inside)
+def plan_of(profile: Profile) -> Plan:
+    """Return the groups of least regret at the first batch (``robust_plan``)."""
+    return robust_plan(costs_of(profile))
 
 
 def predict(profile: Profile, plan: Plan, batch: int) -> float:

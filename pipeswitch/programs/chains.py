@@ -21,8 +21,6 @@ MAX_VALUES: Final = 64  # of the request and of the answer: as many tensors as a
 HINT: Final = "pipeswitch chain NAME encoder head:x=encoder.y --output label=head.label"
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-_Axis = Annotated[int, msgspec.Meta(ge=-1)]
-States = Annotated[dict[_Name, tuple[_Name, _Axis]], msgspec.Meta(max_length=MAX_VALUES)]
 Sources = Annotated[dict[_Name, _Name], msgspec.Meta(max_length=MAX_VALUES)]
 
 

@@ -89,7 +89,6 @@ class SchedulerSettings:
     activation_memory_bytes: int = 0  # of each device, for its jobs together; 0: each has its own
     prepares: bool = True  # standbys load programs before they are asked for
     look_ahead: bool = True  # the link sends the next request's model while the device computes
-    prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
     is_sandboxed: bool = False  # a process that runs programs can run no code afterwards (ADR 20)

@@ -309,16 +309,6 @@ class KillWorker(_Told, frozen=True):
     device: int = 0
 
 
-class HandOver(_Told, frozen=True):
-    """A slot's process goes to a slot of another device; one that is there is killed."""
-
-    slot: Slot
-    device: int
-    to_device: int
-    to_slot: Slot
-    to_generation: int
-
-
 class SpawnStage(_Told, frozen=True):
     """A process that runs the owner's functions over requests' raw inputs."""
 
@@ -508,7 +498,7 @@ Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce
     | Retract | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | Interrupt
-    | SaveProfile | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
+    | SaveProfile | Warn | Leave | SpawnStage | ToStage | KillStage | TakeResult
 )  # fmt: skip
 OfDevice = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | Interrupt

@@ -27,7 +27,7 @@ from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
 from .training.jobs import activations_row
 
-DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
+DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
 OWNER = "(owner)"  # a tenant's name here: no key's has such characters
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -353,8 +353,6 @@ class Listing:
             return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.landings is not None:
             return f"larger than the arena: {gib(replica.sent_bytes)} come with each pass"
-        if replica.residency.state is Residency.PARTIAL:
-            return "its prefix is kept"
         return "pinned" if replica.model.want_pinned else ""
 
     def _ps_job(self, on: Device, job: Job) -> dict[str, Any]:
@@ -476,6 +474,6 @@ class Listing:
         """Regions that a process computes in or copies into now: models in use, training slices."""
         replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
-        kinds = ("slice", "moving", "scrub")
+        kinds = ("slice", "scrub")
         slices = sum(region.owner.kind in kinds for region in device.arena.regions)
         return in_use + slices

@@ -217,11 +217,6 @@ class Scheduler:
                 worker = device.speaker(event)
                 if worker is not None:
                     self.publishing.script_asked(device.state, worker, message)
-            case ev.FromWorker(message=msg.Moved() as moved):
-                device = machine.devices[event.device]
-                worker = device.speaker(event)
-                if worker is not None:
-                    self.moves.moved(device, worker, moved)
             case ev.FromWorker():
                 machine.devices[event.device].from_worker(event)
             case ev.FromDaemon():
@@ -241,7 +236,6 @@ class Scheduler:
                 self.registry.builder_exited(event)
             case ev.WorkerExited():
                 machine.devices[event.device].worker_exited(event)
-                self.moves.reaped()
             case ev.DaemonExited():
                 self._daemon_exited(event)
             case ev.Tick():

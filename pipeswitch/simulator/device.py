@@ -100,12 +100,10 @@ class Device:
     def __init__(self) -> None:
         self.turn = 0
         self.stop_words: dict[int, int] = {}  # of tasks, by slot
-        self.memories = 0  # that it has had so far
         self.clear()
 
     def clear(self) -> None:
         """The memory is gone with the daemon that owned it."""
-        self.memories += 1
         self.words: dict[int, Epoch] = {}
         self.computed = (0, 0)  # of a model that streams: its copy's epoch, how many groups
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way

@@ -59,7 +59,6 @@ class Scene:
     programs: dict[ModelName, Program] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
-    devices: list[Device] = field(default_factory=list)  # all of the server's
     prompts: dict[str, float] = field(default_factory=dict)  # request: what it adds to a row's time
 
 

@@ -74,7 +74,7 @@ class PaperModel:
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
     """As it was measured, in the groups that are planned from that."""
-    costs, (plan, _) = costs_of(profile), plan_of(profile)
+    costs, plan = costs_of(profile), plan_of(profile)
     return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
                       plan=plan, row_share=_row_share(profile))  # fmt: skip
 

@@ -22,8 +22,6 @@ from ..ipc.messages import (
     LeaseRefused,
     LeaseRequest,
     Message,
-    Moved,
-    MoveTask,
     Parked,
     RunJob,
     StepCommitted,
@@ -89,12 +87,10 @@ class SimulatedScript:
         self.in_flight = -1  # step of the commit under way
         self.number = 0  # of the last commit that was begun
         self.is_acknowledged = False  # that one
-        self.order_to_move: tuple[MoveTask, int] | None = None  # with the memory that it speaks of
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
         self.gate.on_back = self._back
         self._scene, self._say = scene, say
-        self._device = scene.device  # where its slice lies
         self._plan = scene.scripts[order.job]
         self._committed_at_ms = scene.clock.now_ms
         self._left_ms = 0.0  # of the step under way
@@ -113,7 +109,7 @@ class SimulatedScript:
 
     @property
     def _image(self) -> Image:
-        return ZEROS if self.lease is None else self._device.slice_at(self.lease)
+        return ZEROS if self.lease is None else self._scene.device.slice_at(self.lease)
 
     # -- termination thread --------------------------------------------------------------------
 
@@ -128,10 +124,6 @@ class SimulatedScript:
                     self._computes_since_ms = self._scene.clock.now_ms
             case EvictTask():
                 self.gate.request_evict()
-            case MoveTask():
-                memories = self._scene.devices[message.device].memories
-                self.order_to_move = message, memories
-                self.gate.request_move(self._move)
             case LeaseGranted(offset_bytes=start, size_bytes=size):
                 self.lease = Span(start, start + size)
             case LeaseRefused():
@@ -147,7 +139,7 @@ class SimulatedScript:
         now_ms = self._scene.clock.now_ms
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
-            self._device.turn = next_turn
+            self._scene.device.turn = next_turn
         self._say("signal", Parked(
             epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
             asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
@@ -171,13 +163,8 @@ class SimulatedScript:
                 is_possible = self.lease is not None or is_evicting
                 what, act = "begins", self._begin
             case "taking" | "fetching" | "training":
-                is_possible = gate.has_call or state is not GateState.PARKED
-                if gate.has_call and not is_evicting:
-                    is_possible = self.is_commit_over  # else that reads its slice
-                    what, cost_ms = "moves", costs.to_device.copy_ms(plan.slice_bytes)
-                    act = self._fetch if self.phase == "fetching" else (
-                        self._take if self.phase == "taking" else self._train)  # fmt: skip
-                elif self.phase == "fetching":
+                is_possible = is_evicting or state is not GateState.PARKED
+                if self.phase == "fetching":
                     what, act = "fetches", self._fetch
                 elif self.phase == "taking":
                     what, cost_ms = "takes", 0.0 if state in COMPUTES else plan.loader_ms
@@ -280,21 +267,6 @@ class SimulatedScript:
         is_late = past_ms >= self.order.commit_every_ms
         return is_late or self._scene.choices.happens("commit", self.order.job)
 
-    def _move(self) -> None:
-        """Its slice is copied, and lies on the other device from now on; or in memory that went
-        with the daemon that owned it, and then this process is about to be killed."""
-        require(self.is_commit_over, "it moves away from a commit that is being copied (I2)")
-        require(not self.computes, "it moves while it has a turn")
-        assert self.order_to_move is not None
-        (order, memories), self.order_to_move = self.order_to_move, None
-        image, target = self._image, self._scene.devices[order.device]
-        if target.memories == memories:
-            place = Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
-            self._device, self.lease = target, place
-            require(self._image == ZEROS, "a slice holds its last owner's bytes (I4)")
-            self._set(image)
-        self._say("task", Moved(epoch=self.order.epoch, copied_bytes=order.size_bytes, copy_ms=0.0))
-
     def _begin_commit(self) -> None:
         self.in_flight, self.is_acknowledged = self.step, False
         self.number += 1
@@ -323,4 +295,4 @@ class SimulatedScript:
 
     def _set(self, image: Image) -> None:
         assert self.lease is not None
-        self._device.write_slice(self.lease, image)
+        self._scene.device.write_slice(self.lease, image)

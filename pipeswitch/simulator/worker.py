@@ -17,7 +17,6 @@ from ..ipc.messages import (
     LeaseRefused,
     Message,
     ModelPrepared,
-    MoveTask,
     Ping,
     Pong,
     PrepareModel,
@@ -36,7 +35,7 @@ from .device import Span, User, Violation, region_of, require
 from .process import Process
 from .script import SimulatedScript
 
-OF_A_JOB = StopTask | GrantTurn | EvictTask | MoveTask | LeaseGranted | LeaseRefused
+OF_A_JOB = StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused
 
 
 class SimulatedInference:
@@ -77,8 +76,6 @@ class SimulatedWorker(Process):
         self.script: SimulatedScript | None = None
         self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
         self.lease: Span | None = None  # promised or its own, until it is reaped
-        # Where it may copy that to: device, place, the memory that it speaks of.
-        self.target: tuple[int, Span, int] | None = None
         self._preparing: PrepareModel | None = None
         self._cleaning = NO_EPOCH
         self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it

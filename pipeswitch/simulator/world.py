@@ -17,7 +17,6 @@ from ..ipc.messages import (
     JobName,
     LeaseGranted,
     Message,
-    MoveTask,
     OpenCommits,
     PrepareModel,
     RunInference,
@@ -67,7 +66,6 @@ class World:
         self.scenes = [
             self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
         ]  # fmt: skip
-        self.scene.devices += [scene.device for scene in self.scenes]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.clients = SimulatedClients(self.scene, self.handle)
         self.on_disk: dict[JobName, SimulatedArea] = {}  # of jobs that are over
@@ -213,8 +211,6 @@ class World:
                 self.workers[key] = self.new_worker(slot, generation, self.scenes[index])
                 if before is not None:
                     self._replace(before, self.workers[key])
-            case ev.HandOver():
-                self._hand_over(command)
             case ev.KillWorker(slot=slot, generation=generation, device=index):
                 worker = self.workers[key_of(index, slot)]
                 require(worker.generation == generation, "the wrong process is killed")
@@ -269,11 +265,6 @@ class World:
     def users(self, index: int) -> list[User]:
         """Every range of a device that is read or written now, and by whom."""
         found = [user for worker in self.workers_of(index) for user in worker.users()]
-        found += [
-            (f"what {worker.name} copies", place)
-            for worker in self.workers.values()
-            if (place := self._target(worker, index)) is not None
-        ]
         daemon = self.daemons.get(index)
         return found + daemon.users() if daemon is not None else found
 
@@ -350,11 +341,6 @@ class World:
                     claims = self.claims(command.device)
                     worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
                 worker.lease = lease
-            case MoveTask(device=index, offset_bytes=start, size_bytes=size):
-                place = Span(start, start + size)
-                claims = self.claims(index)
-                self.scenes[index].device.claim(place, f"the slice of {worker.name}", claims)
-                worker.target = index, place, self.scenes[index].device.memories
             case _:
                 pass
         worker.hear(command.channel, command.message)
@@ -375,33 +361,6 @@ class World:
         before.end(-9)
         self.dying.append(before)
 
-    def _target(self, worker: SimulatedWorker, index: int) -> Span | None:
-        """Where on that device it may copy its slice to, in memory that is still there."""
-        if worker.target is None or self.daemons.get(index) is None:
-            return None
-        device, place, memories = worker.target
-        is_there = (device, memories) == (index, self.scenes[index].device.memories)
-        return place if is_there else None
-
-    def _hand_over(self, command: ev.HandOver) -> None:
-        """The old device's range of it has no owner now, and is not zeroed."""
-        worker = self.workers.pop(key_of(command.device, command.slot))
-        assert worker.lease is not None
-        assert worker.target is not None
-        worker.scene.device.dirty += (worker.lease,)
-        index, worker.lease, _ = worker.target
-        worker.plans.device = index
-        self._touched.add(index)
-        require(index == command.to_device, "it was told to go to another device")
-        worker.target, worker.scene = None, self.scenes[index]
-        worker.slot, worker.generation = command.to_slot, command.to_generation
-        worker.name = f"worker {worker.slot}"
-        key = key_of(index, worker.slot)
-        before = self.workers.get(key)
-        self.workers[key] = worker
-        if before is not None:
-            self._replace(before, worker)
-
     def from_process(self, worker: SimulatedWorker, message: Message) -> None:
         self.handle(
             ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message,
@@ -418,9 +377,6 @@ class World:
         scene = worker.scene
         if worker.lease is not None and self.daemons.get(scene.index) is not None:
             scene.device.dirty += (worker.lease,)
-        for other in self.scenes:
-            if (place := self._target(worker, other.index)) is not None:
-                other.device.dirty += (place,)
         self.handle(
             ev.WorkerExited(slot=worker.slot, generation=worker.generation,
                             status=worker.status or 0, begun_epoch=worker.begun,

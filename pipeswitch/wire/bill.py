@@ -39,7 +39,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1  # of the model
     batch: int = 1  # rows of the run, all joined requests together
     joined: int = 1  # requests that it computed
-    kept_bytes: int = 0  # of a resident prefix, which were not sent again
+    kept_bytes: int = 0  # of what a model that streams keeps, which were not sent again
     streamed: int = 0  # bytes that came through the arena, of a model that is larger
     device: str = ""  # of a server with several
     placed: str = ""  # why there

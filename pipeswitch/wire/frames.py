@@ -88,7 +88,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     error: WireError | None = None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """numpy's scalars travel as the numbers and texts they are."""
     plain = value.item() if hasattr(value, "item") else value
     if type(plain) in (bool, int, float, str):
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot travel")
 
 
-encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encoder.encode
 pack_dict: Callable[[dict[str, Any]], bytes] = encoder.encode
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)

@@ -118,7 +118,7 @@ class _Lane:
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
         work()
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """Nothing is left to do."""
 
 

@@ -11,8 +11,6 @@ from pipeswitch.planning.profile import Profile, ProfileError, decode, encode
 from .target import JSON_TEXT, Target
 from .worlds import profile_of
 
-PREFIX_BYTES = 4 << 20
-
 
 def run(raw: bytes) -> None:
     try:
@@ -23,7 +21,7 @@ def run(raw: bytes) -> None:
         raise AssertionError("a profile is another one when it is read again")
     profile.why_unusable(_usual().identity, profile.digest, [4096])
     try:
-        plan, _ = plan_of(profile, PREFIX_BYTES)
+        plan = plan_of(profile)
     except ValueError:  # what the scheduler takes for "no plan can be made from it"
         return
     for batch in profile.batches:

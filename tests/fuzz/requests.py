@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import queue
 import select
 import socket
 import tempfile
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from pipeswitch.frontend.listeners import Listener
 from pipeswitch.frontend.peers import Shares, StreamPeer
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
+from pipeswitch.lane import Failed, Lane, Work
 from pipeswitch.roles import ANYONE, OWNER, Role, Standing
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
 from pipeswitch.wire.frames import (
@@ -98,6 +99,17 @@ class _Connection:
         self.theirs.close()
 
 
+class _IdleLane(Lane):
+    """Lane that does no work: whoever gave it is answered by ``_clean_up``."""
+
+    def __init__(self) -> None:
+        super().__init__("idle")
+        self.failures: deque[Failed] = deque()
+
+    def put(self, work: Work, failed: Failed = lambda _: None) -> None:
+        self.failures.append(failed)
+
+
 class _Gate(Frontend):
     """The frontend without threads, files and sockets."""
 
@@ -112,6 +124,7 @@ class _Gate(Frontend):
         descriptor = sealed_memfd("fuzz-pool", POOL_BYTES)
         super().__init__(config, descriptor, self.taken.append, now_ms=lambda: CLOCK_MS)
         os.close(descriptor)
+        self.uploads._writer = self._lane = _IdleLane()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
         self.peers.shares = Shares(0)
@@ -144,12 +157,8 @@ class _Gate(Frontend):
 
     def _clean_up(self) -> None:
         """Answer everything."""
-        while True:
-            try:
-                _, failed = self.uploads._writer._queue.get_nowait()  # type: ignore[misc]
-            except queue.Empty:
-                break
-            failed(ServerUnavailable("it is only a test"))
+        while self._lane.failures:
+            self._lane.failures.popleft()(ServerUnavailable("it is only a test"))
         while self._calls:
             self._calls.popleft()()
         for token in self.requests.tokens():

@@ -78,7 +78,7 @@ class Stage(World):
     def __init__(self) -> None:
         settings = SchedulerSettings(
             arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, standby=1, max_queue=4,
-            restart_backoff_ms=100.0, prefix_bytes=4 * MIB,
+            restart_backoff_ms=100.0,
         )  # fmt: skip
         super().__init__(Scheduler(settings, "priority", 2000.0), is_checked=False)
         self.state = self.scheduler.machine.devices[0].state

@@ -31,7 +31,7 @@ SHOWN_OF_JOB = (
     "missed_at", "blocked_at_ms", "beside_blocked",  # no scope has a hundred stops, or five steps
     "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
     "error", "why",
-    "moves", "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
+    "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
     "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
 )  # fmt: skip
 SHOWN_OF_REPLICA = (

@@ -33,7 +33,6 @@ _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
     m.CommitStep: {"ranges": _RANGES},
     m.CommitCopy: {"ranges": _RANGES},
     m.StepCommitted: {"copy_ms": 0.0},
-    m.Moved: {"copied_bytes": 0, "copy_ms": 0.0},
     m.JobEnded: {"step": 0, "error_type": "", "error_text": ""},
     m.TransmitEnded: {
         "copied_bytes": 0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "group_ends_at_ms": (),
@@ -44,7 +43,7 @@ _CARRIED: Final = (
     m.RunInference, m.RunJob, m.StopTask, m.GrantTurn, m.EvictTask, m.LeaseGranted, m.WorkerReady,
     m.InferenceDone, m.Cleaned, m.Parked, m.LeaseRequest, m.CommitStep, m.CommitCopy, m.Scrub,
     m.StepCommitted, m.JobEnded, m.TransmitModel, m.TransmitEnded, m.Scrubbed, m.DaemonReady,
-    m.CommitPersisted, m.MoveTask, m.Moved, m.SteppedAside, m.Back,
+    m.CommitPersisted, m.SteppedAside, m.Back,
 )  # fmt: skip
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
     "groups": (m.GroupCopy, 1), "outputs": (m.SlabTensor, 1), "joined": (m.JoinedRequest, 1),

@@ -27,14 +27,13 @@ def freeze_device(device: Device, e: Add) -> Any:
         tuple([(one.done, one.order.model in device.intact, one.order.epoch in device.cancelled)
                for one in held]),
         tuple([(at, tuple(image)) for at, image in sorted(device.slices.items())]),
-        tuple([tuple(span) for span in sorted(device.dirty)]), device.memories,
+        tuple([tuple(span) for span in sorted(device.dirty)]),
     )  # fmt: skip
 
 
 def thaw_device(frozen: Any, n: Next) -> Device:
-    stops, computed, words, orders, details, slices, dirty, memories = frozen
+    stops, computed, words, orders, details, slices, dirty = frozen
     device = Device()
-    device.memories = memories
     device.turn = n()
     device.words = {word: n() for word in words}  # type: ignore[misc]
     device.computed = (n(), computed)

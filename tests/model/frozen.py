@@ -120,7 +120,6 @@ class Codec:
             "WorkerEvent": states.WORKER_TRANSITIONS,
             "ModelEvent": states.MODEL_TRANSITIONS,
             "ResidencyEvent": states.RESIDENCY_TRANSITIONS,
-            "MoveEvent": states.MOVE_TRANSITIONS,
             "VersionEvent": states.VERSION_TRANSITIONS,
         }[event]
         self._names |= {

@@ -21,7 +21,7 @@ FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumb
 # The other commands only inform.
 PERFORMED: Final = (
     ev.ToWorker, ev.ToDaemon, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.KillWorker, ev.SpawnWorker,
-    ev.SpawnDaemon, ev.HandOver, ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
+    ev.SpawnDaemon, ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
 )  # fmt: skip
 Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
 # What follows: commands, what ``check`` says to it, and the state after it.

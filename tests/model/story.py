@@ -15,7 +15,6 @@ from .worker import SIGNAL
 from .world import World
 
 _SCRIPTS: Final = {
-    "moves": "copies its slice to the other device",
     "begins": "has its slice, loads what was committed, and asks for a batch",
     "takes": "takes the device and begins a step",
     "trains": "has done forward and backward, and lets the optimizer write",

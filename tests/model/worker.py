@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from pipeswitch.ipc.gate import Gate, GateState
-from pipeswitch.ipc.messages import JobReport, Message, MoveTask, RunInference, RunJob, Turn
+from pipeswitch.ipc.messages import JobReport, Message, RunInference, RunJob, Turn
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.device import Image, Span
 from pipeswitch.simulator.script import BELL, SimulatedScript
@@ -46,8 +46,6 @@ class Worker(SimulatedWorker):
             script._say = twin.say
             script.gate = _copy_of(script.gate)
             script.gate._on_parked, script.gate.on_back = script._parked, script._back
-            if script.gate._move is not None:
-                script.gate._move = script._move
         return twin
 
     def say(self, channel: str, message: Message) -> None:
@@ -101,8 +99,6 @@ def freeze_worker(worker: Worker, e: Add) -> Any:
     return (
         worker.slot, worker.is_ready, worker.is_doomed, worker.status,
         None if worker.lease is None else tuple(worker.lease),
-        None if worker.target is None else (
-            worker.target[0], tuple(worker.target[1]), worker.target[2]),
         tuple([freeze_items(queue, e) if (queue := queues.get(channel)) else ()
                for queues in (worker.inbox, worker.out) for channel in (TASK, SIGNAL)]),
         None if task is None else (
@@ -114,10 +110,9 @@ def freeze_worker(worker: Worker, e: Add) -> Any:
 def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
     """``worker``: a new one in that slot."""
     worker.begun, worker._job_epoch = n(), n()  # type: ignore[assignment]
-    (_, worker.is_ready, worker.is_doomed, worker.status, lease, target, queues, task,
+    (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task,
      script) = frozen  # fmt: skip
     worker.lease = None if lease is None else Span(*lease)
-    worker.target = None if target is None else (target[0], Span(*target[1]), target[2])
     found = [deque(thaw_items(queue, n)) for queue in queues]
     worker.inbox = {TASK: found[0], SIGNAL: found[1]}
     worker.out = {TASK: found[2], SIGNAL: found[3]}
@@ -133,15 +128,13 @@ def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
 
 
 def _freeze_script(script: SimulatedScript, e: Add) -> Any:
-    saved, move = script.saved, script.order_to_move
+    saved = script.saved
     e(-script.order.epoch)
     return (
         script.order.job, script.phase, None if script.lease is None else tuple(script.lease),
         None if saved is None else tuple(saved),
         script.committed, script.in_flight, script.number, script.is_acknowledged,
         _freeze_gate(script.gate, e),
-        [one is script._device for one in script._scene.devices].index(True),
-        None if move is None else (move[0].device, move[0].offset_bytes, move[1]),
     )  # fmt: skip
 
 
@@ -151,16 +144,9 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
     saved = None if frozen[3] is None else Image(*frozen[3])
     script = SimulatedScript(order, worker.scene, worker.say, saved)
     (_, script.phase, lease, _, script.committed, script.in_flight, script.number,
-     script.is_acknowledged, gate, device, move) = frozen  # fmt: skip
+     script.is_acknowledged, gate) = frozen  # fmt: skip
     script.lease = None if lease is None else Span(*lease)
-    script._device = script._scene.devices[device]
     script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
-    if move is not None:
-        index, offset, memories = move
-        size = script._plan.slice_bytes
-        told = MoveTask(epoch=order.epoch, device=index, offset_bytes=offset, size_bytes=size)
-        script.order_to_move = told, memories
-        script.gate.request_move(script._move)
     return script
 
 
@@ -174,13 +160,13 @@ def _freeze_gate(gate: Gate, e: Add) -> Any:
             e(-pair[1])
     return (
         gate._state.value, gate._accepted is not None, gate._future is not None,
-        gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where, gate._at_boundary,
+        gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where, gate._at_boundary,
     )  # fmt: skip
 
 
 def _thaw_gate(frozen: Any, n: Next, gate: Gate) -> Gate:
     state, has_accepted, has_future = frozen[:3]
-    (gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where,
+    (gate.is_evicting, gate.is_unwinding, gate.in_optimizer_step, gate._where,
      gate._at_boundary) = frozen[3:]  # fmt: skip
     gate._state = _STATES[state]
     gate._turn, gate._granted = n(), n()

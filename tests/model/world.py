@@ -462,10 +462,6 @@ class World(simulator.World):
                 pass
         super()._perform(command)
 
-    def _hand_over(self, command: ev.HandOver) -> None:
-        self.own(key_of(command.device, command.slot))
-        super()._hand_over(command)
-
     def _to_worker(self, command: ev.ToWorker) -> None:
         key = key_of(command.device, command.slot)
         if key in self.workers:

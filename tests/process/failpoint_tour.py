@@ -26,7 +26,7 @@ from pipeswitch.errors import PipeSwitchError
 from pipeswitch.failpoints import REACHED
 
 from ..chaos.history import History
-from ..chaos.stage import DEVICES, Stage
+from ..chaos.stage import Stage
 from .failpoint_load import TRAIN, Lane, Undisturbed
 from .tools import eager, finish, gone, kill, mlp, until, write_script
 
@@ -91,7 +91,6 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("job.commit", "job.committed", "job.obey", "job.park", "job.parked"),
         *_stops("job.start", "job.restore", "job.lease", "job.leased", "job.report", act="evict"),
         *_stops("job.evicted", "job.ended", act="evict"),
-        *_stops("job.move", "job.moved", act="move"),
     ),
     "controller": (
         *_stops("controller.answer", "controller.event", fatal=LOOP),
@@ -359,14 +358,6 @@ def _evict(tour: Tour) -> None:
     until(is_back, "it commits again")
 
 
-def _move(tour: Tour) -> None:
-    """To the other device, along with its process."""
-    row = tour.row(tour.job)
-    there = next(device for device in DEVICES if device != row["on"])
-    tour.client.task(tour.job).move(there)
-    until(lambda: tour.row(tour.job)["committed_step"] > row["committed_step"], "it commits there")
-
-
 def _short_job(tour: Tour) -> None:
     """It has the device for itself, commits, and its commits go with it."""
     tour.client.job(tour.job, "pause")
@@ -387,7 +378,6 @@ ACTS: Final[Mapping[str, Callable[[Tour], None]]] = {
     "register": _register,
     "preprocess": _preprocess,
     "evict": _evict,
-    "move": _move,
     "short-job": _short_job,
     "kill-daemon": _kill_daemon,
 }

@@ -19,7 +19,8 @@ from process_tools import Checked, checked_server, until
 
 from pipeswitch.errors import InvalidInput, PipeSwitchError, SequenceNotFound
 from pipeswitch.gateway import texts
-from pipeswitch.gateway.text_process import Begin, Came
+from pipeswitch.gateway.text_process import Begin, Came, Wrong
+from pipeswitch.gateway.text_process import Texts as TextProcess
 from pipeswitch.programs.answer import Ending
 from pipeswitch.programs.generating import Facts
 from pipeswitch.programs.generation import packed_tokenizer
@@ -267,8 +268,12 @@ def test_a_hostile_template_costs_its_own_process_alone(
 
 
 def text_processes(checked: Checked) -> list[psutil.Process]:
-    children = psutil.Process(checked.running.pid).children(recursive=True)
-    return [one for one in children if "pipeswitch.gateway.text_process" in one.cmdline()]
+    found = []
+    for one in psutil.Process(checked.running.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if "pipeswitch.gateway.text_process" in one.cmdline():
+                found.append(one)
+    return found
 
 
 def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any) -> None:
@@ -283,6 +288,70 @@ def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any)
                 process.kill()
     assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
+    running: Checked, ai: Any
+) -> None:
+    """Neither memory, nor a descriptor, nor room for a thread."""
+    asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+    whole = ai.completions.create(**asked)
+    chunks = []
+    for chunk in ai.completions.create(**asked, stream=True):
+        chunks.append(chunk)
+        if len(chunks) in (2, 100):
+            for process in text_processes(running):
+                for kind in (psutil.RLIMIT_DATA, psutil.RLIMIT_NOFILE):
+                    process.rlimit(kind, (0, 0))
+    assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
+    for process in text_processes(running):
+        process.kill()
+    assert ai.completions.create(**asked).choices[0].text == whole.choices[0].text
+
+
+def test_a_text_process_that_cannot_be_started_is_one_clear_error(running: Checked) -> None:
+    children = psutil.Process(running.running.pid).children(recursive=True)
+    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
+    connection = http.client.HTTPConnection(running.running.http_address, timeout=60)
+
+    def status() -> int:
+        body = json.dumps({"model": "chat", "prompt": PROMPT, "max_tokens": 4})
+        connection.request("POST", "/v1/completions", body)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+    assert status() == 200
+    for process in text_processes(running):
+        process.kill()
+    until(lambda: not text_processes(running), "it has ended")
+    limit = gateway.rlimit(psutil.RLIMIT_NOFILE)
+    gateway.rlimit(psutil.RLIMIT_NOFILE, (gateway.num_fds(), limit[1]))
+    try:
+        assert status() == 503
+    finally:
+        gateway.rlimit(psutil.RLIMIT_NOFILE, limit)
+    assert status() == 200
+    connection.close()
+
+
+def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt may be what takes it all; a token is not: another process goes on."""
+    found = TextProcess(Facts(version=1, digest="d", vocabulary=9, context=CONTEXT, piece=8))
+    begin = Begin(answer=1, prompt=[1], sampling=Sampling(), ending=Ending(max_new_tokens=4))
+    found.handle(begin)
+
+    def fails(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(found, "_step", fails)
+    assert isinstance(found.handle(begin), Wrong)
+    with pytest.raises(MemoryError):
+        found.handle(Came(answer=1, tokens=[1]))
+    with pytest.raises(MemoryError):
+        found.handle(msgspec.structs.replace(begin, so_far=[1]))
 
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:

@@ -82,15 +82,10 @@ class CpuRig:
         return {"store": self.store_fd, "board": self.board_fd, "bells": workers, "bell": own}
 
     def _look(self, slot: int) -> PoolView:
-        return CpuPoolView(
-            models=self.models_fd,
-            work=self.work_fd,
-            board=self.board_fd,
-            bell=self.bells[slot],
-            bells=self.bells,
-            arena_bytes=ARENA_BYTES,
-            words=WORDS,
-        )
+        settings = msg.WorkerSettings(slot=slot, device="cpu", arena_bytes=ARENA_BYTES, words=WORDS,
+                                      pool_bytes=0, threads=1, bell_count=BELL_COUNT)  # fmt: skip
+        arena = self.models_fd, self.work_fd
+        return CpuPoolView(settings, arena, board=self.board_fd, bells=self.bells)
 
     def view(self, slot: int = 0) -> PoolView:
         self._views.append(self._look(slot))
@@ -248,10 +243,12 @@ class WaitingGpuRig(GpuRig):
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
 from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.ipc.messages import WorkerSettings
 models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
-view = CpuPoolView(models=models, work=work, board=board, bell=bells[0], bells=bells,
-                   arena_bytes={ARENA_BYTES}, words={WORDS})
+settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES}, words={WORDS},
+                          pool_bytes=0, threads=1, bell_count=len(bells))
+view = CpuPoolView(settings, [models, work], board=board, bells=bells)
 arena = mmap.mmap(models, {ARENA_BYTES}, prot=mmap.PROT_READ)
 def say(text):
     print(text, flush=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import selectors
+import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from frontend_rig import FakeScheduler, until
 from pipeswitch import Client
 from pipeswitch.errors import ServerUnavailable
 from pipeswitch.scheduler import events as ev
+from pipeswitch.wire.frames import INLINE, pack_table
 
 X = np.ones((1, 64), dtype=np.float32)
 TRAIN = """
@@ -88,6 +92,32 @@ def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
         assert client.infer("m", LARGE[:1])["y"].shape == (1, 1024)
     until(lambda: not server.tcp.peers.resting)
     assert turns < 100
+
+
+def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
+    server: FakeScheduler,
+) -> None:
+    """Half a message, and answers that were not read, may be large, and collections are rare."""
+    peers, refs = server.tcp.peers, []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with Client(server.listeners.ipc.address) as client:
+                assert client.infer("m", LARGE[:1])["y"].shape == (1, 1024)
+                refs += map(weakref.ref, peers.all)
+            until(lambda: not peers.all)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(server.listeners.ipc.address.removeprefix("ipc://"))
+            until(lambda: bool(peers.all))
+            refs += map(weakref.ref, peers.all)
+            sock.sendall(pack_table([(1 << 20, INLINE)]) + bytes(1000))
+        until(lambda: not peers.all)
+        with Client(server.listeners.ipc.address) as client:  # the loop forgets what it found last
+            client.infer("m", LARGE[:1])
+            until(lambda: not any(one() for one in refs))
+    finally:
+        gc.enable()
 
 
 def test_a_job_whose_commits_cannot_be_kept_ends_and_the_server_lives(tmp_path: Path) -> None:

@@ -552,6 +552,63 @@ def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checke
     assert "calls of this address" in full[1]
 
 
+HALF_MESSAGES = """
+    import socket, struct, sys
+
+    STREAMS, SIZE, FRAME = 12, 60 << 20, 16 << 10
+
+    def frame(kind, flags, stream, payload=b""):
+        head = struct.pack(">I", len(payload))[1:] + bytes([kind, flags])
+        return head + struct.pack(">I", stream) + payload
+
+    path = b"/inference.GRPCInferenceService/" + sys.argv[2].encode()
+    fields = {b":method": b"POST", b":scheme": b"http", b":authority": b"localhost", b":path": path,
+              b"te": b"trailers", b"content-type": b"application/grpc"}
+    head = b"".join(b"\\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in fields.items())
+    host, _, port = sys.argv[1].rpartition(":")
+    one = socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0))
+    one.settimeout(60)
+    one.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + frame(4, 0, 0))
+    streams, windows = [2 * number + 1 for number in range(STREAMS)], {0: 65535}
+    for stream in streams:
+        windows[0], windows[stream] = windows[0] - 5, 65535 - 5
+        one.sendall(frame(1, 4, stream, head) + frame(0, 0, stream, struct.pack(">BI", 0, SIZE)))
+    reader, initial, sent, statuses = one.makefile("rb"), 65535, 0, 0
+    while not statuses:
+        for stream in streams:
+            while (size := min(FRAME, windows[0], windows[stream])) > 0:
+                one.sendall(frame(0, 0, stream, bytes(size)))
+                windows[0], windows[stream], sent = (
+                    windows[0] - size, windows[stream] - size, sent + size)
+        size = int.from_bytes(reader.read(3), "big")
+        kind, flags, stream = struct.unpack(">BBI", reader.read(6))
+        payload = reader.read(size)
+        if kind == 8:
+            windows[stream] += int.from_bytes(payload, "big")
+        elif kind == 4 and not flags:
+            one.sendall(frame(4, 1, 0))  # else they do not count
+            for at in range(0, size, 6):
+                name, value = struct.unpack_from(">HI", payload, at)
+                if name == 4:
+                    for each in streams:
+                        windows[each] += value - initial
+                    initial = value
+        statuses += kind in (1, 3)  # trailers, or a reset
+    print(sent)
+"""
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
+def test_half_messages_beyond_a_share_end_and_their_memory_comes_back(
+    checked: Checked, verb: str
+) -> None:
+    gateway = gateway_of(checked)
+    sent = run(HALF_MESSAGES, checked.running.grpc_address, verb)
+    assert 150 << 20 < sent < 400 << 20
+    assert gateway_of(checked) == gateway
+    until(lambda: resident_bytes(gateway) < 200 << 20, "the memory came back")
+
+
 UNREAD = """
     import asyncio, contextlib, json, sys
     import grpc, grpc.aio

@@ -7,11 +7,14 @@ operator's own code. A module that is taken is asked in several orders and must 
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import random
 import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import nn
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.fresh import Fresh
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image, same_bits
 from pipeswitch.programs.executor import BoundProgram
@@ -368,3 +372,91 @@ layer = Uncopied()  # as an attribute that forward reads
 
 def test_globals_that_only_have_an_attributes_name_are_left_alone(tmp_path: Path) -> None:
     from_python(ByShape, tmp_path / "it", torch.ones(2, 4))
+
+
+class Connected:
+    """A user's connection: its end closes the other side."""
+
+    def __init__(self, ended: SimpleQueue[int]) -> None:
+        self.ended = ended
+
+    def __del__(self) -> None:
+        self.ended.put(id(self))
+
+
+class Owning(dict[str, Any]):
+    """A container of the same kind."""
+
+    def __del__(self) -> None:
+        self["ended"].put(id(self))
+
+
+class Calls(nn.Module):
+    """A layer beside a function that its process gave it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: T) -> T:
+        self.function()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("way", ["closure", "attribute", "container"])
+def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
+    way: str, tmp_path: Path
+) -> None:
+    """A copy of an object would run the object's ``__del__``, on what both share."""
+    ended: SimpleQueue[int] = SimpleQueue()
+    held: Any = Owning(ended=ended) if way == "container" else Connected(ended)
+    module = Calls(lambda: None if way == "attribute" else held).eval()
+    if way == "attribute":
+        module.connection = held
+    export_module_to_bundle(module, torch.randn(2, 4), tmp_path / "it.bundle")
+    gc.collect()
+    assert ended.empty()
+    module.connection = held  # it lives until here
+    module.connection = held = None
+    gc.collect()
+    assert ended.qsize() == 1
+
+
+def test_objects_of_installed_packages_are_used_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They reach far: a test's fixture reaches the whole test session."""
+    seen: SimpleQueue[int] = SimpleQueue()
+    Fresh(Calls(lambda: seen.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
+    assert seen.get() == id(monkeypatch)
+
+
+def test_a_models_own_package_is_no_library_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that remembers is refused also if ``pip`` put its code there."""
+    package = tmp_path / "site-packages" / "installed_model.py"
+    package.parent.mkdir()
+    package.write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(package.parent))
+    module = importlib.import_module("installed_model").Remembers().eval()
+    with pytest.raises(RegistrationRefused):
+        export_module_to_bundle(module, torch.zeros(2, 4), tmp_path / "it.bundle")
+
+
+INSTALLED = """
+import torch
+
+class Memory:
+    first = None
+
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.memory = torch.nn.Linear(4, 4), Memory()
+
+    def forward(self, x):
+        if self.memory.first is None:
+            self.memory.first = x.mean(0)
+        return self.layer(x) + self.memory.first
+"""

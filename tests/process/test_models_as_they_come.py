@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pipeswitch.client.client import Client
+from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.frontend import admission
 from pipeswitch.programs.build.export import export_module_to_bundle
@@ -31,6 +30,7 @@ from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
 from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.programs.views import tensor_over
+from pipeswitch.wire.register_request import RegisterRequest
 from workers.inference.task import make_program, read_graph
 
 SEED = 5
@@ -432,8 +432,8 @@ def test_a_file_that_is_no_program_is_told_what_to_type(
     monkeypatch.chdir(tmp_path)
     torch.save(plain().state_dict(), "state.pt")
     torch.jit.save(torch.jit.script(plain()), "script.pt")
-    with contextlib.ExitStack() as stack, pytest.raises(PipeSwitchError) as refused:
-        Client._as_source(Client.__new__(Client), name, {}, None, {}, None, stack, [])
+    with pytest.raises(PipeSwitchError) as refused:
+        LocalSource(name).send(RegisterRequest(source=""), lambda *_: "put:it", None)
     assert says in refused.value.hint
 
 
@@ -493,18 +493,16 @@ def test_a_model_of_special_integers_is_checked_with_the_examples(tmp_path: Path
         served("ordered", tmp_path / "wrong", inputs=inputs, example=path)
 
 
-def test_a_named_model_takes_its_example_from_a_client(tmp_path: Path) -> None:
+def test_a_named_model_takes_its_example_from_a_client() -> None:
     sent: list[str] = []
 
-    class Uploads(Client):
-        def __init__(self) -> None: ...
-        def upload(self, path: Any, kind: str, progress: Any = None) -> str:
-            sent.extend(load_file(path))
-            return "put:it"
+    def upload(path: Any, kind: str, progress: Any) -> str:
+        sent.extend(load_file(path))
+        return "put:it"
 
-    image = np.zeros((3, 6, 6), np.float32)
-    takes, signature, example = Uploads()._example({"images": [image]}, None, {}, tmp_path)
-    assert (takes, example, sent) == (IMAGES["takes"], "put:it", ["images.0"])
-    assert signature == {"images.0": [[3, 6, 6], "float32"]}
-    with pytest.raises(InvalidInput, match="by its arguments' names"):
-        Uploads()._example((image,), None, {}, tmp_path)
+    image, bare = np.zeros((3, 6, 6), np.float32), RegisterRequest(source="")
+    request = LocalSource("models:make", {"images": [image]}).send(bare, upload, None)
+    assert (request.takes, request.example, sent) == (IMAGES["takes"], "put:it", ["images.0"])
+    assert request.inputs == {"images.0": ((3, 6, 6), "float32")}
+    with pytest.raises(InvalidInput):
+        LocalSource("models:make", (image,)).send(bare, upload, None)

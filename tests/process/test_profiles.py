@@ -290,48 +290,6 @@ def test_a_client_that_goes_away_takes_the_measurement_along(
     answers(checked, net)
 
 
-def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
-    net: torch.nn.Module, measured: Path, tmp_path: Path
-) -> None:
-    (source,) = (measured / "profiles").glob("net.*.json")
-    profile = decode(source.read_bytes())
-    # As if copying took as long as computing: some of the model is worth keeping, not all.
-    batch = profile.batches[0]
-    layers = tuple(1.0 for _ in profile.layers)
-    link = msgspec.structs.replace(profile.link, alpha_ms=0.5, beta_ms_per_mib=4.0)
-    made = msgspec.structs.replace(
-        profile, batches=(msgspec.structs.replace(batch, switch_ms=layers),), link=link, checks=()
-    )
-    folder = tmp_path / "profiles"
-    folder.mkdir()
-    (folder / source.name).write_bytes(encode(made))
-    options: dict[str, Any] = {
-        "arena": "14MiB",  # 12 for models: one of 8, and 4 that a prefix may have
-        "args": ("--profiles-dir", str(folder)),
-        "environment": {"PIPESWITCH_DEVICE__PREFIX": "4MiB"},
-    }
-    with checked_server(**options) as checked:
-        register(checked, net)
-        register(checked, mlp(WIDTH, DEPTH, 1), "other")
-        row = in_force(checked, "planned")
-        assert row["prefix_groups"] > 0
-        answers(checked, net)
-        before = checked.stats()["transmitted_bytes"]
-        make_gone(checked)
-        assert checked.client.show("net")["residency"] == "partial"
-        sent_other = checked.stats()["transmitted_bytes"] - before
-        for seed in range(3):
-            result = checked.client.infer("net", value(seed))
-            assert is_bit_equal(result["y"], eager(net, value(seed)))
-            if not seed:
-                kept = result.timing.kept_bytes
-                assert not result.timing.resident
-        assert 0 < kept < row["bytes"]
-        until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")
-        sent = checked.stats()["transmitted_bytes"] - before - sent_other
-        assert sent == row["bytes"] - kept
-
-
 def test_what_cannot_be_measured_is_refused(
     net: torch.nn.Module, roomy: tuple[Checked, Path]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import os
 import socket
@@ -196,7 +195,7 @@ def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     server.tcp.inference.copier = copier
     yield copier
     server.tcp.inference.copier = before
-    copier.stop()
+    copier.shutdown()
 
 
 LARGE = np.zeros((2, 1 << 18), np.float32)
@@ -561,7 +560,7 @@ def test_nobody_at_the_address_is_server_unavailable() -> None:
 
 
 def test_a_port_in_use_is_named(server: FakeScheduler, tmp_path: Path) -> None:
-    used = dataclasses.replace(
+    used = msgspec.structs.replace(
         server.config.server,
         listen=server.listeners.tcp.address,
         runtime_dir=str(tmp_path / "other"),
@@ -577,7 +576,7 @@ def test_a_port_in_use_is_named(server: FakeScheduler, tmp_path: Path) -> None:
 def test_a_folder_others_may_enter_is_refused(server: FakeScheduler, tmp_path: Path) -> None:
     loose = tmp_path / "loose"
     loose.mkdir(mode=0o755)
-    config = dataclasses.replace(server.config.server, runtime_dir=str(loose))
+    config = msgspec.structs.replace(server.config.server, runtime_dir=str(loose))
     with pytest.raises(ps.ConfigError, match="0700"):
         Frontend(Config(server=config), server.pool_descriptor, lambda event: None).open()
 

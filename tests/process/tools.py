@@ -104,6 +104,12 @@ def rss_bytes(pid: int) -> int:
     return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def private_bytes(pid: int) -> int:
+    """Return a process's own memory: without pages of files and regions that others share."""
+    maps = psutil.Process(pid).memory_maps()
+    return sum(m.private_clean + m.private_dirty for m in maps if m.path[:7] != "/memfd:")
+
+
 def shm_names() -> set[str]:
     """What lies in /dev/shm, less what others may have there: fuzzers, another program."""
     others = ("pipeswitch-fuzz-", "sem.mp-")

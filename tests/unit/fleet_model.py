@@ -117,7 +117,6 @@ class World(simulator.World):
         faults: Faults | None = None,
         standby: int = 2,
         arena_mib: int = 64,
-        prefix_mib: int = 0,
         profiled: float = 0.0,
         max_compute_ms: float = 0.0,
         devices: int = 1,
@@ -129,7 +128,7 @@ class World(simulator.World):
         settings = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=256 * MIB, words=64, standby=standby,
             max_queue=16, restart_backoff_ms=100.0, max_daemon_restarts=10**6,
-            max_compute_ms=max_compute_ms, prefix_bytes=prefix_mib * MIB,
+            max_compute_ms=max_compute_ms,
             is_sandboxed=seed % 2 == 1, placement=placement,
         )  # fmt: skip
         kinds = ("cpu", "cuda" if seed % 3 == 2 else "cpu")
@@ -401,7 +400,7 @@ def random_world(seed: int, *, pings: bool = False, devices: int = 1) -> World:
     return World(
         seed, policy=policy, faults=faults,
         standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
-        prefix_mib=rng.choice((0, 8, 64)), profiled=rng.choice((0.0, 0.7, 1.0)),
+        profiled=rng.choice((0.0, 0.7, 1.0)),
         max_compute_ms=rng.choice((0.0, 60000.0)), devices=devices,
         placement=tuple(PLACEMENTS)[seed % len(PLACEMENTS)],
     )  # fmt: skip

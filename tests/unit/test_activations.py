@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -453,3 +454,51 @@ def test_an_eviction_unwinds_a_main_thread_that_waits(piece: int) -> None:
     with pytest.raises(TaskPreempted):
         in_body(limit, step)
     limit.close()
+
+
+def in_flight(then: Callable[[], None]) -> tuple[CopyLanes, Any]:
+    """Lanes whose first copy is under way until ``then`` returns."""
+    begun, gate = threading.Event(), open_gate()
+
+    def comes() -> None:
+        begun.set()
+        then()
+
+    lanes = CopyLanes(Told(1, comes), gate)
+    copy = lanes.submit("first", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    assert begun.wait(10)
+    return lanes, copy
+
+
+def test_a_cancelled_copy_frees_its_tensor_while_another_is_under_way() -> None:
+    may_end = threading.Event()
+    lanes, first = in_flight(lambda: None if may_end.wait(10) else pytest.fail("never"))
+    second = lanes.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    held = weakref.ref(second.source)
+    assert lanes.cancel(second)
+    del second
+    assert held() is None
+    may_end.set()
+    while lanes.is_busy:
+        lanes.wait("forward")
+        assert lanes.take_ended() == [first]
+    third = lanes.submit("third", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    lanes.wait("forward")
+    assert lanes.take_ended() == [third]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemExit(), KeyError("a bug")])
+def test_an_error_in_a_copy_reaches_the_main_thread_and_the_lane_goes_on(
+    error: BaseException,
+) -> None:
+    def fails() -> None:
+        raise error
+
+    lanes, first = in_flight(fails)
+    lanes.wait("forward")
+    assert lanes.take_ended() == [first]
+    assert first.error is error
+    second = lanes.submit("second", torch.zeros(64, dtype=torch.uint8), to_host=True)
+    lanes.wait("forward")
+    assert lanes.take_ended() == [second]
+    assert second.target is not None

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import child, gateway
+from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
-from benchmarks.pipeline import makespan, optimal_makespan
-from benchmarks.serving import summed
 from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.errors import InvalidInput
 from pipeswitch.gateway.protos import INFERENCE
@@ -37,60 +35,6 @@ def test_arms_take_turns_and_the_warm_up_is_not_told():
 def test_quantiles_are_interpolated():
     assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
     assert quantile([7.0], 0.99) == 7.0
-
-
-@pytest.mark.parametrize(
-    ("sent_ms", "computed_ms", "expected"),
-    [
-        ([1.0] * 3, [5.0] * 3, 16.0),  # the first transfer and all computing
-        ([5.0] * 3, [1.0] * 3, 16.0),  # all transfers and the last computing
-        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], 20.0),  # a bottleneck in the middle
-    ],
-)
-def test_the_optimum_of_two_lanes(sent_ms, computed_ms, expected):
-    assert optimal_makespan(sent_ms, computed_ms) == expected
-
-
-def trace(*spans: tuple[int, str, float, float]) -> dict:
-    return {
-        "traceEvents": [
-            {"ph": "X", "tid": tid, "name": name, "ts": begin * 1000, "dur": (end - begin) * 1000}
-            for tid, name, begin, end in spans
-        ]
-    }
-
-
-def test_the_makespan_runs_from_dispatch_to_the_last_group():
-    numbers = makespan(
-        trace(
-            (1, "m group 0", -9.0, -8.0),  # of an earlier switch
-            (0, "switch r-1 m", 0.0, 3.5),
-            (1, "m group 0", 1.0, 3.0),
-            (1, "m group 1", 3.0, 6.0),
-            (2, "r-1 m", 0.5, 11.0),
-            (2, "group 0", 3.5, 5.5),
-            (2, "group 1", 6.0, 11.0),
-        ),
-        "r-1",
-        "m",
-    )
-    assert numbers["makespan_ms"] == 11.0
-    assert numbers["optimum_ms"] == pytest.approx(10.0)  # 2 + 3 sent, then 5 computed
-    assert numbers["until_copy_ms"] == 1.0
-
-
-def test_a_group_that_computes_has_arrived_whatever_the_copy_thread_noted():
-    numbers = makespan(
-        trace(
-            (0, "switch r-1 m", 0.0, 3.0),
-            (1, "m group 0", 1.0, 9.0),  # it lost its core before it read the clock
-            (2, "r-1 m", 0.5, 5.0),
-            (2, "group 0", 3.0, 5.0),
-        ),
-        "r-1",
-        "m",
-    )
-    assert numbers["optimum_ms"] == pytest.approx(4.0)
 
 
 def test_each_trial_is_one_json_line_with_the_machine_in_it():
@@ -148,14 +92,6 @@ def test_the_gateways_benchmark_asks_what_protobuf_reads() -> None:
     assert list(found.raw_input_contents) == [x.tobytes()]
 
 
-def test_a_windows_p99_is_that_of_the_device_where_it_is_worst() -> None:
-    found = summed(
-        [*[("a", "cpu:0", 10.0)] * 198, ("a", "cpu:0", 12.0), ("b", "cpu:1", 40.0)], "a", 2.0
-    )
-    assert (found["throughput_per_s"], found["p99_ms"], found["devices"]) == (100.0, 40.0, 2)
-    assert (found["first_p50_ms"], found["first_worst_ms"]) == (10.0, 12.0)
-
-
 @pytest.mark.parametrize("found", [(), ("kserve",), gateway.RIVALS])
 def test_rivals_that_are_not_installed_are_left_out_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...]
@@ -163,10 +99,10 @@ def test_rivals_that_are_not_installed_are_left_out_in_words(
     for name in found:
         (tmp_path / "lib/python3.11/site-packages" / name).mkdir(parents=True)
     bench = Run("gateway", "", is_quick=True, seed=0, as_json=True, emit=lambda _: None, facts={})
-    usable = partial(gateway.usable, bench, gateway.RIVALS_FOLDER, gateway.RIVALS)
-    monkeypatch.delenv(gateway.RIVALS_FOLDER, raising=False)
+    usable = partial(foreign.usable, bench, foreign.RIVALS_FOLDER, gateway.RIVALS)
+    monkeypatch.delenv(foreign.RIVALS_FOLDER, raising=False)
     assert usable() == []
-    monkeypatch.setenv(gateway.RIVALS_FOLDER, str(tmp_path))
+    monkeypatch.setenv(foreign.RIVALS_FOLDER, str(tmp_path))
     bench.notes.clear()
     assert usable() == list(found)
     assert [note.partition(":")[0] for note in bench.notes] == [

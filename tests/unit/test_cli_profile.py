@@ -23,7 +23,7 @@ LAYERS = 6
 def profile(name: str, layer_ms: float) -> Profile:
     """Of a device that copies 1 MiB and computes a layer in ``layer_ms`` each."""
     program = Program(name, "ab" * 32, (MIB,) * LAYERS, ("l",) * LAYERS, (0, 3))
-    measurement = Measurement(program, (8, 1), UNKNOWN_DEVICE, lambda p: plan_of(p)[0], predict)
+    measurement = Measurement(program, (8, 1), UNKNOWN_DEVICE, plan_of, predict)
     while (trial := measurement.next) is not None:
         ends = (*trial.plan[1:], LAYERS)
         arrives = tuple(layer_ms * end for end in ends)
@@ -100,14 +100,6 @@ def test_deadlines_are_for_all_or_for_one_model() -> None:
     assert [model["holds_cold"] for model in made["models"]] == [True, False]
     text = text_of(cli_profile.report_view(made))
     assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["yes", "no"]
-
-
-def test_a_deadline_that_only_a_prefix_holds_is_called_so() -> None:
-    made = cli_profile.report(answer(profile("m0", 10.0)), {})
-    between = (made["models"][0]["zero_prefix_ms"] + made["models"][0]["cold_ms"]) / 2
-    assert made["models"][0]["zero_prefix_ms"] < between < made["models"][0]["cold_ms"]
-    made = cli_profile.report(answer(profile("m0", 10.0)), {"": between})
-    assert "with prefix" in text_of(cli_profile.report_view(made))
 
 
 @pytest.mark.parametrize("profiled", [True, False])

@@ -14,13 +14,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from pipeswitch import errors
 from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client
-from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE
+from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, NodeAddress, Table
 from pipeswitch.cluster.actors import Node
 from pipeswitch.cluster.placement import RANK, Nodes
 from pipeswitch.cluster.placement import Node as Summary
@@ -139,20 +140,25 @@ class Rig(cluster.ClusterConnection):
         """``addresses``: of nodes that have started again; the others' are their names."""
         nodes = {name: {"address": addresses.get(name, name)} for name in "ab"}
         models = {"m": serving} if serving else {}
-        return {"version": version, "nodes": nodes, "models": models,
-                "holders": {"m": list(holders)}, "may_come": may_come}  # fmt: skip
+        return {
+            "version": version,
+            "nodes": nodes,
+            "models": models,
+            "holders": {"m": list(holders)},
+            "may_come": may_come,
+        }
 
     def _ask(self, verb: str = "", *args: Any) -> Any:
         self.asked.append((verb, *args))
         table = self.soon.pop(0) if self.soon else self.later
         if isinstance(table, Exception):
             raise table
-        self._table = table
+        self._table = msgspec.convert(table, Table)
 
     def _to(self, node: str) -> Any:
-        if node not in self._table["nodes"]:
+        if node not in self._table.nodes:
             raise errors.ServerUnavailable(f"no {node}")
-        return self.doors[self._table["nodes"][node]["address"]]
+        return self.doors[self._table.nodes[node].address]
 
 
 @pytest.fixture(params=["call", "request"])
@@ -210,7 +216,7 @@ def test_a_client_that_stays_connected_learns_of_a_new_table(
             asked.append(op)
             return answer
 
-    rig._connections["a", ()] = Link()  # type: ignore[assignment]
+    rig._connections[NodeAddress("a")] = Link()  # type: ignore[assignment]
     for table, expected in (
         (rig.table(0, "b", "b"), "a"),
         (rig.table(9, "b", "ab"), "b"),
@@ -227,7 +233,7 @@ def test_a_client_that_stays_connected_learns_of_a_new_table(
         answer = Future()
         assert asking(rig) == expected
     assert asked == ["nodes"] * 3
-    assert rig._table["nodes"]["a"]["keys"] == (b"k",)
+    assert rig._table.nodes["a"] == NodeAddress("a", ("k",))
     assert not rig.asked
 
 
@@ -363,7 +369,7 @@ def test_a_node_that_the_table_has_lost_meanwhile_is_not_waited_for(
 
     def late(node: str) -> Any:
         monkeypatch.undo()
-        del rig._table["nodes"]["a"]
+        del rig._table.nodes["a"]
         return to(node)
 
     monkeypatch.setattr(rig, "_to", late)
@@ -406,7 +412,6 @@ def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster, "Connection", none_left)
     monkeypatch.setattr(cluster, "ClientKeys", lambda *keys: keys)
     rig = Whole()
-    rig._table["nodes"]["a"]["keys"] = ()
     with pytest.raises(errors.PipeSwitchError, match="Too many open files"):
         rig.call("infer", model="m", is_safe=True)
     assert not rig.asked
@@ -423,9 +428,9 @@ def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPa
     rig = Whole()
     found = []
     for keys in (("one",), ("other",), ("one",)):
-        rig._table["nodes"]["a"] = {"address": "tcp://host:1", "keys": keys}
+        rig._table.nodes["a"] = NodeAddress("tcp://host:1", keys)
         found.append(rig._to("a"))
-    assert found == [("one",), ("other",), ("one",)]
+    assert found == [(b"one",), (b"other",), (b"one",)]
 
 
 def test_what_changes_something_is_sent_once() -> None:

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from pipeswitch.client.holders import Table
 from pipeswitch.cluster import actors, leases, lives
 from pipeswitch.cluster.actors import Node, Placement
 from pipeswitch.cluster.jobs import write_whole
@@ -35,9 +37,9 @@ class Remote:
 class FakeNode:
     def __init__(self, name: str) -> None:
         self.facts: dict[str, Any] = {
-            "name": name, "address": f"tcp://{name}", "keys": (), "free_bytes": 1 << 20,
-            "gateway_keys": (), "learned": 0, "each_ms": 0.0, "queue_ms": 0.0, "waiting": 0,
-            "jobs": 0, "copies": {}, "models": {}, "bodies": {},
+            "name": name, "address": f"tcp://{name}", "keys": (b"p", b"s", b"k"),
+            "free_bytes": 1 << 20, "gateway_keys": (), "learned": 0, "each_ms": 0.0,
+            "queue_ms": 0.0, "waiting": 0, "jobs": 0, "copies": {}, "models": {}, "bodies": {},
         }  # fmt: skip
         self.number, self.tables = 0, list[dict[str, Any]]()
         self.on_adopt: Callable[[], None] = lambda: None
@@ -225,6 +227,13 @@ def test_who_accuses_a_node_that_has_started_again_is_late(placed: Placement) ->
     placed.accuse("a", "tcp://a")
     assert set(placed.table()["nodes"]) == set("bc")
     assert placed.table()["may_come"]
+
+
+def test_a_client_reads_the_table_that_placement_sends(placed: Placement) -> None:
+    table = msgspec.convert(placed.table(), Table)
+    assert set(table.nodes) == set("abc")
+    assert table.address("a") == "tcp://a"
+    assert table.nodes["a"].keys == ("p", "s", "k")
 
 
 def test_a_node_that_vanishes_while_it_is_looked_for_is_only_missing(

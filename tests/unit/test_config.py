@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from pipeswitch.config import Config, SchedulerConfig, example, load, parse, schema
+from pipeswitch.config import (
+    POLICIES,
+    PRIORITIES,
+    SECTIONS,
+    Config,
+    ModelConfig,
+    RoleName,
+    SchedulerConfig,
+    Section,
+    example,
+    load,
+    parse,
+    schema,
+    settings,
+)
 from pipeswitch.errors import ConfigError
+from pipeswitch.roles import Role
 from pipeswitch.units import Amount, format_bytes, parse_ms, parse_size
 
 
@@ -89,7 +106,7 @@ def test_all_errors_come_at_once_with_the_nearest_name(tmp_path: Path) -> None:
         load(file, environ={"PIPESWITCH_HOST": "h", "PIPESWITCH_DEVICE__ARENAS": "auto"})
     text = caught.value.message
     assert '[server] lisen: unknown key; did you mean "listen"?' in text
-    assert "[workers] standby: 0 is below 1" in text
+    assert "[workers] standby: 0 is not a whole number of at least 1 and at most 32" in text
     assert '[schduler]: unknown section; did you mean "scheduler"?' in text
     assert '$PIPESWITCH_DEVICE__ARENAS: [device] arenas: unknown key; did you mean "arena"?' in text
     assert len(caught.value.data["errors"]) == 4
@@ -131,17 +148,36 @@ def test_a_weight_is_a_tenants_and_a_number() -> None:
     given = {"alice": 3.0, "*": "0.5", "": 2}
     assert parse({"tenants": given}).tenants == {"alice": 3.0, "*": 0.5, "": 2.0}
     wrong = {"Alice": 1, "a": 0, "b": True, "c": {"d": 1}}
-    with pytest.raises(ConfigError, match="Alice: is no name") as caught:
+    with pytest.raises(ConfigError, match="'Alice' is not the name of a key or token") as caught:
         parse({"tenants": wrong})
     assert len(caught.value.data["errors"]) == len(wrong)
     with pytest.raises(ConfigError, match="3 is not a table"):
         parse({"tenants": 3})
 
 
-def test_the_schema_names_every_section() -> None:
-    text = json.dumps(schema())
-    for section in ("server", "device", "host", "workers", "scheduler", "model"):
-        assert f'"{section}"' in text
+def test_the_schema_has_every_section_and_its_rules() -> None:
+    tables = json.loads(json.dumps(schema()))["properties"]
+    assert {"server", "device", "host", "workers", "scheduler", "model"} <= set(tables)
+    standby = tables["workers"]["properties"]["standby"]
+    assert (standby["type"], standby["minimum"], standby["maximum"]) == ("integer", 1, 32)
+    assert set(tables["server"]["properties"]["auth"]["enum"]) == {"auto", "keys"}
+    assert tables["model"]["items"]["required"] == ["name", "source"]
+    pool = tables["server"]["properties"]["pool"]
+    assert "type" not in pool, "a size is a text or a number"
+    assert pool["default"] == "512MiB"
+
+
+@pytest.mark.parametrize("section", [*SECTIONS.values(), ModelConfig])
+def test_every_key_has_help_and_only_keys_have(section: type[Section]) -> None:
+    rows = settings(section)
+    assert all(item.help for item in rows.values())
+    assert set(re.findall(r"^    (\w+): ", section.__doc__ or "", re.MULTILINE)) == set(rows)
+
+
+def test_choices_are_those_of_the_code_that_takes_them() -> None:
+    assert get_args(RoleName) == tuple(Role)
+    assert get_args(settings(ModelConfig)["priority"].kind) == tuple(PRIORITIES)
+    assert all(policy in settings(SchedulerConfig)["policy"].help for policy in POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +186,28 @@ def test_the_schema_names_every_section() -> None:
         ('[model]\nname = "m"', "write [[model]] above each model"),
         ('[server]\nlisten = "gpu1"', "'gpu1' is not of the form tcp://127.0.0.1:5555"),
         ('[server]\nlisten = "ipc:///x"', "is not of the form"),
+        ('[server]\nlisten = "tcp://127.0.0.1:5555\\n"', "is not of the form"),
+        ('[server]\nname = "m\\n"', "is not a name of a-z"),
+        ('[gateway]\norigins = ["https://a.example\\n"]', "is not of the form https://"),
+        ('[gateway]\nroles = ["infer", "regster"]', 'code; did you mean "register"?'),
+        ('[server]\npool = "1KiB"', "'1KiB' is not a size of at least 1MiB"),
+        ('[log]\nmax = "10h"', "is not of the form 512MiB"),
         ('[server]\nlisten = "tcp://127.0.0.1:65535"', "is not of the form"),
         ("[device]\nlink_gbps = nan", "[device] link_gbps: nan is not a number"),
         ("[device]\nlink_gbps = inf", "[device] link_gbps: inf is not a number"),
         ("[workers]\nstandby = true", "[workers] standby: True is not a whole number"),
         ("[workers]\nstandby = 2.5", "[workers] standby: 2.5 is not a whole number"),
-        ("[server]\nname = 5", "[server] name: 5 is not a text"),
-        ("[server]\nallow_code = [5]", "[server] allow_code: [5] is not a list of texts"),
+        ("[server]\nname = 5", "[server] name: 5 is not a name of a-z, 0-9"),
+        ("[server]\nallow_code = [5]", "[server] allow_code: 5 is not a text"),
         ('[gateway]\norigins = ["https://a.example/"]', "not of the form https://app.example.com"),
         ("workers = 3", "workers: 3 is not a table"),
         ("profiles_dir = 3", "profiles_dir: 3 is not a text"),
         ('[[model]]\nname = "m"', "[[model]] 0 source: is required"),
         ('[[model]]\nname = "m"\nsource = "a:b"\npin = 1', "pin: 1 is not true or false"),
-        ('[server]\nwatchdog = "99999999999h"', "[server] watchdog: longer than 480h"),
+        (
+            '[server]\nwatchdog = "481h"',
+            "watchdog: '481h' is not a time of at least 0 and at most 480h",
+        ),
         (2 * '[[model]]\nname = "m"\nsource = "a:b"\n', "[[model]] name: 'm' is there twice"),
     ],
 )

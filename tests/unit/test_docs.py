@@ -27,7 +27,6 @@ FIGURES = ROOT / "benchmarks/results/reliability"
 TABLES = {
     "task": states.TASK_TRANSITIONS,
     "worker": states.WORKER_TRANSITIONS,
-    "move": states.MOVE_TRANSITIONS,
     "residency": states.RESIDENCY_TRANSITIONS,
     "model": states.MODEL_TRANSITIONS,
 }

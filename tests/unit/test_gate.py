@@ -273,35 +273,6 @@ def test_two_threads_racing_acknowledge_every_stop_once(seed: int) -> None:
     assert [turn for turn, _, _ in box.parked] == [2 * i + 1 for i in range(stops)]
 
 
-def test_a_parked_thread_is_called_for_a_move_and_goes_on_waiting(box: Recorder) -> None:
-    gate, moved = running(box), threading.Semaphore(0)
-    gate.request_stop(1, 2)
-    main = Main(gate.check)
-    assert box.told.acquire(timeout=20)
-    for _ in range(2):
-        gate.request_move(lambda: moved.release())
-        assert moved.acquire(timeout=20)
-    assert gate.state is S.PARKED
-    gate.grant(3)
-    assert main.join() is None
-    assert [turn for turn, *_ in box.parked] == [1]
-
-
-def test_one_that_computes_is_called_for_a_move_at_its_next_check_outside_the_optimizer(
-    box: Recorder,
-) -> None:
-    gate, calls = running(box), list[int]()
-    gate.request_move(lambda: calls.append(gate.turn))
-    gate.in_optimizer_step = True
-    gate.check()
-    assert not calls
-    gate.in_optimizer_step = False
-    gate.check()
-    gate.check()
-    assert calls == [1]
-    assert not gate.asked
-
-
 def test_an_evicted_thread_that_has_the_turn_goes_on_to_the_end_of_its_step(box: Recorder) -> None:
     gate, body = running(box), [True]
     gate.finishes_step = lambda: bool(body)
@@ -328,13 +299,3 @@ def test_an_evicted_thread_without_the_turn_computes_no_more(box: Recorder) -> N
     with pytest.raises(TaskPreempted):
         gate.check()
     assert [turn for turn, *_ in box.parked] == [1]
-
-
-def test_an_eviction_drops_a_move_that_was_not_called(box: Recorder) -> None:
-    gate, calls = running(box), list[int]()
-    gate.request_move(lambda: calls.append(1))
-    gate.request_evict()
-    gate.request_move(lambda: calls.append(2))
-    with pytest.raises(TaskPreempted):
-        gate.check()
-    assert not calls

@@ -183,9 +183,9 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
         ("GET", "/api/trace?" + "&".join("a" * 20), b"", 400, "at most"),
         ("GET", "/api/jobs/j/logs?follow=yes", b"", 400, "true or false"),
         ("POST", "/api/jobs/j/pause", b"{}", 400, "takes no body"),
-        ("POST", "/api/models/m", b"", 400, "no registration"),
-        ("POST", "/api/models/m", b'{"sorce": "x"}', 400, "no registration"),
-        ("POST", "/api/models/m", b"[" * 3000, 400, "no registration"),
+        ("POST", "/api/models/m", b"", 400, "not a registration"),
+        ("POST", "/api/models/m", b'{"sorce": "x"}', 400, "not a registration"),
+        ("POST", "/api/models/m", b"[" * 3000, 400, "not a registration"),
     ],
 )
 def test_what_is_not_there_or_does_not_fit_says_what_would_be_right(
@@ -241,10 +241,33 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
     put, (op, model, body) = rig.upstream.asked
     assert put == ("put", "bundle", b"bytes", "")
     assert (op, model) == ("register", "m")
-    assert body == {"source": "put:digest", "weights": "", "inputs": {}, "priority": "high",
-                    "pin": False, "max_batch": 8, "batch": 4, "batch_delay_ms": 0,
-                    "precision": "fast", "max_error": 0, "tenant": ""}  # fmt: skip
+    assert body == {"source": "put:digest", "priority": "high", "max_batch": 8, "batch": 4,
+                    "precision": "fast", "tenant": ""}  # fmt: skip
+    for query in ("batch=1", "batch=two", "batch=-1", "pin=maybe", "max_error=nan", "max_error=2",
+                  "precision=fats", "priority=hgih", "batch_delay_ms=2"):  # fmt: skip
+        text = rig.refused("POST", f"/api/models/m?{query}", b"bytes", content_type=BUNDLE)[1]
+        assert text.startswith("InvalidInput"), query
+    assert len(rig.upstream.asked) == 2
     assert "empty" in rig.refused("POST", "/api/models/m", content_type=BUNDLE)[1]
+
+
+def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) -> None:
+    """The gateway has the owner's socket: what it forwards is the caller's, checked here."""
+    given = {"source": "torchvision:resnet18", "inputs": {"x": [[1, [1, 8]], "int64"]},
+             "state": {"h": ["h_out", -1]}, "devices": ["cpu"]}  # fmt: skip
+    told(rig.ask("POST", "/api/models/m", json.dumps(given).encode()))
+    assert rig.upstream.asked.pop()[2]["state"] == {"h": ("h_out", -1)}
+    function = {"source": "torchvision:resnet18", "preprocess": "models.zoo:read",
+                "raw": {"text": [[1], "bytes"]}}  # fmt: skip
+    body = json.dumps(function).encode()
+    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # the owner's token too
+    allowed, token = Rig(allow_code=("models.*",)), "token-of-register".ljust(16, "-")
+    assert '"code"' in allowed.refused("POST", "/api/models/m", body, token=token)[1]
+    told(allowed.ask("POST", "/api/models/m", body))
+    for field in ({"tenant": "alice"}, {"weights": 3}, {"max_batch": True}, {"takes": "x"}):
+        bad = json.dumps({**given, **field}).encode()
+        assert rig.refused("POST", "/api/models/m", bad, token=token)[0] == 400, field
+    assert rig.upstream.asked == []
 
 
 def test_what_a_caller_registers_is_its_own_and_not_the_owners(rig: Rig) -> None:

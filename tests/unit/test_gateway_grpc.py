@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +14,11 @@ import pytest
 
 pytest.importorskip("grpc", reason="make installs it")
 
+import grpc.aio
+
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.gateway import grpc as grpc_module
+from pipeswitch.gateway.arrivals import Arrivals
 from pipeswitch.gateway.grpc import (
     MAX_CALLS,
     MAX_PARTS,
@@ -24,6 +27,7 @@ from pipeswitch.gateway.grpc import (
     Calls,
     decode_request,
     encode_answer,
+    joined,
     read_infer,
     split_raw,
 )
@@ -32,9 +36,11 @@ from pipeswitch.gateway.protos import HEALTH, INFERENCE, POOL, REFLECTION
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.service import Service
-from pipeswitch.gateway.sharing import Shared
-from pipeswitch.shares import ALPHA
+from pipeswitch.gateway.sharing import CROWD, Shared
+from pipeswitch.shares import ALPHA, Shares
 from pipeswitch.wire.frames import MAX_TENSORS
+
+ARRIVALS = Arrivals(Shares(1 << 20), lambda peers: {})
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
@@ -148,7 +154,9 @@ def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
     asked = InferRequest(id="r", inputs=(), frames=[])
     output = Output(name="y", dtype="bfloat16", shape=(1, 2), data=memoryview(b"abcd"))
     bill = {"total_ms": 1.5, "resident": True, "epoch": 7, "preempted": "j"}
-    answer = encode_answer("m", asked, [output], bill)
+    answer = INFERENCE["ModelInferResponse"].FromString(
+        b"".join(encode_answer("m", asked, [output], bill))
+    )
     assert answer.raw_output_contents[0] == b"abcd"
     assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BF16", [1, 2])
     told = {name: value.WhichOneof("choice") for name, value in answer.parameters.items()}
@@ -165,8 +173,6 @@ def test_every_datatype_has_its_number_in_a_models_configuration() -> None:
 
 
 def test_every_error_has_a_code_of_grpc() -> None:
-    import grpc
-
     for cls in ERRORS_BY_NAME.values():
         assert status_of(cls.__new__(cls)).grpc in grpc.StatusCode.__members__
 
@@ -231,7 +237,7 @@ def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
 
 def test_what_is_described_is_what_is_served() -> None:
     nothing: Any = None
-    calls = Calls(Service(nothing), nothing, nothing)
+    calls = Calls(Service(nothing), nothing, nothing, nothing)
     for handler, service in zip(calls.handlers(), SERVICES, strict=True):
         assert handler.service_name() == service
         described_ = POOL.FindServiceByName(service).methods_by_name
@@ -249,15 +255,21 @@ class _Details:
 class Context:
     """A call's, as gRPC's library makes it."""
 
-    def __init__(self, address: str, left_s: float | None = None) -> None:
-        self.address, self.aborted = address, list[str]()
+    def __init__(
+        self, address: str, *messages: bytes, left_s: float | None = None, port: int = 4711
+    ) -> None:
+        self.address, self.aborted = f"{address}:{port}", list[str]()
         self.left_s = left_s
+        self._messages = [*messages]
+
+    async def read(self) -> Any:
+        return self._messages.pop(0) if self._messages else grpc.aio.EOF
 
     def time_remaining(self) -> float | None:
         return self.left_s
 
     def peer(self) -> str:
-        return f"ipv4:{self.address}:4711"
+        return f"ipv4:{self.address}"
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -283,14 +295,12 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
     async def call() -> None:
         service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
         shared.answers.take("10.0.0.1", 1 << 20)  # of before, unread
-        calls, context = Calls(service, service, shared), Context("10.0.0.1")
-
-        async def requests() -> AsyncIterator[bytes]:
-            yield request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
-
+        calls = Calls(service, service, shared, ARRIVALS)
+        message = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
+        context = Context("10.0.0.1", message, message)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
-        assert [found async for found in unary(requests(), context)] == []
-        streamed = calls._stream(requests(), cast(Any, context))
+        assert [found async for found in unary(None, context)] == []
+        streamed = calls._stream(None, cast(Any, context))
         assert b"not read" in await anext(streamed)  # nor is this
         large = [one for one in made if len(one) >= 1 << 16]
         assert {sys.getrefcount(one) for one in large} == {4}  # large, made, one, and its own
@@ -320,17 +330,13 @@ def test_a_calls_deadline_is_its_requests_where_that_names_none(
 
     async def call(verb: str) -> None:
         service: Any = Service()
-        calls = Calls(service, service, Shared(1 << 20, 1 << 20))
-        context: Any = Context("10.0.0.1", left_s)
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         made = request("FP32", [1], raw_input_contents=[b"1234"])
         made.parameters["timeout"].int64_param = timeout_us
-
-        async def requests() -> AsyncIterator[bytes]:
-            yield made.SerializeToString()
-
+        context: Any = Context("10.0.0.1", made.SerializeToString(), left_s=left_s)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
         behavior = {"unary": unary, "stream": calls._stream}[verb]
-        assert len([found async for found in behavior(requests(), context)]) == 1
+        assert len([found async for found in behavior(None, context)]) == 1
 
     asyncio.run(call("unary"))
     asyncio.run(call("stream"))
@@ -344,14 +350,14 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
             return True
 
     async def watch_all() -> None:
-        calls = Calls(cast(Any, Service()), cast(Any, None), Shared(1 << 20, 1 << 20))
-        context, other = Context("10.0.0.1"), Context("10.0.0.2")
-
-        async def requests() -> AsyncIterator[bytes]:
-            yield HEALTH["HealthCheckRequest"]().SerializeToString()
+        service = cast(Any, Service())
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
+        message = HEALTH["HealthCheckRequest"]().SerializeToString()
+        context = Context("10.0.0.1", *[message] * MAX_WATCHERS)
+        other = Context("10.0.0.2", message)
 
         def watch(context: Context) -> Any:
-            return calls._watch(requests(), cast(Any, context))
+            return calls._watch(None, cast(Any, context))
 
         readers = [watch(context) for _ in range(MAX_WATCHERS * ALPHA // (ALPHA + 1))]
         for reader in readers:
@@ -364,3 +370,181 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 
     assert MAX_WATCHERS < MAX_CALLS / 2
     asyncio.run(watch_all())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer", "ServerLive", "reflection"])
+def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: str) -> None:
+    class Service:
+        def standing(self, token: str) -> None: ...
+
+    class Half(Context):
+        async def read(self) -> Any:
+            await asyncio.get_running_loop().create_future()  # the other half does not come
+
+    async def call() -> None:
+        shares, context = Shares(1 << 20), Half("10.0.0.1")
+        arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
+        service = cast(Any, Service())
+        calls = Calls(service, service, Shared(1 << 20, 1 << 20), arrivals)
+
+        message = REFLECTION["grpc.reflection.v1"]["ServerReflectionRequest"]
+        behavior: Any = {
+            "ModelInfer": calls._unary("ModelInfer", calls._infer).stream_stream,
+            "ServerLive": calls._unary("ServerLive", calls._infer).stream_stream,
+            "ModelStreamInfer": calls._stream,
+            "reflection": lambda *args: calls._reflect(message, *args),
+        }[verb]
+        assert [found async for found in behavior(None, context)] == []
+        assert context.aborted == ["RESOURCE_EXHAUSTED"]
+        assert not shares.held
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (127, 0, 128), (1 << 14, 1 << 21)])
+def test_a_long_answer_that_is_copied_once_is_the_same_message(sizes: tuple[int, ...]) -> None:
+    data = [bytes([number]) * size for number, size in enumerate(sizes)]
+    outputs = [
+        Output(name=f"y{number}", dtype="uint8", shape=(len(one),), data=memoryview(one))
+        for number, one in enumerate(data)
+    ]
+    asked = InferRequest(id="r", inputs=(), frames=[])
+    bill = {"total_ms": 1.5}
+    parts = encode_answer("m", asked, outputs, bill)
+    whole = joined(parts)
+    assert whole == b"".join(parts)
+    answer = INFERENCE["ModelInferResponse"].FromString(whole)
+    assert [*answer.raw_output_contents] == data
+    assert [one.name for one in answer.outputs] == [one.name for one in outputs]
+    streamed = joined(encode_answer("m", asked, outputs, bill, is_streamed=True))
+    found = INFERENCE["ModelStreamInferResponse"].FromString(streamed)
+    assert (found.infer_response, found.error_message) == (answer, "")
+
+
+class Echo:
+    """A service whose answers have so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        self._output = np.zeros(size, np.uint8)
+        self.asked = 0
+
+    def standing(self, token: str) -> None: ...
+
+    async def infer(self, *_: Any) -> Any:
+        self.asked += 1
+        size = len(self._output)
+        return [Output(name="y", dtype="uint8", shape=(size,), data=self._output.data)], {}
+
+
+def behavior_of(verb: str, service: Any, shared: Shared) -> Any:
+    calls = Calls(service, service, shared, ARRIVALS)
+    if verb == "ModelStreamInfer":
+        return calls._stream
+    return calls._unary("ModelInfer", calls._infer).stream_stream
+
+
+def long_request(size: int) -> bytes:
+    data: bytes = request("UINT8", [size], raw_input_contents=[bytes(size)]).SerializeToString()
+    return data
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_request_is_held_no_longer_while_its_answer_is_not_read(verb: str, size: int) -> None:
+    async def call() -> None:
+        shared, data = Shared(1 << 23, 1 << 23), long_request(1 << 20)
+        context = Context("10.0.0.1", data)
+        held = sys.getrefcount(data)
+        answers = behavior_of(verb, Echo(size), shared)(None, context)
+        answer = await anext(answers)
+        assert len(answer) >= size
+        assert sys.getrefcount(data) == held - 1  # the context has it no more, nor has the call
+        assert shared.waiting.held == 0
+        await answers.aclose()
+        assert shared.answers.held == 0
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+def test_long_answers_are_copied_beside_the_loop(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[str]()
+
+    def told(parts: Any) -> bytes:
+        copied.append(threading.current_thread().name)
+        return joined(parts)
+
+    async def call() -> None:
+        for size in (1 << 10, 1 << 20):
+            context = Context("10.0.0.1", long_request(1))
+            behavior = behavior_of(verb, Echo(size), Shared(1 << 23, 1 << 23))
+            (answer,) = [found async for found in behavior(None, context)]
+            assert len(answer) > size
+
+    monkeypatch.setattr(grpc_module, "joined", told)
+    asyncio.run(call())
+    assert [name.startswith("pipeswitch-aside") for name in copied] == [True]
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+def test_small_messages_are_not_refused_for_the_long_ones_of_the_same_address(verb: str) -> None:
+    async def call() -> None:
+        shared = Shared(1 << 20, 1 << 20)
+        for one in (shared.waiting, shared.answers):
+            one.add("10.0.0.1", 1 << 20)
+        context = Context("10.0.0.1", long_request(1))
+        (answer,) = [found async for found in behavior_of(verb, Echo(1), shared)(None, context)]
+        assert not context.aborted
+        if verb == "ModelStreamInfer":
+            assert not INFERENCE["ModelStreamInferResponse"].FromString(answer).error_message
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> None:
+    async def call() -> None:
+        shared, service = Shared(1 << 23, 1 << 21), Echo(1 << 20)
+        behavior = behavior_of(verb, service, shared)
+        unread = behavior(None, Context("10.0.0.1", long_request(1)))
+        await anext(unread)
+        refused = [found async for found in behavior(None, Context("10.0.0.1", long_request(1)))]
+        assert service.asked == 1
+        assert len(refused) == (verb == "ModelStreamInfer")
+        await unread.aclose()
+        assert len([one async for one in behavior(None, Context("10.0.0.1", long_request(1)))]) == 1
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
+def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first(verb: str) -> None:
+    class Named(Echo):
+        async def infer(self, *given: Any) -> Any:
+            begun.append(given[-1])
+            return await super().infer()
+
+    class Later(Context):
+        async def read(self) -> Any:
+            await asyncio.sleep(0)  # all calls are there before the first message
+            return await super().read()
+
+    async def run() -> None:
+        behavior = behavior_of(verb, Named(1), Shared(1 << 20, 1 << 20))
+
+        async def ask(address: str, port: int) -> None:
+            context = Later(address, long_request(1), port=port)
+            assert len([found async for found in behavior(None, context)]) == 1
+            ended.append(port)
+
+        crowd = [ask("10.0.0.1", 1) for _ in range(4 * CROWD)]
+        others = [ask("10.0.0.2", 2) for _ in range(CROWD)]
+        await asyncio.gather(*crowd, ask("10.0.0.1", 3), *others)
+
+    begun, ended = list[str](), list[int]()
+    asyncio.run(run())
+    assert begun.index("10.0.0.2") <= CROWD
+    assert begun[: 3 * CROWD].count("10.0.0.2") == CROWD
+    assert ended.index(3) < ended.index(1) + 3 * CROWD  # one connection's calls are one turn

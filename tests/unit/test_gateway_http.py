@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import DeadlineExceeded
-from pipeswitch.gateway import http
+from pipeswitch.gateway import http, sharing
 from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, json_answer
 from tests.fuzz.gateways import Wire
 
@@ -551,7 +551,7 @@ def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) 
     paths = [path for path, _ in rig.asked]
     assert paths == ["/other"] * len(others) + ["/crowd"] * (len(crowd) - 1)
     assert begun[0] == len(others)
-    assert max(after - before for before, after in pairwise(begun)) == http.PASS_REQUESTS
+    assert max(after - before for before, after in pairwise(begun)) == sharing.PASS_REQUESTS
     assert rig.server.shared.waiting.held == 0
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "sandbox": "",
     "roles": "errors",
     "shares": "errors",
-    "config": "errors roles units",
+    "config": "errors units",
     "planning": "",
     "wire": "config errors roles",
     "tracing": "wire",
@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/inference/": "devices errors failpoints ipc programs",
     "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
     "programs units",
-    "workers/": "devices errors failpoints ipc programs sandbox units workers/inference/ "
+    "workers/": "devices errors failpoints ipc machine programs sandbox units workers/inference/ "
     "workers/training/ texts",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
@@ -69,11 +69,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "cluster": "client commits config controller errors ipc roles scheduler/policies simulator "
     "wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc programs roles sandbox shares tracing units wire texts",
+    "gateway": "client errors frontend ipc machine programs roles sandbox shares tracing units "
+    "wire texts",
     "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
     "programs roles sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
-    "benchmarks/": "cli client cluster devices errors ipc job machine planning programs "
+    "benchmarks/": "cli client devices errors ipc job machine planning programs "
     "programs/build scheduler simulator testing wire",
 }
 

@@ -27,8 +27,8 @@ def test_what_is_put_before_the_end_is_done_in_order() -> None:
 
     lane.put(functools.partial(work, 1))
     lane.put(functools.partial(work, 2))
-    lane.stop()
-    assert done == [(1, "test-lane"), (2, "test-lane")]
+    lane.shutdown()
+    assert done == [(1, "test-lane_0"), (2, "test-lane_0")]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,46 @@ def test_work_that_fails_is_answered_and_the_next_is_done(error: BaseException) 
     lane.put(fails, answers.append)
     lane.put(fails)
     lane.put(functools.partial(done.append, "next"))
-    lane.stop()
+    lane.shutdown()
     assert done == ["next"]
     expected = HostStoreFull if isinstance(error, HostStoreFull) else ServerUnavailable
     assert [type(one) for one in answers] == [expected]
+
+
+def test_work_that_no_thread_could_begin_is_not_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, done, answers = Lane("test-lane"), list[str](), list[PipeSwitchError]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        lane.put(functools.partial(done.append, "refused"), answers.append)
+    lane.put(functools.partial(done.append, "next"), answers.append)
+    lane.shutdown()
+    assert done == ["next"]
+    assert [type(one) for one in answers] == [ServerUnavailable]
+
+
+def test_work_for_a_lane_that_is_shut_down_is_answered() -> None:
+    lane, answers = Lane("test-lane"), list[PipeSwitchError]()
+    lane.put(lambda: None)
+    lane.shutdown()
+    lane.put(lambda: None, answers.append)
+    assert [type(one) for one in answers] == [ServerUnavailable]
+
+
+def test_an_answer_that_fails_reaches_the_process_and_the_lane_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reports.append)
+    lane, done = Lane("test-lane"), list[str]()
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    lane.put(fails, fails)
+    lane.put(functools.partial(done.append, "next"))
+    lane.shutdown()
+    assert [report.exc_type for report in reports] == [MemoryError]
+    assert done == ["next"]
 
 
 def test_a_timeline_without_a_thread_is_an_error_and_the_next_one_is_made(
@@ -91,5 +127,5 @@ def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     assert is_done.wait(10)
     assert gone.wait(10), "nothing else was put, and it is free"
     lane.put(is_looking.set)
-    lane.stop()
+    lane.shutdown()
     assert is_looking.is_set()

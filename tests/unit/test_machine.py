@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.machine import available_bytes
+from pipeswitch.machine import RETURN_BYTES, RETURN_MAX_S, FreedMemory, available_bytes
 
 MIB = 1 << 20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -42,3 +42,31 @@ def test_memory_is_bounded_by_every_cgroup_around(
     assert found() == 30 * MIB
     group(inner, names, str(100 * MIB), 300 * MIB, 0)
     assert found() == 0
+
+
+def test_freed_memory_is_given_back_and_looked_for_more_rarely_when_it_is_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, private, attempts = FreedMemory(), [200 * MIB], []
+    monkeypatch.setattr(memory, "_own_bytes", 100 * MIB)
+    monkeypatch.setattr(memory, "_private_bytes", lambda: private[-1])
+    monkeypatch.setattr(memory, "_trim", attempts.append)
+    for half_s in range(600):
+        memory.give_back(half_s / 2)
+    assert 300 / RETURN_MAX_S <= len(attempts) <= 300 / RETURN_MAX_S + 5, "it is in use"
+    monkeypatch.setattr(memory, "_trim", lambda _: private.append(100 * MIB + RETURN_BYTES - 1))
+    memory.give_back(300.0 + RETURN_MAX_S)
+    memory.give_back(400.0)
+    assert len(private) == 2, "it was found, and what is left is left to the next request"
+    memory.close()
+
+
+def test_garbage_in_circles_and_free_lists_is_given_back() -> None:
+    memory = FreedMemory()
+    circle: list[object] = [bytearray(b"x" * (RETURN_BYTES * 4))]
+    circle.append(circle)
+    small = [bytes(600) for _ in range(RETURN_BYTES // 100)]
+    del circle, small
+    memory.give_back(memory._next_s)
+    assert memory._private_bytes() - memory._own_bytes < RETURN_BYTES
+    memory.close()

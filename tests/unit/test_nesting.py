@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.client.calls import Reply
-from pipeswitch.client.client import _signature
+from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
 from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
-from pipeswitch.frontend.admission import Body, check_infer
+from pipeswitch.frontend.admission import check_infer
+from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.replies import reply_frames
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
@@ -36,6 +37,7 @@ from pipeswitch.programs.values import nested_outputs
 from pipeswitch.scheduler.events import Announce
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
+from pipeswitch.wire.register_request import RegisterRequest
 
 
 class Leaf:
@@ -132,7 +134,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     with pytest.raises(RegistrationRefused, match="tree"):
         load_manifest(tmp_path)
     with pytest.raises(RegistrationRefused, match="tree"):
-        Body("register", {"takes": tree}).tree("takes", ["x"])
+        check(RegisterRequest(source="s", inputs={"x": ((1,), "uint8")}, takes=tree))
     wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
     reply = Reply(request_id="1", body={"returns": tree}, outputs=(wire,), frames=[b"1"])
     with pytest.raises(RemoteProtocolError, match="nests oddly"):
@@ -265,12 +267,12 @@ def test_lists_of_numbers_stay_arrays() -> None:
 
 def test_declared_inputs_nest_too() -> None:
     pair = ((2, (1, 512)), "int64")
-    assert _signature({"x": pair}) == (None, {"x": [[2, [1, 512]], "int64"]})
-    takes, flat = _signature({"x": pair, "cache": [{"key": pair}, None]})
+    assert declared({"x": pair}) == (None, {"x": [[2, [1, 512]], "int64"]})
+    takes, flat = declared({"x": pair, "cache": [{"key": pair}, None]})
     assert list(flat) == ["x", "cache.0.key"]
     assert unflatten(takes, dict.fromkeys(flat, 1)) == {"x": 1, "cache": [{"key": 1}, None]}
     with pytest.raises(InvalidInput, match="shape, dtype"):
-        _signature({"x": {"key": 3}})
+        declared({"x": {"key": 3}})
 
 
 class Echo(torch.nn.Module):

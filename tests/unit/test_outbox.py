@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeswitch.frontend.clients import Client, Outgoing
-from pipeswitch.frontend.outbox import SLOW_CLIENT_MS, Outbox
+from pipeswitch.frontend.outbox import SHORT_BYTES, SLOW_CLIENT_MS, Outbox
 from pipeswitch.roles import OWNER
 
 
@@ -13,7 +13,12 @@ class FullPeer:
     wants_turn = False
     is_full = True
 
+    def __init__(self) -> None:
+        self.sent: list[Outgoing] = []
+
     def transmit(self, outgoing: Outgoing) -> bool:
+        if not self.is_full:
+            self.sent.append(outgoing)
         return not self.is_full
 
     def close(self) -> None:
@@ -64,3 +69,33 @@ def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_los
     rig.now_ms += 1
     rig.outbox.sweep()
     assert rig.dropped == [rig.client]
+
+
+def order(*sent: tuple[int, bool]) -> list[int]:
+    """Return the order in which messages leave, given their sizes and which are answers."""
+    peer = FullPeer()
+    client, outbox = Client(peer=peer, standing=OWNER), Outbox(1 << 30, lambda: 0.0, print)
+    messages = [
+        Outgoing(frames=[bytes(size)], on_end=(lambda _: None) if is_answer else None)
+        for size, is_answer in sent
+    ]
+    for one in messages:
+        outbox.send(client, one)
+    peer.is_full = False
+    outbox.sweep()
+    return [messages.index(one) for one in peer.sent]
+
+
+LONG, SHORT = SHORT_BYTES + 1, SHORT_BYTES
+
+
+def test_short_messages_leave_before_long_answers_but_the_one_that_has_begun() -> None:
+    answers = [(size, True) for size in (LONG, LONG, LONG, SHORT, LONG, SHORT)]
+    assert order(*answers) == [0, 3, 5, 1, 2, 4]
+    assert order((LONG, True), (LONG, True), (SHORT, False)) == [0, 2, 1]  # a step's news
+
+
+def test_nothing_overtakes_a_message_that_more_may_follow() -> None:
+    assert order((LONG, True), (LONG, False), (SHORT, True)) == [0, 1, 2]
+    assert order((SHORT, True), (SHORT, True), (SHORT, False)) == [0, 1, 2]
+    assert order((LONG, True), (LONG, True), (LONG, False), (SHORT, True)) == [0, 1, 2, 3]

@@ -41,11 +41,11 @@ STEPS = st.lists(
 class Life:
     """A world whose clients pin and train, and whose memory daemon may die."""
 
-    def __init__(self, seed: int = 0, prefix_mib: int = 0, arena_mib: int = 64) -> None:
+    def __init__(self, seed: int = 0, arena_mib: int = 64) -> None:
         faults = Faults(
             **QUIET, persist_error=0.0, prepare_error=0.0, unclean=0.0, skips_commit=0.0
         )
-        self.world = World(seed, faults=faults, arena_mib=arena_mib, prefix_mib=prefix_mib)
+        self.world = World(seed, faults=faults, arena_mib=arena_mib)
         self.sizes = SIZES[seed % len(SIZES)] | OTHERS
         self.machine = self.world.scheduler.machine
         self.device = self.machine.devices[0]
@@ -121,11 +121,11 @@ class Life:
         return self.job(job).error
 
 
-@given(seed=st.integers(0, 9), prefix_mib=st.sampled_from([0, 16]), steps=STEPS)
+@given(seed=st.integers(0, 9), steps=STEPS)
 def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
-    seed: int, prefix_mib: int, steps: list[tuple[str, str]]
+    seed: int, steps: list[tuple[str, str]]
 ) -> None:
-    life = Life(seed, prefix_mib)
+    life = Life(seed)
     for what, name in steps:
         life.do(what, name)
     life.rest()

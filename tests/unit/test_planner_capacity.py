@@ -18,15 +18,14 @@ def demand(name: str, costs: LayerCosts, deadline_ms: float | None = None) -> Mo
     return ModelDemand(name, costs, costs.total_bytes, deadline_ms)
 
 
-def test_a_model_is_reported_cold_resident_and_with_its_prefix() -> None:
+def test_a_model_is_reported_cold_and_resident() -> None:
     report = capacity_report([demand("a", COMPUTING, deadline_ms=20.5)], arena_bytes=100)
     (line,) = report.models
     assert line.cold_ms == makespan(plan_groups(COMPUTING), COMPUTING) == 21.0
     assert line.overhead_ms == 1.0
     assert (line.resident_ms, line.bound_ms) == (20.0, 21.0)
     assert (line.group_count, line.groups) == (len(plan_groups(COMPUTING)), plan_groups(COMPUTING))
-    assert (line.zero_prefix_bytes, line.zero_prefix_ms) == (10, 20.0)
-    assert (line.holds_cold, line.holds_with_zero_prefix) == (False, True)
+    assert line.holds_cold is False
 
 
 def test_how_many_models_fit_is_told_by_the_smallest() -> None:

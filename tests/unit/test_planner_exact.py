@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
-from pipeswitch.planning.exact import best_groupings, plan_groups
+from pipeswitch.planning.exact import plan_groups
 from pipeswitch.planning.grouping import check_plan
 
 CLOSE = 1e-9  # relative: sums in another order
@@ -19,7 +19,7 @@ CLOSE = 1e-9  # relative: sums in another order
 # --- two other ways to the optimum -----------------------------------------------------------
 
 
-def brute_force_ms(costs: LayerCosts, prefix_layers: int = 0) -> float:
+def brute_force_ms(costs: LayerCosts) -> float:
     """The least total of all groupings, each tried."""
     count = costs.layer_count
     copy_ms = [
@@ -38,7 +38,7 @@ def brute_force_ms(costs: LayerCosts, prefix_layers: int = 0) -> float:
             best_ms = min(best_ms, least(end, arrived_ms, done_ms))
         return best_ms
 
-    return least(prefix_layers, 0.0, sum(costs.compute_ms[:prefix_layers]))
+    return least(0, 0.0, 0.0)
 
 
 def pareto_ms(costs: LayerCosts) -> float:
@@ -143,36 +143,3 @@ def test_a_model_without_layers_has_no_groups_and_takes_no_time() -> None:
 
 def test_layers_without_bytes_on_a_free_link_are_one_group() -> None:
     assert plan_groups(LayerCosts((0, 0, 0), (1.0, 1.0, 1.0), LinkCost(0.0, 1.0))) == (0,)
-
-
-# --- resident prefixes -----------------------------------------------------------------------
-
-
-@given(any_costs(max_layers=8))
-def test_every_prefix_has_its_best_grouping(costs: LayerCosts) -> None:
-    groupings = best_groupings(costs)
-    for layers in range(costs.layer_count + 1):
-        least_ms = brute_force_ms(costs, layers)
-        plan = groupings.plan(layers)
-        check_plan(plan, costs.layer_count)
-        assert groupings.total_ms[layers] == pytest.approx(least_ms, rel=CLOSE)
-        assert makespan(plan, costs, min(layers, 1)) == pytest.approx(least_ms, rel=CLOSE)
-
-
-@given(any_costs(max_layers=8))
-def test_the_least_prefix_hides_the_copy_and_no_smaller_one_would(costs: LayerCosts) -> None:
-    groupings = best_groupings(costs)
-    layers = groupings.least_prefix()
-    promised_ms = costs.resident_ms + costs.sigma_ms * len(plan_groups(costs))
-    total_ms = makespan(groupings.plan(layers), costs, min(layers, 1))
-    assert total_ms <= promised_ms * (1 + CLOSE)
-    for fewer in range(layers):
-        assert brute_force_ms(costs, fewer) > promised_ms
-
-
-def test_a_small_prefix_hides_the_copy_of_a_model_that_computes_longer() -> None:
-    # 10 layers of 10 bytes and 2 ms on a link of 1 byte in 0.1 ms: each arrives in 1 ms.
-    costs = LayerCosts((10,) * 10, (2.0,) * 10, LinkCost(0.0, 0.1))
-    groupings = best_groupings(costs)
-    assert groupings.least_prefix() == 1
-    assert makespan(groupings.plan(1), costs, 1) == costs.resident_ms

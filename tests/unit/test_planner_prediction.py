@@ -15,11 +15,6 @@ def test_a_group_starts_when_it_has_arrived_and_the_one_before_has_computed() ->
     assert makespan((0, 2), SMALL) == 9.5 + 0.5 + 2.0
 
 
-def test_resident_groups_need_neither_copy_nor_signal() -> None:
-    assert makespan((0, 1), SMALL, resident_groups=1) == SMALL.resident_ms + SMALL.sigma_ms
-    assert makespan((0, 1, 2), SMALL, resident_groups=3) == SMALL.resident_ms
-
-
 def test_the_bound_is_the_layer_whose_arrival_and_remaining_computation_are_latest() -> None:
     # The last layer arrives after 1 + 4 ms at the earliest, the first after 1 + 1 ms.
     assert bound(SMALL) == 0.5 + max(7.0, 2.0 + 7.0, 4.0 + 3.0, 5.0 + 2.0)

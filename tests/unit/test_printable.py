@@ -23,9 +23,11 @@ from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
 from pipeswitch.errors import to_wire
 from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.replies import reply_frames
 from pipeswitch.programs.bundle import is_name
 from pipeswitch.units import printable
+from pipeswitch.wire.register_request import RegisterRequest
 from workers.main import _log_to_stderr as log_worker_to
 
 OBEYED = [
@@ -51,21 +53,21 @@ def test_such_a_name_is_refused(text: str) -> None:
     name = f"x{text}" if text else text
     assert not is_name(name)
     if text:
-        with pytest.raises(ps.InvalidInput, match="control characters") as caught:
-            Body("register", {"inputs": {name: [[1], "float32"]}}).signature("inputs")
+        with pytest.raises(ps.InvalidInput) as caught:
+            check(RegisterRequest(source="s", inputs={name: ((1,), "float32")}))
         assert text[0] not in caught.value.message
 
 
 @pytest.mark.parametrize("text", SHOWN)
 def test_such_a_name_is_accepted(text: str) -> None:
     assert is_name(text)
-    assert text in Body("register", {"inputs": {text: [[1], "float32"]}}).signature("inputs")
+    check(RegisterRequest(source="s", inputs={text: ((1,), "float32")}))
 
 
 def test_two_names_that_differ_at_their_ends_are_not_made_one() -> None:
     inputs = {"x" * 128 + end: [[1], "float32"] for end in "ab"}
-    with pytest.raises(ps.InvalidInput, match="longer than"):
-        Body("register", {"inputs": inputs}).signature("inputs")
+    with pytest.raises(ps.InvalidInput):
+        Body("register", {"source": "s", "inputs": inputs}).rest(RegisterRequest)
 
 
 @pytest.mark.parametrize("text", OBEYED)

@@ -206,7 +206,7 @@ def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
         found = decode(path.read_bytes())
         assert path.name == files.file_name(found)
         assert [one.profile for one in files.find([folder], found.digest)] == [found]
-        check_plan(plan_of(found)[0], len(found.layers))
+        check_plan(plan_of(found), len(found.layers))
 
 
 # ---- when it is used ---------------------------------------------------------------------------
@@ -238,27 +238,11 @@ def test_a_profile_of_another_program_or_a_stale_one_is_not() -> None:
 
 def test_the_plan_is_made_of_the_costs_and_the_wake_up_is_paid_once() -> None:
     found = profile()
-    plan, _ = plan_of(found)
+    plan = plan_of(found)
     check_plan(plan, len(SIZES))
     expected = makespan(plan, costs_of(found)) + 0.3
     assert predict(found, plan, 8) == pytest.approx(expected)
     assert predict(found, plan, 8) <= predict(found, (0,), 8)
-
-
-def test_a_prefix_hides_the_copy_of_the_rest_within_its_limit() -> None:
-    found = profile()
-    cold, none = plan_of(found)
-    assert none == 0
-    assert plan_of(found, MIB - 1) == (cold, 0)
-    for limit in (MIB, 5 * MIB, 13 * MIB):
-        plan, count = plan_of(found, limit)
-        ends = (*plan[1:], len(SIZES))
-        kept = sum(SIZES[: ends[count - 1]]) if count else 0
-        assert kept <= limit
-        assert kept < sum(SIZES)  # else it would be the whole model
-        costs = costs_of(found)
-        assert count > 0
-        assert makespan(plan, costs, count) < makespan(cold, costs)
 
 
 def test_calling_a_subgraph_is_paid_for_each_group_not_for_each_layer() -> None:

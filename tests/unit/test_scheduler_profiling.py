@@ -1,4 +1,4 @@
-"""A model is measured alone, by requests; plans change at rest; prefixes are kept."""
+"""A model is measured alone, by requests; plans change at rest."""
 
 # mypy: disable-error-code="arg-type, no-any-return"
 # Names are plain strings and numbers here: their NewTypes would hide what a test says.
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeswitch.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
-from pipeswitch.ipc.messages import RunInference, SlabTensor, TransmitModel
+from pipeswitch.ipc.messages import RunInference, SlabTensor
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
@@ -295,100 +295,6 @@ def test_a_requests_batch_is_what_its_dynamic_extent_says() -> None:
     assert batch_of(manifest, (slab,)) == BATCH
     fixed = msgspec.structs.replace(value, shape=(2, 3))
     assert batch_of(msgspec.structs.replace(manifest, inputs=(fixed,)), (slab,)) == 1
-
-
-# -- resident prefixes ---------------------------------------------------------------------------
-
-
-def with_prefix(prefix_mib: int = 16) -> Rig:
-    """Two models of 24 MiB on an arena of 46: one of them and the half of the other fit."""
-    rig = Rig(arena_mib=48, prefix_mib=prefix_mib)
-    rig.register("a", "b", mib=24)
-    rig.profile("a")
-    rig.world.infer("a")
-    rig.rest()
-    rig.said.clear()
-    return rig
-
-
-def sizes_sent(rig: Rig) -> list[int]:
-    return [group.size_bytes for group in rig.sent(TransmitModel)[-1].groups]
-
-
-def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent() -> None:
-    rig = with_prefix()
-    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.devices[0].arena
-    assert model.prefix_groups == 1
-    home_bytes = model.home_bytes
-    rig.world.infer("b")
-    rig.rest()
-    assert model.residency.state is Residency.PARTIAL
-    assert arena.kept_bytes == 12 * MIB
-    rig.world.infer("a")
-    rig.rest()
-    assert sizes_sent(rig) == [0, 12 * MIB]
-    assert model.home_bytes == home_bytes
-    bills = [answer.timing for answer in rig.commands(ev.Answer)]
-    assert [bill.kept_bytes for bill in bills] == [0, 12 * MIB]
-
-
-def test_without_a_budget_nothing_is_kept() -> None:
-    rig = with_prefix(prefix_mib=0)
-    model = rig.state.replicas["a"]
-    assert model.prefix_groups == 0
-    rig.world.infer("b")
-    rig.rest()
-    assert model.residency.state is Residency.HOST
-    assert rig.world.scheduler.machine.devices[0].arena.kept_bytes == 0
-
-
-def test_a_prefix_goes_when_its_own_place_is_needed() -> None:
-    rig = with_prefix()
-    rig.register("c", mib=40)
-    rig.world.infer("b")
-    rig.rest()
-    rig.world.infer("c")
-    rig.rest()
-    assert rig.state.replicas["a"].residency.state is Residency.HOST
-    rig.said.clear()
-    rig.world.infer("a")
-    rig.rest()
-    assert sizes_sent(rig) == [12 * MIB] * 2  # all of it
-
-
-def test_a_model_whose_groups_change_gives_up_its_prefix() -> None:
-    rig = with_prefix()
-    rig.world.infer("b")
-    rig.rest()
-    model = rig.state.replicas["a"]
-    rig.world.scheduler.machine.devices[0].plans.want(model, (), "buckets", "test")
-    rig.world.pass_time(0.0)
-    assert model.residency.state is Residency.HOST
-    rig.world.infer("a")
-    rig.rest()
-    assert 0 not in sizes_sent(rig)
-    assert model.kept_groups == 0
-
-
-def test_an_unregistered_model_leaves_no_prefix_behind() -> None:
-    rig = with_prefix()
-    rig.world.infer("b")
-    rig.rest()
-    rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
-    rig.rest()
-    assert rig.world.scheduler.machine.devices[0].arena.regions.get(Owner("model", "a")) is None
-    rig.world.check_rest()
-
-
-def test_a_pinned_model_of_which_a_prefix_is_left_is_brought_back() -> None:
-    rig = with_prefix()
-    rig.world.infer("b")
-    rig.rest()
-    rig.said.clear()
-    rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
-    rig.rest()
-    assert rig.state.replicas["a"].residency.state is Residency.PINNED
-    assert sizes_sent(rig)[0] == 0
 
 
 # -- helpers -------------------------------------------------------------------------------------

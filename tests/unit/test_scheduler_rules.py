@@ -2345,6 +2345,26 @@ def versions_of(rig: Rig) -> list[tuple[int, bool]]:
     return [(row["version"], row["current"]) for row in rows if row["name"] == "net"]
 
 
+def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the_daemon() -> None:
+    """Two processes tell of one copy, and the worker that computed with it may be first."""
+    rig = Rig(arena_bytes=16 * MIB)
+    rig.register("a")
+    rig.register("b")
+    first = rig.infer("a")
+    rig.done()
+    second = rig.infer("a")
+    rig.arrived("a")
+    rig.done()
+    third = rig.infer("a")
+    rig.done()
+    rig.make_resident("b")  # in the place of the other
+    fourth = rig.infer("a")
+    rig.arrived("a")
+    rig.done()
+    found = [rig.answers[token].timing.resident for token in (first, second, third, fourth)]
+    assert found == [False, True, True, False]
+
+
 def infer_of(rig: Rig, lineage: int) -> ev.Token:
     """A request for version 1 by a frontend that has not heard that it left."""
     token = rig.token()

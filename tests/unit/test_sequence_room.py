@@ -232,7 +232,7 @@ class Rig:
         self.turn()
         assert self.pool.is_empty, "memory is lost"
         assert self.pool.on_release is None
-        self.inference.copier.stop()
+        self.inference.copier.shutdown()
         self.pool.close()
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import Config
+from pipeswitch.config import Config, SchedulerConfig
 from pipeswitch.controller import shared_memory
-from pipeswitch.controller.setup import sizes_of
+from pipeswitch.controller.folders import Places
+from pipeswitch.controller.setup import make_scheduler, sizes_of
 from pipeswitch.controller.shared_memory import DeviceShare, Memory
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
@@ -58,3 +60,12 @@ def test_the_pages_of_a_pool_that_workers_pin_are_taken_once_and_before(
     memory = Memory(sizes, reserves_pool=reserves_pool)
     assert os.fstat(memory.pool).st_blocks * 512 == (1 << 20 if reserves_pool else 0)
     memory.close()
+
+
+def test_the_scheduler_gets_every_setting_of_its_section_that_it_knows(tmp_path: Path) -> None:
+    given = SchedulerConfig(training="fair", placement="spread", max_queue=7, stop_grace_ms=1.5)
+    devices = (ChosenDevice(kind=CpuKind(), name="cpu"),)
+    config = Config(scheduler=given)
+    scheduler = make_scheduler(config, devices, sizes_of(config, devices), Places(root=tmp_path))
+    settings = scheduler.core.settings
+    assert (settings.max_queue, settings.stop_grace_ms, settings.training) == (7, 1.5, "fair")

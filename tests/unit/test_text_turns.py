@@ -14,9 +14,10 @@ from msgspec import Raw
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import InvalidInput
+from pipeswitch.gateway.answers import turn_of
 from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral, _said
 from pipeswitch.gateway.sharing import MOST_PASSES, Turns
-from pipeswitch.gateway.texts import TURN_S, Place, Texts, next_place, turn_of
+from pipeswitch.gateway.texts import TURN_S, Place, Texts, next_place
 from pipeswitch.programs.answer import Ending
 from pipeswitch.programs.generating import Facts, Generating
 from pipeswitch.programs.generation import author_defaults
@@ -90,6 +91,10 @@ def idle(owner: str, since_s: float) -> Place:
     return Place(owner=owner, since_s=0.0, idle_since_s=since_s)
 
 
+def starting(owner: str) -> Place:
+    return Place(owner=owner, since_s=0.0, is_starting=True)
+
+
 EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
 
 
@@ -109,6 +114,10 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),
+        # A process that starts takes a place, and cannot end for another, however long it waited.
+        ({"x": starting("a")}, {"y": busy("a", 1.0)}, 9 * TURN_S, None),
+        ({"x": starting("a"), "y": starting("a")}, {"z": busy("b", 1.0)}, 9 * TURN_S, None),
+        ({"x": starting("a"), "y": busy("a", 1.0)}, {"z": busy("b")}, 9 * TURN_S, ("z", "y")),
         # Two owners share: neither takes from the other what would make it the poorer one.
         ({"x": busy("a"), "y": busy("b")}, {"z": busy("a", 1.0)}, 5.0, None),
     ],

@@ -27,7 +27,7 @@ class RequestPool:
     """A mapping of the pool memfd; where kernels are kept from it, a hidden one for our copies."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, is_hidden: bool = False) -> None:
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._storage = torch.frombuffer(
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
@@ -44,10 +44,6 @@ class RequestPool:
     def address(self) -> int:
         """Where it is mapped in this process."""
         return self._storage.data_ptr()
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
 
     def tensor(self, slab: SlabTensor, *, is_code: bool) -> torch.Tensor:
         """A tensor over a request's slab; it stays valid until the reply is sent.
@@ -90,7 +86,7 @@ class RequestPool:
         dtype_name, shape = slab.dtype, slab.shape
         offset_bytes, size_bytes = slab.offset_bytes, slab.size_bytes
         item = ITEM_BYTES[dtype_name]
-        if offset_bytes % item or not 0 <= offset_bytes <= self._size_bytes - size_bytes:
+        if offset_bytes % item or not 0 <= offset_bytes <= self.size_bytes - size_bytes:
             raise ValueError(f"slab at {offset_bytes}+{size_bytes} lies outside of the pool")
         dtype = getattr(torch, dtype_name)
         strides, step = [], 1

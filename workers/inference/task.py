@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from pipeswitch import failpoints
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.failpoints import reach
@@ -243,42 +244,22 @@ def infer(
     task: Channel,
     slot: int,
 ) -> bool:
-    """Run one request and report; whether the report said that this worker is clean again.
-
-    The model's own failure leaves this worker in order.
-    """
+    """Run one request and report; return whether the report says that this worker is clean again.
+    A failure of the model leaves the worker in order."""
     try:
-        reach("worker.infer.received")
+        if failpoints.is_on:
+            reach("worker.infer.received")
         bound = programs.bound(message)
-        manifest = bound.manifest
-        last_word = message.first_word + len(manifest.groups) - 1
-        region_bytes, epoch = manifest.total_bytes, message.residency_epoch
-        if message.landings:
-            pairs = zip(message.landings, manifest.groups, strict=True)
-            region_bytes = max([landing + group.size_bytes for landing, group in pairs])
-        _lend_inputs(view, message, manifest)
-        view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
-        if pool.joined_for and pool.joined_for != message.model:
-            pool.let_go()
-        caches = programs.stepping.caches
-        if caches.model and caches.model != manifest.digest:
-            caches.let_go()
-        steps = None
-        if message.choosing is not None or message.joined:
-            waits = partial(_waits, view, slot, message)
-            steps = programs.stepping.begin(message, bound, pool, view.device, waits)
-        inputs, rows = _inputs(message, pool, steps, caches)
+        steps, inputs, rows = _opened(message, bound, programs.stepping, pool, view, slot)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
-        slabs: list[tuple[SlabTensor, ...]] = [()] * (1 + len(message.joined))
         while True:
-            groups = _Groups(view, message, manifest, task, slot)
+            groups = _Groups(view, message, bound.manifest, task, slot)
             try:
                 with view.computing(bound):
-                    run = bound.run if steps is None else steps.run
-                    outputs = run(inputs, groups)
+                    outputs = (bound if steps is None else steps).run(inputs, groups)
                     if message.is_timed:
                         groups.end()
                     reach("worker.infer.outputs")
@@ -289,18 +270,11 @@ def infer(
                 if not view.leave_slice(bound) or message.landings:
                     raise  # the first groups of what streams are not there any more
         ended_at_ms = now_ms()
-        if not message.is_timed:
-            groups.ends_ms.append(ended_at_ms)
+        groups.ends_ms += [] if message.is_timed else [ended_at_ms]
         if steps is not None:
             programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
-        if view.is_lost(error):
-            fault = view.fault()
-            if fault is not None:  # tried again it would break one worker after the other
-                task.send(_failure(message, fault))
-            raise  # this process ends and is replaced; without an answer the request is tried again
-        view.wait_turn(message.epoch)  # an early failure still ends its turn in order
-        task.send(_failure(message, error))
+        _report_failure(message, view, task, error)
         return False  # the error's traceback still holds the task's tensors
     is_clean = not view.can_improve(bound)
     reach("worker.infer.done")
@@ -322,6 +296,47 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _opened(
+    message: RunInference,
+    bound: BoundProgram,
+    stepping: Stepping,
+    pool: RequestPool,
+    view: PoolView,
+    slot: int,
+) -> tuple[Steps | None, list[torch.Tensor], list[int]]:
+    """Open the memory of the program and of its inputs; return its steps, inputs and their rows."""
+    manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
+    if message.landings:
+        pairs = zip(message.landings, manifest.groups, strict=True)
+        region_bytes = max([landing + group.size_bytes for landing, group in pairs])
+    _lend_inputs(view, message, manifest)
+    last_word = message.first_word + len(manifest.groups) - 1
+    view.enter(message.arena_offset_bytes, region_bytes, last_word, message.residency_epoch)
+    if pool.joined_for and pool.joined_for != message.model:
+        pool.let_go()
+    caches = stepping.caches
+    if caches.model and caches.model != manifest.digest:
+        caches.let_go()
+    steps = None
+    if message.choosing is not None or message.joined:
+        waits = partial(_waits, view, slot, message)
+        steps = stepping.begin(message, bound, pool, view.device, waits)
+    return steps, *_inputs(message, pool, steps, caches)
+
+
+def _report_failure(
+    message: RunInference, view: PoolView, task: Channel, error: BaseException
+) -> None:
+    """Report a task that failed, at its turn; raise the error if this process is lost."""
+    if view.is_lost(error):
+        fault = view.fault()
+        if fault is not None:  # tried again it would break one worker after the other
+            task.send(_failure(message, fault))
+        raise error  # this process ends and is replaced; without an answer the request is retried
+    view.wait_turn(message.epoch)  # an early failure still ends its turn in order
+    task.send(_failure(message, error))
 
 
 def _waits(view: PoolView, slot: int, message: RunInference) -> bool:

@@ -36,7 +36,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from pipeswitch.devices.copies import HostCopies
+from pipeswitch.devices.view import HostCopies
 from pipeswitch.errors import OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.planning.swaps import (

@@ -1,9 +1,8 @@
-"""The copy lanes: a thread that carries saved tensors to the host, and one that brings them back,
-each in the order asked. A link carries both ways at once.
+"""Copy lanes: one thread copies saved tensors to the host, another copies them back.
 
-They are quiet while the job is suspended: between two pieces each looks at the gate, and stands
-aside until the main thread is through. A main thread that waits for a copy then parks, as in a
-layer's hook.
+Each copies in the order of submission; a link carries both directions at once. While the job is
+suspended the lanes are quiet: between two pieces each looks at the gate, and stands aside until
+the main thread goes on. A main thread that waits for a copy then parks, as in a layer's hook.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pipeswitch.devices.copies import HostCopies
+from pipeswitch.devices.view import HostCopies
 from pipeswitch.ipc.gate import Gate, Where
 
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """Of all bytes of one storage. The main thread makes it, the lane fills in the rest."""
+    """Copy of all bytes of one storage; the main thread makes it, the lane fills in the rest."""
 
     of: Any  # what the main thread knows it by
     source: torch.Tensor
@@ -35,7 +35,11 @@ class Copy:
 
 
 class CopyLanes:
-    """Methods are the main thread's. What there are two of is known by ``Copy.to_host``."""
+    """Two executors of one thread each, by ``Copy.to_host``. The main thread calls the methods.
+
+    An executor is asked to carry the next copy of its queue, whichever that is then, so a copy
+    that is cancelled leaves the queue at once and its tensors are free.
+    """
 
     def __init__(self, copies: HostCopies, gate: Gate) -> None:
         self._copies, self._gate = copies, gate
@@ -46,22 +50,27 @@ class CopyLanes:
         self._is_closed = False
         self._aside: set[bool] = set()  # of lanes that have seen that the gate is asked
         self._carried_bytes, self._busy_ms = {True: 0, False: 0}, {True: 0.0, False: 0.0}
-        for to_host, name in ((True, "copy-out"), (False, "copy-in")):
-            threading.Thread(target=self._run, args=(to_host,), name=name, daemon=True).start()
+        self._threads = {
+            True: ThreadPoolExecutor(1, "copy-out"),
+            False: ThreadPoolExecutor(1, "copy-in"),
+        }
+        for executor in self._threads.values():
+            executor.submit(int)  # a system without room for a thread says so here
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
-        """Returns at once."""
+        """Queue a copy; return at once."""
         copy = Copy(of, source, to_host, self._copies.mark())
         with self._changed:
             self._queues[to_host].append(copy)
-            self._changed.notify_all()
-            is_closed = self._is_closed
-        if is_closed:  # a graph of an earlier loop is used
-            self._carry_all(to_host)
+        if self._is_closed:  # a graph of an earlier loop is used
+            self._carry_next(to_host)
+        else:
+            self._threads[to_host].submit(self._carry_next, to_host)
         return copy
 
     def cancel(self, copy: Copy) -> bool:
-        """True: it never began, and will not be told of. A begun one ends with its next piece."""
+        """Return True if the copy never began and will not be reported; a begun one ends with its
+        next piece."""
         with self._changed:
             copy.is_cancelled = True
             if copy.is_begun:
@@ -76,12 +85,12 @@ class CopyLanes:
             return any(self._queues.values()) or bool(self._under_way or self._ended)
 
     def bytes_per_ms(self, *, to_host: bool) -> float:
-        """What this lane has shown; that of the other one, if it has carried nothing yet."""
+        """Return the measured rate of this lane; that of the other one before its first copy."""
         way = to_host if self._busy_ms[to_host] else not to_host
         return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
 
     def take_ended(self) -> list[Copy]:
-        """What has ended since."""
+        """Return the copies that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def wait(self, where: Where) -> float:
@@ -114,10 +123,12 @@ class CopyLanes:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """The threads end when they have carried what they were asked to."""
+        """Let each thread end after its last copy; do not wait for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        for executor in self._threads.values():
+            executor.shutdown(wait=False)
 
     @property
     def _is_quiet(self) -> bool:
@@ -126,30 +137,21 @@ class CopyLanes:
 
     # -- a lane's thread -------------------------------------------------------------------------
 
-    def _run(self, to_host: bool) -> None:
-        queue = self._queues[to_host]
-        while not self._is_closed:
-            with self._changed:
-                self._changed.wait_for(lambda: queue or self._is_closed)
-            self._carry_all(to_host)
-
-    def _carry_all(self, to_host: bool) -> None:
-        while True:
-            with self._changed:
-                if not self._queues[to_host]:
-                    return
-                copy = self._queues[to_host].popleft()
-                copy.is_begun = True
-                self._under_way += 1
-            try:
-                self._carry(copy)
-            except Exception as error:  # no memory: the main thread raises it
-                copy.error = error
-            with self._changed:
-                self._under_way -= 1
-                self._ended.append(copy)
-                self._changed.notify_all()
-            del copy  # its tensors are the main thread's to drop
+    def _carry_next(self, to_host: bool) -> None:
+        with self._changed:
+            if not self._queues[to_host]:
+                return  # it was cancelled
+            copy = self._queues[to_host].popleft()
+            copy.is_begun = True
+            self._under_way += 1
+        try:
+            self._carry(copy)
+        except BaseException as error:  # such as no memory: the main thread raises it
+            copy.error = error
+        with self._changed:
+            self._under_way -= 1
+            self._ended.append(copy)
+            self._changed.notify_all()
 
     def _carry(self, copy: Copy) -> None:
         way = copy.to_host

@@ -12,10 +12,11 @@ so a script may still pickle or deep-copy its model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeswitch.ipc.gate import Gate
 
@@ -23,12 +24,6 @@ Closure = Callable[..., Any]
 
 _gate: Gate | None = None
 _pace: Callable[[], None] | None = None
-
-
-class Removable(Protocol):
-    """A hook's handle."""
-
-    def remove(self) -> None: ...
 
 
 def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
@@ -61,9 +56,9 @@ def use_pace(pace: Callable[[], None] | None) -> None:
     _pace = pace
 
 
-def hook_modules(models: Iterable[nn.Module]) -> list[Removable]:
+def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
     """Put the gate's hooks on every layer of ``models``; returns handles to remove them."""
-    handles: list[Removable] = []
+    handles: list[RemovableHandle] = []
     seen: set[int] = set()
     for model in models:
         for module in model.modules():
@@ -86,7 +81,7 @@ def hook_optimizer(
     before: Callable[[], None],
     before_closure: Callable[[Closure], Closure],
     after: Callable[[], None],
-) -> list[Removable]:
+) -> list[RemovableHandle]:
     """Call ``before`` and ``after`` around every ``optimizer.step()``; where that was given a
     closure, ``before_closure`` instead, which says what to run in its place."""
 

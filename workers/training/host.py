@@ -15,8 +15,7 @@ import torch
 
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
-from pipeswitch.devices.copies import HostCopies
-from pipeswitch.devices.view import PoolView, now_ms
+from pipeswitch.devices.view import HostCopies, PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.inputs.ring import Ring
@@ -158,11 +157,6 @@ class JobHost:
             raise PipeSwitchError(f"commit of step {answer.step} failed: {answer.error}")
         reach("job.committed")
         return answer.copy_ms
-
-    def await_copied(self) -> None:
-        """Until no commit is being copied from the slice."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._commit_number or self._committed is not None)
 
     @property
     def is_publishing(self) -> bool:

@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 
 from pipeswitch import job as job_api
-from pipeswitch.devices.copies import HostCopies
 from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.devices.view import HostCopies
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
 

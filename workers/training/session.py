@@ -26,13 +26,9 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from pipeswitch.errors import (
-    HostStoreFull,
-    InvalidInput,
-    OutOfDeviceMemory,
-    PipeSwitchError,
-)
+from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory, PipeSwitchError
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
@@ -41,7 +37,7 @@ from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 from .activations import Activations
 from .commits import Committer, Point, state_area_bytes
 from .feed import AcceleratedEpoch, Source
-from .hooks import Closure, Removable, hook_modules, hook_optimizer, use_gate
+from .hooks import Closure, hook_modules, hook_optimizer, use_gate
 from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects, bare
@@ -87,7 +83,7 @@ class TrainingSession:
         self._layout: TrainingSlice | None = None
         self._committer: Committer | None = None
         self._bound_phase = -1
-        self._hooks: list[Removable] = []
+        self._hooks: list[RemovableHandle] = []
         self._activations: Activations | None = None
         self._point: Point | None = None
         self._data: DataPosition | None = None

@@ -44,15 +44,4 @@ class CpuKind:
         self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
     ) -> CpuPoolView:
         """As ``DeviceKind``."""
-        models, *work = arena
-        return CpuPoolView(
-            models=models,
-            work=work[0] if work else None,
-            board=board,
-            bell=bells[settings.slot],
-            bells=bells,
-            arena_bytes=settings.arena_bytes,
-            words=settings.words,
-            is_one_tenants=settings.separates_tenants,
-            link_bytes_per_s=settings.link_bytes_per_s,
-        )
+        return CpuPoolView(settings, arena, board=board, bells=bells)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...ipc.board import Board
-from ...ipc.messages import MoveTask
+from ...ipc.messages import WorkerSettings
 from ...programs.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
 from ..view import PoolView
@@ -27,43 +25,31 @@ class CpuPoolView(PoolView):
     """See ``PoolView``. Imports torch with the first tensor."""
 
     def __init__(
-        self,
-        *,
-        models: int,
-        work: int | None,
-        board: int,
-        bell: int,
-        bells: Sequence[int],
-        arena_bytes: int,
-        words: int,
-        is_one_tenants: bool = False,
-        link_bytes_per_s: float = 0.0,
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
-        Only the arrival words can be read until ``enter`` and ``slice_bytes``.
+        Only the arrival words can be read until ``enter`` and ``slice_bytes``. Where tenants are
+        separate, the file of models has pages where this tenant's lie, new ones with each copy.
 
         Args:
-            work: None for a worker that runs no training script, where tenants are separate.
-            is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
-                copy; in an arena of all tenants they were there before.
-            board, bell, bells: as ``PoolView``.
+            arena: the files of the models and of training slices; the latter is missing for a
+                worker that runs no training script, where tenants are separate.
         """
-        super().__init__(models, words, board=board, bell=bell, bells=bells)
-        self._window = windows.Window(models, arena_bytes)
+        models, *work = arena
+        bell = bells[settings.slot]
+        super().__init__(models, settings.words, board=board, bell=bell, bells=bells)
+        self._window = windows.Window(models, settings.arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
         self._open_end = 0
         self._landed: set[int] = set()  # units that were opened one by one
-        self._is_one_tenants = is_one_tenants
-        self._link_bytes_per_s = link_bytes_per_s
+        self._is_one_tenants = settings.separates_tenants
+        self._link_bytes_per_s = settings.link_bytes_per_s
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
-        self._slice_at = (0, 0)  # the last one: address, and bytes of whole pages
-        self._lent_by: Sequence[int] = ()  # descriptors of the device that it moved to
-        self._has_moved = False  # since the last slice was leased
-        if work is not None:
-            self._map_work(work)
+        if work:
+            self._map_work(work[0])
         self._pool_windows: windows.Guarded | None = None
         self._lent: tuple[tuple[tuple[int, int], ...], bool] | None = None
 
@@ -151,37 +137,10 @@ class CpuPoolView(PoolView):
         """Its storage is all of *work*."""
         from ...programs.views import tensor_over
 
-        if self._has_moved:  # the former slice is not used any more
-            self._map_work(self._lent_by[0])
-            self._has_moved = False
         tensor = tensor_over(self._work, spec, 0)
         offset, size = spec.offset_bytes, spec.size_bytes
         self._work_windows.open(offset, size, writable=True)
-        assert self._work_map is not None
-        self._slice_at = windows.address_of(self._work_map) + offset, aligned(size, mmap.PAGESIZE)
         return tensor
-
-    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
-        """As ``PoolView``: one copy, then the pages of the copy lie where those of the slice did.
-
-        No tensor is told of it, whether a script, an optimizer or autograd refers to it.
-        """
-        (start, size), (work, board, *bells) = self._slice_at, descriptors
-        check_range("move", 0, size, order.size_bytes)
-        with memoryview((ctypes.c_char * size).from_address(start)) as source:
-            written = 0
-            while written < size:  # by the kernel, which need not zero the new pages first
-                written += os.pwrite(work, source[written:], order.offset_bytes + written)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        copy = mmap.mmap(work, size, flags=flags, offset=order.offset_bytes)
-        windows.move_pages(windows.address_of(copy), start, size)
-        copy.close()
-        self._forget_device(start, start + size)
-        self.board, self._bell, self._bells = Board(board), bells[0], tuple(bells)
-        for descriptor in self._lent_by:
-            os.close(descriptor)
-        self._lent_by, self._has_moved = tuple(descriptors), True
-        return size
 
     def kernels(self) -> PackedKernels:
         """As ``PoolView``."""
@@ -192,15 +151,6 @@ class CpuPoolView(PoolView):
     def host_copies(self) -> CpuCopies:
         """As ``PoolView``."""
         return CpuCopies(self._link_bytes_per_s)
-
-    def _forget_device(self, start: int, end: int) -> None:
-        """Of its memory nothing stays mapped; addresses around the slice lead nowhere."""
-        assert self._work_map is not None
-        first = windows.address_of(self._work_map)
-        windows.replace_by_nothing(first, start)
-        windows.replace_by_nothing(end, first + len(self._work_map))
-        self.board.close()
-        self._unmap_models()
 
     def pin(self, pointer: int, size_bytes: int) -> None:
         """Close it: each task opens its slabs (``lend``)."""
@@ -229,17 +179,10 @@ class CpuPoolView(PoolView):
         """Unmap; tensors that still live keep their mapping until the last is gone."""
         self.board.close()
         self.__dict__.pop("_work", None)
-        self._unmap_models()
-        if self._work_map is not None:
-            windows.unmap(self._work_map)
-        for descriptor in self._lent_by:
-            os.close(descriptor)
-
-    def _unmap_models(self) -> None:
-        if self._words_map.closed:
-            return
         self._words.release()
         self.__dict__.pop("_models", None)
         self._window.unmap()
         for mapping in (self._words_map, self._window.reserve):
             windows.unmap(mapping)
+        if self._work_map is not None:
+            windows.unmap(self._work_map)

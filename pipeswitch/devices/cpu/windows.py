@@ -33,7 +33,6 @@ LOWEST, HIGHEST = (
 )  # addresses that neither programs nor the kernel's own choice use
 PLACEMENT_TRIES: Final = 16
 PROT_NONE: Final = 0
-MAP_FIXED: Final = 0x10
 MAP_FIXED_NOREPLACE: Final = 0x10_0000
 MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # the last one of a memfd: Linux 5.13
 MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
@@ -139,21 +138,9 @@ class Window:
 
     @staticmethod
     def _move(source: int, target: int, start: int, end: int) -> None:
-        move_pages(source + start, target + start, end - start)
-
-
-def move_pages(source: int, target: int, size_bytes: int) -> None:
-    """What is mapped at ``source`` is mapped at ``target`` too, which its page tables go to, in
-    place of what was there. No hole is left for others to map."""
-    flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
-    _kernel("mremap", source, size_bytes, size_bytes, flags, target)
-
-
-def replace_by_nothing(start: int, end: int) -> None:
-    """Of what was mapped there nothing stays, and the addresses are nobody else's."""
-    if start < end:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        _kernel("mmap", start, end - start, PROT_NONE, flags, -1, 0)
+        """Move page tables, in place of what was there. No hole is left for others to map."""
+        flags, size = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, end - start
+        _kernel("mremap", source + start, size, size, flags, target + start)
 
 
 def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -64,14 +64,12 @@ class CudaDeviceMemory(DeviceMemory):
         settings: DaemonSettings,
         *,
         store: int,
-        bells: Sequence[int],
-        board: int = -1,
-        bell: int = -1,
         extra_bytes: int = 0,
         word_writer: Words = "write",
         on_lost: Callable[[], None] | None = None,
+        **descriptors: Any,
     ) -> None:
-        """Make the context and take the memory.
+        """Make the context and take the memory. ``store`` and ``descriptors``: as ``DeviceMemory``.
 
         Args:
             extra_bytes: behind the arena, for the workers' activation slice; no copy goes there.
@@ -81,7 +79,7 @@ class CudaDeviceMemory(DeviceMemory):
             CudaError: no such device, or not enough memory on it.
             RemoteProtocolError: sizes that contradict each other.
         """
-        super().__init__(settings, store=store, bells=bells, board=board, bell=bell)
+        super().__init__(settings, store=store, **descriptors)
         self._cuda = cuda
         self._word_writer = word_writer
         self._on_lost = on_lost

@@ -293,8 +293,7 @@ function showDetail() {
     return piece;
   }));
   const predicted = Object.entries(row.predicted_ms ?? {}).map(([batch, value]) => `batch ${batch}: ${ms(value)} predicted`);
-  $("plan-line").textContent = [`${row.groups} groups`, `cut by ${row.grouping}${row.grouping_why ? `: ${row.grouping_why}` : ""}`,
-    ...(row.prefix_groups ? [`${row.prefix_groups} stay on the device`] : []), ...predicted].join(", ");
+  $("plan-line").textContent = [`${row.groups} groups`, `cut by ${row.grouping}${row.grouping_why ? `: ${row.grouping_why}` : ""}`, ...predicted].join(", ");
   showDetailSwitch();
 }
 

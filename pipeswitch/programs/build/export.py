@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
-from ..dims import BATCH
+from ..dims import BATCH, Dim
 from ..nesting import Tree
 from ..spec import DEFAULT_SEQUENCES
 from ..values import dtype_name, nested_outputs, tensor_bytes
@@ -25,15 +25,7 @@ from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import align, check_program
 from .decoder import decoder
-from .dynamic import (
-    Axes,
-    Dynamic,
-    NotDynamic,
-    asked_axes,
-    batch_axes,
-    choices,
-    narrowed,
-)
+from .dynamic import Axes, Dynamic, NotDynamic, asked_axes, batch_axes, choices, narrowed
 from .encoder import Encoder, Program
 from .fresh import Fresh, check_keeps_nothing
 from .naming import Example, Flat, named_inputs
@@ -60,43 +52,35 @@ def export_module(
 
     Args:
         module: on the host, with data.
-        example_inputs: what ``forward`` takes: a tensor, a sequence of arguments, or a mapping of
-            them by keyword. An argument is a tensor, or dicts, lists, tuples, dataclasses and None
-            around tensors; these are called by where they are (``cache.0.key``).
-        input_names: what requests call the arguments; default: the keywords, ``x`` for a single
-            one, else the names of ``forward``'s own parameters.
+        example_inputs: a tensor, a sequence of arguments, or a mapping of them by keyword. Tensors
+            in dicts, lists, tuples and dataclasses are called by their place (``cache.0.key``).
+        input_names: default: the keywords, ``x`` for a single one, else ``forward``'s own names.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
         dynamic: the other dimensions that requests choose, with their ranges.
         is_wish: leave out of ``dynamic`` what the model does not allow, with a note.
-        verify: looks at what was exported; where it raises ``NotDynamic``, fewer dimensions are
-            tried.
+        verify: checks the program; if it raises ``NotDynamic``, fewer dimensions are tried.
 
     Raises:
         RegistrationRefused: the module cannot be a program; says which part and why.
     """
     _check_kind(module)
     example = named_inputs(module, example_inputs, input_names)
-    names, inputs = example.names, example.tensors
-    modes = [(child, child.training) for child in module.modules()]
-    _set_mode(module)
-    try:
+    inputs = example.tensors
+    with _evaluated(module):
         flat = Flat(module, example)
         flat.training = False
-        fresh = Fresh(flat)
-        returns, outputs = _outputs(flat, inputs)
+        fresh, (returns, outputs) = Fresh(flat), _outputs(flat, inputs)
         shapes = [tuple(value.shape) for value in inputs]
-        asked = asked_axes(names, shapes, dynamic or {})
+        asked = asked_axes(example.names, shapes, dynamic or {})
         batch, why_fixed = batch_axes(shapes, max_batch, asked)
-        reasons: list[str] = []
-        narrower: list[str] = []
+        reasons, narrower = [""], list[str]()
         tried = deque(choices(batch, asked, is_wish=is_wish))
         while tried:
             axes = tried.popleft()
             try:
                 program = _export_once(flat, example, list(outputs), axes)
-                program.graph = msgspec.structs.replace(
-                    program.graph, takes=example.takes, returns=returns
-                )
+                nesting = {"takes": example.takes, "returns": returns}
+                program.graph = msgspec.structs.replace(program.graph, **nesting)
                 if verify is not None:
                     verify(program)
                 check_keeps_nothing(program, fresh, inputs)
@@ -109,27 +93,32 @@ def export_module(
                     tried.appendleft(again)
         else:
             raise _refused(asked, reasons[-1])
-        open_now = {dim.name for dim in program.graph.dims}
-        program.notes += [
-            f"{name}={value}: a request stands alone" for name, value in flat.fixed.items()
-        ]
-        wanted = dict.fromkeys([BATCH, *(dim.name for dim in asked.values())])
         wider = {dim.name: dim for dim in (*batch.values(), *asked.values())}
-        program.notes += [
-            f"{dim.name} is {dim.low}..{dim.high}, not {wider[dim.name].low}.."
-            f"{wider[dim.name].high}: {'; '.join(narrower)}"
-            for dim in program.graph.dims
-            if dim != wider[dim.name]
-        ]
-        program.notes += [
-            f"{name} is fixed: {(name == BATCH and why_fixed) or reasons[-1]}"
-            for name in wanted
-            if name not in open_now
-        ]
+        fixed = {BATCH: why_fixed or reasons[-1]}
+        fixed |= {dim.name: reasons[-1] for dim in asked.values()}
+        program.notes += _notes(program, flat.fixed, wider, narrower, fixed)
         return program
-    finally:
-        for child, training in modes:
-            child.training = training
+
+
+def _notes(
+    program: Program,
+    alone: Mapping[str, Any],
+    wider: Mapping[str, Dim],
+    narrower: Sequence[str],
+    fixed: Mapping[str, str],
+) -> list[str]:
+    """Say which inputs a request brings alone, which ranges are narrower, which extents fixed."""
+    dims = {dim.name: dim for dim in program.graph.dims}
+    return [
+        *(f"{name}={value}: a request stands alone" for name, value in alone.items()),
+        *(
+            f"{name} is {dim.low}..{dim.high}, not {wider[name].low}.."
+            f"{wider[name].high}: {'; '.join(narrower)}"
+            for name, dim in dims.items()
+            if dim != wider[name]
+        ),
+        *(f"{name} is fixed: {why}" for name, why in fixed.items() if name not in dims),
+    ]
 
 
 def _refused(asked: Axes, why: str) -> RegistrationRefused:
@@ -146,6 +135,18 @@ def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
     refuse_engines(module)
+
+
+@contextlib.contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode; afterwards each part is in the mode that it was in."""
+    modes = [(child, child.training) for child in module.modules()]
+    _set_mode(module)
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
 
 
 def _set_mode(module: nn.Module) -> None:

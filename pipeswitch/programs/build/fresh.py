@@ -14,6 +14,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,8 +28,11 @@ from .checking import all_same, keeps_state, on_other_values, program_on_cpu
 if TYPE_CHECKING:
     from .encoder import Program
 
-_LIBRARIES: Final = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "transformers"}
-"""Packages whose globals do not count as a model's memory."""
+_LIBRARIES: Final = {*sys.stdlib_module_names, "pipeswitch"}
+_INSTALLED: Final = {"site-packages", "dist-packages"}
+"""Folders of installed packages. Like ``_LIBRARIES`` they are not a model's memory, but for the
+packages that the model's own classes come from (except ``_SHARED``)."""
+_SHARED: Final = {"numpy", "torch", "torchvision", "transformers"}
 _ABSENT: Final = object()
 _AROUND: Final[dict[type, str]] = {
     **dict.fromkeys((MethodType, staticmethod, classmethod), "__func__"),
@@ -54,7 +58,8 @@ class Fresh:
             now: runs the module in its current state.
         """
         self.now = call or (lambda inputs: list(module(*inputs)))
-        reach = _Reach(module)
+        self._own = _packages(module)
+        reach = _Reach(module, self._own)
         self._places, self._caches = list(reach.places.values()), reach.caches
         self._shared = {id(value): value for value in (*module.modules(), *module.buffers())}
         self._then = self._copied([place.get() for place in self._places])
@@ -80,40 +85,61 @@ class Fresh:
             place.set(value)
 
     def _copied(self, values: list[Any]) -> Any:
-        return _copied(values, dict(self._shared))
+        return _copied(values, dict(self._shared), self._own)
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy containers, tensors and plain objects, each once; share parameters and all else."""
-    if id(value) in copies or isinstance(value, nn.Parameter):
+def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
+    """Copy containers, tensors and plain objects, each once; share parameters and all else.
+
+    An object with ``__del__`` is shared: a copy's end would end what both hold.
+    """
+    if id(value) in copies or isinstance(value, nn.Parameter) or hasattr(type(value), "__del__"):
         return copies.get(id(value), value)
     found: Any = value
     if isinstance(value, torch.Tensor):
         found = copies[id(value)] = value.detach().clone()
     elif type(value) is tuple:
-        found = tuple(_copied(item, copies) for item in value)
+        found = tuple(_copied(item, copies, own) for item in value)
     elif isinstance(value, dict | list | deque | set | np.ndarray):
         found = copies[id(value)] = copy.copy(value)
         if isinstance(value, dict | list | deque):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                found[key] = _copied(item, copies)
-    elif _is_plain(value):
+                found[key] = _copied(item, copies, own)
+    elif _is_plain(value, own):
         found = copies[id(value)] = object.__new__(type(value))
-        object.__setattr__(found, "__dict__", _copied(vars(value), copies))
+        object.__setattr__(found, "__dict__", _copied(vars(value), copies, own))
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, own: frozenset[str]) -> bool:
     """Return whether an object is only its ``__dict__``, and is a module or not a library's."""
     kind: Any = type(value)
-    ways = ("__new__", "__reduce__", "__reduce_ex__")
-    has_own = any(getattr(kind, name) is not getattr(object, name) for name in ways)
-    is_library = _is_library(kind.__module__) and not isinstance(value, nn.Module)
+    ways = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+    has_own = any(getattr(kind, name) is not getattr(object, name, None) for name in ways)
+    has_own |= any(hasattr(kind, name) for name in ("__copy__", "__deepcopy__", "__del__"))
+    is_library = _is_library(kind.__module__, own) and not isinstance(value, nn.Module)
     return hasattr(value, "__dict__") and not has_own and not is_library
 
 
-def _is_library(module_name: str | None) -> bool:
-    return (module_name or "").partition(".")[0] in _LIBRARIES
+def _packages(module: nn.Module) -> frozenset[str]:
+    """Return the packages that the classes of a module and its children come from."""
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__}
+    return frozenset(kind.__module__.partition(".")[0] for kind in kinds) - _SHARED
+
+
+def _is_library(module_name: str | None, own: frozenset[str]) -> bool:
+    """Return whether a module's code is neither the model's own nor its user's."""
+    package = (module_name or "").partition(".")[0]
+    if package in _LIBRARIES or package in _SHARED:
+        return True
+    return package not in own and _is_installed(package)
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    module = sys.modules.get(package)
+    files = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(not _INSTALLED.isdisjoint(Path(file).parts) for file in files if file)
 
 
 class _Place:
@@ -146,7 +172,8 @@ class _Place:
 class _Reach:
     """Collect what a module's code can read or write, without library code."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own: frozenset[str]) -> None:
+        self._own = own
         self.places: dict[tuple[int, str], _Place] = {}
         self.caches: list[Any] = []
         self._seen: set[int] = set()
@@ -166,17 +193,19 @@ class _Reach:
         self._seen.add(id(value))
         if isinstance(value, type):
             for kind in value.__mro__:
-                if not _is_library(kind.__module__):
+                if not _is_library(kind.__module__, self._own):
                     self._look_at_class(kind)
-        elif _is_plain(value) and not isinstance(value, nn.Module):
+        elif _is_plain(value, self._own) and not isinstance(value, nn.Module):
             self._look(type(value))
             for held in list(vars(value).values()):
                 self._look(held)
         if type(value) in _AROUND:
             self._look(getattr(value, _AROUND[type(value)], None))
-        if type(value) is functools._lru_cache_wrapper and not _is_library(value.__module__):
+        if type(value) is functools._lru_cache_wrapper and not _is_library(
+            value.__module__, self._own
+        ):
             self.caches.append(value)
-        if type(value) is FunctionType and not _is_library(value.__module__):
+        if type(value) is FunctionType and not _is_library(value.__module__, self._own):
             self._look_at_function(value)
 
     def _look_at_class(self, kind: type) -> None:
@@ -198,7 +227,7 @@ class _Reach:
         names = _names(function.__code__)
         for name in _globals(function.__code__):
             value = function.__globals__.get(name)
-            if isinstance(value, ModuleType) and not _is_library(value.__name__):
+            if isinstance(value, ModuleType) and not _is_library(value.__name__, self._own):
                 for inner in names & vars(value).keys():
                     self._look_at_name(vars(value), inner)
             else:

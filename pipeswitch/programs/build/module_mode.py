@@ -93,21 +93,20 @@ def build_module(
         returns=returns,
         triggers=tuple(triggers[group.first_node] for group in groups),
         layers=layer_specs,
-        extra={
-            "aliases": aliases,
-            "needs": needs(triggers, groups),
-        },
+        extra={"aliases": aliases, "needs": needs(triggers, groups)},
     )
     progress("verify", 0.0)
     manifest = _verify(manifest, loaded, [*tried, examples], path)
     progress("pack", 0.0)
+    return _with_digest(manifest, code_of(spec.source, loaded.imported_before))
+
+
+def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
+    """The manifest with its factory's code, and the digest of all that makes up the program."""
     sha256 = manifest.weights_sha256
-    code = code_of(spec.source, loaded.imported_before)
     facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code]
-    digest = hashlib.sha256(msgspec.json.encode(facts))
-    return msgspec.structs.replace(
-        manifest, digest=digest.hexdigest(), extra={**manifest.extra, "code": code}
-    )
+    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+    return msgspec.structs.replace(manifest, digest=digest, extra={**manifest.extra, "code": code})
 
 
 def _refuse_writes(names: Sequence[str]) -> None:
@@ -345,10 +344,7 @@ class _OneCopy:
 
 
 def _verify(
-    manifest: Manifest,
-    loaded: Loaded,
-    tried: Sequence[Sequence[torch.Tensor]],
-    path: Path,
+    manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
 ) -> Manifest:
     """Run as a worker will: one copy on meta, with weights that appear group by group.
 

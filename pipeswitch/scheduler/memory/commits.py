@@ -11,7 +11,7 @@ from ..core import JOBS
 from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..state.device_state import DeviceState
 from ..state.records import NO_EPOCH, Job, Worker
-from ..state.states import TASK_FINAL, MoveState
+from ..state.states import TASK_FINAL
 from .ledgers import Arena, Store
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
@@ -146,8 +146,6 @@ class Commits:
         for job in device.jobs.values():
             if job.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
                 continue
-            if job.move.state is MoveState.COPYING:
-                continue  # another device's daemon will
             if core.now_ms < job.persist_due_at_ms:
                 core.look_again(job.persist_due_at_ms, JOBS)
                 continue

@@ -12,7 +12,7 @@ from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
 from ..state.records import Job, Worker
 from ..state.regions import Owner, Region
-from ..state.states import MoveEvent, MoveState, TaskEvent, TaskState
+from ..state.states import TaskEvent, TaskState
 from .commits import Commits
 from .ledgers import Arena, Store, gib
 from .residency import Residents
@@ -62,12 +62,6 @@ class Slices:
                 requested_bytes=size_bytes,
                 largest_free_bytes=largest,
             )
-
-    def arrived(self, job: Job) -> None:
-        """What was copied to is the job's slice now."""
-        region = self._arena.regions.release(job.moving)
-        taken = self._arena.regions.reserve(job.slice, region.size_bytes, region.offset_bytes)
-        assert taken is not None
 
     def release(self, owner: Owner) -> None:
         """No process writes there any more: zero the range, then it is free (another tenant may
@@ -141,8 +135,6 @@ class Leases:
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
-        if job.move.state is MoveState.COPYING:  # it has left its slice: it moves another way
-            job.move.apply(MoveEvent.UNFIT, "it asks for another slice")
         old = self._arena.regions.get(job.slice)
         grows = old is not None and old.size_bytes < message.slice_bytes
         try:

@@ -26,14 +26,13 @@ WORDS = Owner("words")
 FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
-PREFIX_WEIGHT = 4.0  # a prefix is worth more per byte than what follows: it hides a whole copy
+KEPT_WEIGHT = 4.0  # what streaming keeps is worth more per byte: each pass reads it again
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
 
 class Rest(Window):
-    """A place for the rest of a model: right behind the prefix that is still there; of one that
-    streams its ring, right before what it keeps."""
+    """A place for the ring of a model that streams, right before what it keeps."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ class Streamed(Window):
 class Arena:
     """The ledgers of one device: its memory, and the arrival words that lie in it.
 
-    A model with a prefix holds two adjacent regions: ``Model.owner`` has the first, which ends
-    on the alignment behind its first groups, ``Model.rest`` the other. So a window may take the
-    rest and leave the prefix: the model is PARTIAL then, and only the rest is sent next time.
-    One that is larger than the arena holds what it keeps, and between two passes that alone; the
-    rest is its ring, and lies before it.
+    A model that is larger than the arena holds two adjacent regions: ``Replica.rest`` has its ring,
+    ``Replica.owner`` the groups that it keeps, which lie behind. Between two passes it holds the
+    latter alone and is PARTIAL.
     """
 
     def __init__(self, device: DeviceState) -> None:
@@ -76,11 +73,6 @@ class Arena:
             )
 
     @property
-    def coming(self) -> int:
-        """Jobs whose state is being copied here."""
-        return sum(region.owner.kind == "moving" for region in self.regions)
-
-    @property
     def leasable_bytes(self) -> int:
         """The arena without its arrival words: what models and slices can have."""
         words = self.regions.get(WORDS)
@@ -100,7 +92,7 @@ class Arena:
            that ranks before them, never for a guess or a job.
         3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
         4. A job's slice: only for a request, and only when nothing else will do.
-        5. The prefix of the model a place is sought for: it would come along for nothing.
+        5. What the model itself keeps, for which a place is sought: it comes along for nothing.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -111,7 +103,7 @@ class Arena:
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         device = self._device
         kind, name = region.owner
-        if kind in ("words", "moving"):
+        if kind == "words":
             return None  # 1.
         if kind == "scrub":
             return SOON_FREE  # 3.
@@ -135,8 +127,8 @@ class Arena:
             replica.use_count, waiting_count,
         )  # fmt: skip
         cost = self._core.judge.cost(resident, view)
-        if replica.kept_groups > 0 and kind == "model":  # its prefix
-            cost = tuple(PREFIX_WEIGHT * part for part in cost)
+        if replica.kept_groups > 0:
+            cost = tuple(KEPT_WEIGHT * part for part in cost)
         return (0.0, 0.0, 0.0, *cost)
 
     def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
@@ -158,12 +150,6 @@ class Arena:
         if replica.model.want_pinned:
             last = self.regions.last_window(size, _without_jobs(costs))
         best = last or self.regions.cheapest_window(size, costs)
-        if replica.residency.state is Residency.PARTIAL:
-            head = self.regions.get(replica.owner)
-            assert head is not None
-            rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, costs)
-            if rest is not None and (best is None or rest.cost <= best.cost):
-                return Rest(rest.offset_bytes, rest.victims, rest.cost)
         if best is None:
             may_move = for_request or replica.model.want_pinned
             return self.window_after_packing(size, costs) if may_move else None
@@ -202,7 +188,7 @@ class Arena:
         self, size_bytes: int, pinned: list[Replica], costs: Costs, *, are_jobs_moved: bool
     ) -> Window | None:
         prices = {region.owner: cost for region, cost in zip(self.regions, costs, strict=True)}
-        lifted = {owner for replica in pinned for owner in (replica.owner, replica.rest)}
+        lifted = {replica.owner for replica in pinned}
         plan, leave = Regions(self.regions.capacity_bytes, REGION_ALIGN_BYTES), set[Region]()
         for region in self.regions:
             if region.owner not in lifted:
@@ -219,12 +205,9 @@ class Arena:
                 if victim.owner.kind == "slice":
                     leave.add(victim)
             plan.reserve(replica.owner, replica.region_bytes, place.offset_bytes)
-            if place.offset_bytes != replica.home_bytes:
-                leave.update(
-                    own
-                    for owner in (replica.owner, replica.rest)
-                    if (own := self.regions.get(owner)) is not None
-                )
+            own = self.regions.get(replica.owner)
+            if place.offset_bytes != replica.home_bytes and own is not None:
+                leave.add(own)
         window = plan.cheapest_window(size_bytes, [prices[region.owner] for region in plan])
         if window is None:
             return None
@@ -335,30 +318,13 @@ class Arena:
         assert region is not None, "a window without its victims is free"
         return region
 
-    def may_keep(self, replica: Replica) -> bool:
-        """Whether its prefix fits into what may be kept of all models."""
-        head = self.regions.get(replica.owner)
-        assert head is not None
-        return self.kept_bytes + head.size_bytes <= self._device.settings.prefix_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Held by prefixes whose rest is gone; what streams keeps what it has room for."""
-        return sum(
-            region.size_bytes
-            for region in self.regions
-            if (replica := self.model_of(region)) is not None
-            and replica.residency.state is Residency.PARTIAL
-            and replica.landings is None
-        )
-
     def held_bytes(self, replica: Replica) -> int:
-        """Of the arena, its prefix and the rest."""
+        """Return the bytes of the arena that the model holds."""
         regions = (self.regions.get(replica.owner), self.regions.get(replica.rest))
         return sum(region.size_bytes for region in regions if region is not None)
 
     def release(self, replica: Replica) -> None:
-        """Give back what the model holds, its prefix and the rest."""
+        """Give back what the model holds."""
         for owner in (replica.owner, replica.rest):
             if self.regions.get(owner) is not None:
                 self.regions.release(owner)
@@ -366,7 +332,6 @@ class Arena:
     def check(self) -> None:
         self.regions.check()
         self.words.check()
-        assert self.kept_bytes <= max(0, self._device.settings.prefix_bytes), "too much is kept"
 
 
 class Store:

@@ -64,12 +64,12 @@ class Plans:
             replica.profile = profile
             return True
         try:
-            plan, prefix = self.plan_of(profile)
+            plan = plan_of(profile)
         except ValueError as error:
             self._warn(replica, f"no plan could be made from its profile: {error}")
             return False
         batch = profile.batches[0].batch
-        replica.profile, replica.profile_plan, replica.profile_prefix = profile, plan, prefix
+        replica.profile, replica.profile_plan = profile, plan
         replica.predicted_ms = {
             one.batch: predict(profile, plan, one.batch) for one in profile.batches
         }
@@ -83,10 +83,6 @@ class Plans:
         self._wanted[replica.name] = None
         self._core.touched |= MEASURED
 
-    def plan_of(self, profile: Profile) -> tuple[Plan, int]:
-        """Its groups, and how many of them are worth keeping on the device."""
-        return plan_of(profile, self._device.settings.prefix_bytes)
-
     def apply(self) -> int:
         """Cut anew what can be; not the model that is being measured."""
         for name in list(self._wanted):
@@ -95,9 +91,7 @@ class Plans:
                 del self._wanted[name]
             elif name != self._device.measuring:
                 plan, source, why = replica.next_plan
-                prefix = replica.profile_prefix if source == PLANNED else 0
                 if self._cut(replica, plan):
-                    replica.prefix_groups = prefix
                     replica.plan_source, replica.plan_why, replica.next_plan = source, why, None
                     groups = len(replica.manifest.groups) if replica.manifest else 0
                     self._device.publish(
@@ -131,7 +125,6 @@ def plan_row(replica: Replica) -> dict[str, Any]:
         "grouping": replica.plan_source,
         "grouping_why": replica.plan_why,
         "plan": list(replica.plan),
-        "prefix_groups": replica.prefix_groups,
         "profile": "" if profile is None else profile.measured_at,
         "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
     }

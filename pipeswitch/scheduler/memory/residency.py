@@ -75,7 +75,6 @@ class Residents:
         assert replica.residency.state is Residency.HOST, replica.residency.story
         assert replica.model.manifest is not None
         manifest = regrouped(replica.model.manifest, plan)
-        replica.prefix_groups = 0
         old = self._arena.words.get(replica.owner)
         if old is not None:
             self._arena.words.release(replica.owner)
@@ -125,57 +124,40 @@ class Residents:
         return replica.residency_epoch
 
     def _take(self, replica: Replica, window: Window, cause: str) -> Container[int]:
-        """Lease the window for a model; the groups that are there.
+        """Lease the window for a model; return the groups that are there.
 
-        1. The rest behind its prefix: the prefix' groups are; of one that streams what it keeps.
+        1. The ring of a model that streams: the groups that it keeps are there.
         2. A new place, or the first one: none.
         """
-        assert replica.manifest is not None
         if not isinstance(window, Rest) and replica.residency.state is Residency.PARTIAL:
             self.evict(replica, cause)
         self.clear(window, cause)
         if isinstance(window, Streamed):
             self._land(replica, window.landings)
-        size, landings = replica.region_bytes, replica.landings
-        if isinstance(window, Rest):
-            head = self._arena.regions.get(replica.owner)
-            assert head is not None
-            self._arena.lease(replica.rest, size - head.size_bytes, window.offset_bytes)
-            if landings is not None:
-                replica.kept_bytes = replica.built.total_bytes - replica.sent_bytes
-                return landings.kept  # 1.
-            replica.kept_bytes = self._prefix_bytes(replica, replica.kept_groups)
-            return range(replica.kept_groups)  # 1.
-        replica.home_bytes, replica.kept_bytes = window.offset_bytes, 0
-        replica.kept_groups = replica.prefix_groups if landings is None else len(landings.kept)
-        prefix_bytes = self._prefix_bytes(replica, replica.kept_groups)
-        prefix = aligned(prefix_bytes, REGION_ALIGN_BYTES) if not landings else landings.kept_bytes
-        if not 0 < prefix < size:
-            replica.kept_groups = prefix = 0
-        start, rest = window.offset_bytes, size - prefix if prefix else 0
-        self._arena.lease(replica.owner, size - rest, start if not landings else start + rest)
-        if rest:
-            self._arena.lease(replica.rest, rest, start + prefix if not landings else start)
+        arena, start, size = self._arena, window.offset_bytes, replica.region_bytes
+        landings = replica.landings
+        if landings is None:
+            replica.home_bytes = start
+            arena.lease(replica.owner, size, start)
+        elif isinstance(window, Rest):
+            replica.kept_bytes = replica.built.total_bytes - replica.sent_bytes
+            arena.lease(replica.rest, size - landings.kept_bytes, start)
+            return landings.kept  # 1.
+        else:
+            replica.home_bytes, replica.kept_bytes = start, 0
+            kept_bytes = landings.kept_bytes if landings.kept_bytes < size else 0
+            replica.kept_groups = len(landings.kept) if kept_bytes else 0
+            ring_bytes = size - kept_bytes if kept_bytes else 0
+            arena.lease(replica.owner, size - ring_bytes, start + ring_bytes)
+            if ring_bytes:
+                arena.lease(replica.rest, ring_bytes, start)
         return ()  # 2.
 
-    @staticmethod
-    def _prefix_bytes(replica: Replica, group_count: int) -> int:
-        assert replica.manifest is not None
-        return sum(group.size_bytes for group in replica.manifest.groups[:group_count])
-
     def clear(self, window: Window, cause: str) -> None:
-        """Evict the window's models; one of which only the rest is in the way keeps its prefix."""
-        owners = {victim.owner for victim in window.victims}
+        """Evict the window's models."""
         for victim in window.victims:
             replica = self._arena.model_of(victim)
-            if replica is None or self._arena.regions.get(victim.owner) is None:
-                continue  # it went with its other half
-            is_rest = victim.owner.kind == "rest"
-            if is_rest and replica.owner not in owners and self._arena.may_keep(replica):
-                self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)
-                self._arena.regions.release(victim.owner)
-                self._evicted(replica, cause)
-            else:
+            if replica is not None and self._arena.regions.get(victim.owner) is not None:
                 self.evict(replica, cause)
 
     def evict(self, replica: Replica, cause: str) -> None:
@@ -184,12 +166,8 @@ class Residents:
             self._device.move(replica, ResidencyEvent.UNPIN, cause)
         self._device.move(replica, ResidencyEvent.EVICTED, cause)
         self._arena.release(replica)
-        self._evicted(replica, cause)
-
-    def _evicted(self, replica: Replica, cause: str) -> None:
-        kept = replica.residency.state is Residency.PARTIAL
         self._core.counts["evictions"] += 1
-        self._device.publish("switch.evicted", model=replica.name, cause=cause, keeps_prefix=kept)
+        self._device.publish("switch.evicted", model=replica.name, cause=cause)
 
     def transmit_ended(self, message: msg.TransmitEnded) -> None:
         """The daemon writes no byte of that epoch any more."""
@@ -219,10 +197,9 @@ class Residents:
                 self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
             replica.is_prefetch = False
             replica.transmission = message
-            if not replica.kept_bytes or replica.landings is not None:
-                took_ms = message.ended_at_ms - message.started_at_ms
-                device.predictions.sent(replica.name, took_ms, core.now_ms)
-                device.queue.changed(replica.name)
+            took_ms = message.ended_at_ms - message.started_at_ms
+            device.predictions.sent(replica.name, took_ms, core.now_ms)
+            device.queue.changed(replica.name)
         else:
             self._broke_off(replica, "transmission cancelled")
 
@@ -265,7 +242,7 @@ class Residents:
         if replica.residency.state is Residency.TRANSMITTING:
             self._device.tell_daemon(msg.CancelTransmit(epoch=replica.residency_epoch))  # 1.
         elif replica.kept_groups:
-            self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)  # 2.
+            self._device.move(replica, ResidencyEvent.RING_FREED, cause)  # 2.
             self._arena.regions.release(replica.rest)
         else:
             self._device.move(replica, ResidencyEvent.EVICTED, cause)
@@ -339,7 +316,7 @@ class Residents:
                 and device.measuring != name
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
-                and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
+                and replica.residency.state is Residency.HOST
             ):
                 if core.now_ms < replica.retry_at_ms:
                     core.look_again(replica.retry_at_ms, PLACES)
@@ -368,8 +345,7 @@ class Residents:
                 replica.residency.story
             )
             if head is not None and rest is not None:
-                first, second = (head, rest) if replica.landings is None else (rest, head)
-                assert first.end_bytes == second.offset_bytes, f"{replica.name} is torn apart"
+                assert rest.end_bytes == head.offset_bytes, f"{replica.name} is torn apart"
             if is_whole and replica.manifest is not None:
                 assert arena.held_bytes(replica) >= replica.region_bytes, replica.name
             if replica.landings is not None and replica.residency.state is Residency.RESIDENT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, PrepareModel, Slot
+from ...ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from ..core import MEASURED, QUEUE, TURN, WORKERS
 from ..events import SpawnDaemon, ToWorker, Warn
 from ..state.device_state import DeviceState
@@ -173,33 +173,6 @@ class Fleet:
         idle = [w for w in workers if w.state.state is WorkerState.STANDBY and w.preparing is None]
         if idle:
             device.spawn(min(idle, key=lambda worker: worker.task_epoch))
-
-    # -- processes that go to another device with their job ------------------------------------
-
-    def gave_away(self, worker: Worker, job: JobName) -> None:
-        """Its slot is empty; another process is started in it."""
-        worker.state.apply(WorkerEvent.GAVE_AWAY, f"job {job} moved")
-        worker.pid, worker.job, worker.deaths = 0, None, 0
-        worker.respawn_at_ms = self._core.now_ms
-
-    def place(self) -> Slot | None:
-        """For a process of another device: an empty slot, a new one while it is missing, else that
-        of a process that waits for a task. None: all do something."""
-        workers = self._device.workers
-        slots = [slot for slot, worker in workers.items() if not worker.is_alive]
-        most = min(self._wanted_slots() + 1, most_workers(self._device.settings.standby))
-        if len(workers) < most:
-            slots.append(Slot(len(workers)))
-        slots += [s for s, worker in workers.items() if worker.state.allows(WorkerEvent.TOOK_OVER)]
-        return next(iter(slots), None)
-
-    def took_over(self, slot: Slot, pid: int, job: JobName) -> Worker:
-        """It is there; what was there before is killed."""
-        worker = self._device.workers.setdefault(slot, Worker(slot))
-        self._device.reset(worker)
-        worker.state.apply(WorkerEvent.TOOK_OVER, f"job {job} moved")
-        worker.pid = pid
-        return worker
 
     # -- warm programs ------------------------------------------------------------------------
 

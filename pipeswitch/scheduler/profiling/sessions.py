@@ -20,7 +20,7 @@ import msgspec
 from ... import errors
 from ...ipc.messages import ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
-from ...planning.planned import predict
+from ...planning.planned import plan_of, predict
 from ...programs.groups import cut, layer_bytes, plan_in_force
 from ...programs.layout import Manifest
 from ..core import ALL, MEASURED, Core, takes
@@ -75,7 +75,7 @@ class Profiling:
             program_of(replica.name, replica.model.manifest),
             batches,
             device.state.settings.identity,
-            lambda profile: device.plans.plan_of(profile)[0],
+            plan_of,
             predict,
         )
         self._session = Session(event.token, device, replica, measurement)
@@ -223,10 +223,8 @@ class Profiling:
         replica, residents = session.replica, session.device.residents
         has_other_groups = replica.plan != trial.plan
         is_there = replica.residency.state is not Residency.HOST
-        is_partial = replica.residency.state is Residency.PARTIAL
-        if is_there and (trial.is_cold or has_other_groups or is_partial):
+        if is_there and (trial.is_cold or has_other_groups):
             residents.evict(replica, "profile")
-        replica.prefix_groups = 0
         if has_other_groups and not residents.cut_anew(replica, trial.plan):
             count = len(trial.plan)
             raise errors.OutOfDeviceMemory(

@@ -491,7 +491,7 @@ class Dispatch:
             batch=size,
             model=name,
             dispatched_at_ms=core.now_ms,
-            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
+            was_resident=_was_resident(replica),
             residency_epoch=replica.residency_epoch,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
@@ -536,7 +536,7 @@ class Dispatch:
         if owner.job is not None:
             activation.preempted = owner.job
             self._training.stop(owner.job, activation.turn, activation.slot)
-        kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
+        kind = "resident" if not is_switch else "partial" if activation.kept_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:
             core.counts["switches"] += 1
@@ -560,3 +560,10 @@ def _joined(request: Request) -> JoinedRequest:
         sequence=request.sequence,
         after=request.after,
     )
+
+
+def _was_resident(replica: Replica) -> bool:
+    """Return whether the device has the model. An answer may overtake the daemon's message that all
+    groups arrived."""
+    is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
+    return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

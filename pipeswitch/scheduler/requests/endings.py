@@ -49,6 +49,8 @@ class Endings:
             core.touched |= MEASURED
         if len(requests) > 1:
             replica.model.failed_joins = 0
+        if not activation.streamed:
+            replica.computed_epoch = activation.residency_epoch
         self._note_times(activation, replica, message)
         if requests[0].sequence:
             ended(device, replica, requests, core.now_ms - activation.began_at_ms)

@@ -65,8 +65,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     overtakes = device.core.judge.sorts_by == "deadline"
     at_ms = begins_ms = device.core.now_ms
     free_ms, link_ms = free_at_ms(device), _link_free_at_ms(device)
-    pending = device.owner.pending
-    if pending is not None:
+    if (pending := device.owner.pending) is not None:
         begins_ms = free_ms - _run_ms(device, pending.model, pending.batch)[0]
     free_ms += _others_ms(device, [*then, *before][0], _all_ms(device, before)[0])
     waiting, alone, square = deque([*before, *then]), {one.token for one in then}, 0.0

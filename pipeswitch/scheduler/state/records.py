@@ -29,15 +29,12 @@ from .fair_queue import Charge
 from .regions import Owner
 from .states import (
     MODEL_TRANSITIONS,
-    MOVE_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
     TASK_TRANSITIONS,
     VERSION_TRANSITIONS,
     WORKER_TRANSITIONS,
     ModelEvent,
     ModelState,
-    MoveEvent,
-    MoveState,
     Residency,
     ResidencyEvent,
     StateMachine,
@@ -151,10 +148,8 @@ class Replica:
     next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
     profile: Profile | None = None  # the one its plan was made from
     profile_plan: Plan = ()
-    profile_prefix: int = 0  # how many of its groups are worth keeping
-    prefix_groups: int = 0  # of the plan in force; kept from its next transmission on
-    kept_groups: int = 0  # of the region it has: how it is split in two
-    kept_bytes: int = 0  # that were there when it was sent last
+    kept_groups: int = 0  # of one that streams: the groups that stay between two passes
+    kept_bytes: int = 0  # bytes of those groups, if they were there when it was sent last
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
     landings: Landings | None = None  # of one that is larger than the arena: it streams
@@ -162,6 +157,7 @@ class Replica:
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
+    computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that was computed with
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
     transmission: TransmitEnded | None = None  # the last complete one
@@ -179,12 +175,12 @@ class Replica:
 
     @property
     def owner(self) -> Owner:
-        """Of its bytes and its arrival words; with a prefix, of that."""
+        """Owner of its arrival words and its bytes; of one that streams, of those that it keeps."""
         return self.model.owner
 
     @property
     def rest(self) -> Owner:
-        """Of what lies behind its prefix on the device."""
+        """Owner of the ring that a model streams through."""
         return Owner("rest", self.name)
 
     @property
@@ -291,10 +287,7 @@ class Job:
     sent_to: str = ""  # the one of them that its user moved it to
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    move: StateMachine[MoveState, MoveEvent] = field(init=False)
-    target: int = 0  # of the move under way: the device's place among the server's
-    move_asked_at_ms: float = 0.0
-    moves: int = 0  # with its process
+    leaves_for: int | None = None  # index of the device that it was evicted for
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
@@ -358,7 +351,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
-        self.move = StateMachine(f"move of {self.name}", MoveState.STAYS, MOVE_TRANSITIONS)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -389,11 +381,6 @@ class Job:
     def slice(self) -> Owner:
         """Of its state's range on the device."""
         return Owner("slice", self.name)
-
-    @property
-    def moving(self) -> Owner:
-        """Of the range on another device that its state is copied to."""
-        return Owner("moving", self.name)
 
     @property
     def commits(self) -> Owner:

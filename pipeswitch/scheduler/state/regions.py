@@ -17,11 +17,10 @@ from ...programs.layout import aligned
 
 
 class Owner(NamedTuple):
-    """Who holds a range: a model, what lies behind its prefix, a job's slice, what that is
-    being copied to ("moving"), a range being zeroed (named by its epoch), a job's commit area, the
-    arrival words."""
+    """Who holds a range: a model, what lies behind its prefix, a job's slice, a range being zeroed
+    (named by its epoch), a job's commit area, the arrival words."""
 
-    kind: Literal["model", "rest", "slice", "moving", "scrub", "commits", "words"]
+    kind: Literal["model", "rest", "slice", "scrub", "commits", "words"]
     name: str = ""
 
 

@@ -20,15 +20,7 @@ Worker (a slot; the process behind it changes):
   CLEANING   drops the last task's references while the next task already transmits elsewhere.
   RETIRING   its job's script is over; the process leaves, and takes no other task.
   DOOMED     was killed and is not reaped: it may still write, its messages still come.
-  DEAD       exited; the scheduler's fleet starts another one in its slot. Also of a slot whose
-             process went to another device with its job.
-
-Move (of a job with a process, to another device; the process stays):
-  STAYS      where it is.
-  ASKED      is to go: it steps aside, and its slice waits for a place on the other device.
-  COPYING    its process copies the slice; both devices hold a range for it, the job is still the
-             old one's, which neither resumes nor evicts it nor writes its commit to disk.
-  LEAVING    cannot take its process along: it is evicted, and starts again over there.
+  DEAD       exited; the scheduler's fleet starts another one in its slot.
 
 Owner (of a device: who has the turn; ``device_owner.py`` says which task or job that is):
   IDLE        nobody has the turn; a dispatched task may wait for it.
@@ -43,7 +35,7 @@ Owner (of a device: who has the turn; ``device_owner.py`` says which task or job
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
   RESIDENT      complete on the device.       PINNED        complete, and never a victim.
-  PARTIAL       a resident prefix: its first groups stay, the rest must be sent again.
+  PARTIAL       larger than the arena: between two passes only what it keeps is there.
   ABANDONED     its copy was cancelled or broke off: free when no byte is written or read there.
 
 Registration (a model on the server):
@@ -181,8 +173,6 @@ class WorkerEvent(Name):
     KILLED = "killed"
     EXITED = "exited"
     RESPAWNED = "respawned"
-    GAVE_AWAY = "gave_away"
-    TOOK_OVER = "took_over"
 
 
 _W, _V = WorkerState, WorkerEvent
@@ -205,38 +195,6 @@ WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]]
     **{(_W.DOOMED, event): _W.DOOMED for event in _CROSSES_A_KILL},
     **{(state, _V.EXITED): _W.DEAD for state in WorkerState if state is not _W.DEAD},
     (_W.DEAD, _V.RESPAWNED): _W.STARTING,
-    (_W.SUSPENDED, _V.GAVE_AWAY): _W.DEAD,  # its process is in a slot of another device now
-    (_W.DEAD, _V.TOOK_OVER): _W.SUSPENDED,
-    (_W.STANDBY, _V.TOOK_OVER): _W.SUSPENDED,  # in the place of a process that is killed
-    (_W.STARTING, _V.TOOK_OVER): _W.SUSPENDED,
-}
-
-
-class MoveState(Name):
-    STAYS = "stays"
-    ASKED = "asked"
-    COPYING = "copying"
-    LEAVING = "leaving"
-
-
-class MoveEvent(Name):
-    ASK = "ask"
-    BEGUN = "begun"
-    ARRIVED = "arrived"
-    UNFIT = "unfit"
-    CALLED_OFF = "called_off"
-    PROCESS_GONE = "process_gone"
-
-
-_O, _P = MoveState, MoveEvent
-MOVE_TRANSITIONS: Final[Mapping[tuple[MoveState, MoveEvent], MoveState]] = {
-    (_O.STAYS, _P.ASK): _O.ASKED,
-    (_O.ASKED, _P.BEGUN): _O.COPYING,
-    (_O.ASKED, _P.UNFIT): _O.LEAVING,  # it has no slice yet, or there is no room for it over there
-    (_O.ASKED, _P.CALLED_OFF): _O.STAYS,  # its user sent it back, or the other device is lost
-    (_O.COPYING, _P.ARRIVED): _O.STAYS,
-    (_O.COPYING, _P.UNFIT): _O.LEAVING,  # it asks for another slice: the next phase
-    **{(state, _P.PROCESS_GONE): _O.STAYS for state in (_O.ASKED, _O.COPYING, _O.LEAVING)},
 }
 
 
@@ -304,7 +262,7 @@ class ResidencyEvent(Name):
     PIN = "pin"
     UNPIN = "unpin"
     EVICTED = "evicted"
-    EVICTED_TO_PREFIX = "evicted_to_prefix"
+    RING_FREED = "ring_freed"
     DEVICE_LOST = "device_lost"
 
 
@@ -321,7 +279,7 @@ RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency
     (_R.PINNED, _T.UNPIN): _R.RESIDENT,
     (_R.RESIDENT, _T.EVICTED): _R.HOST,
     (_R.PARTIAL, _T.EVICTED): _R.HOST,
-    (_R.RESIDENT, _T.EVICTED_TO_PREFIX): _R.PARTIAL,
+    (_R.RESIDENT, _T.RING_FREED): _R.PARTIAL,
     **{(state, _T.DEVICE_LOST): _R.HOST for state in Residency},
 }
 

@@ -90,7 +90,9 @@ class Jobs:
                     continue
                 if self.has_process_of(job.name):
                     continue
-                target = self.place(job, home.state.index, counts)
+                # One that was evicted for another device had better go there than stay.
+                preferred = home.state.index if job.leaves_for is None else job.leaves_for
+                target = self.place(job, preferred, counts)
                 if target != home.state.index:
                     self.goes(job, target)
                     if job.state.state not in TASK_FINAL:
@@ -256,7 +258,6 @@ class Jobs:
             "suspensions": job.suspensions,
             "preempted_s": round(job.preempted_ms / 1000.0, 3),
             "evictions": job.evictions,
-            "moves": job.moves,
             "restarts": job.restarts,
             "steps_recomputed": job.steps_recomputed,
             "lease_bytes": job.lease_bytes,

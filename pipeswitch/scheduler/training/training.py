@@ -27,7 +27,6 @@ from ..state.records import Job, Worker
 from ..state.states import (
     TASK_ON_WORKER,
     WORKER_FREE,
-    MoveState,
     OwnerState,
     TaskEvent,
     TaskState,
@@ -95,11 +94,7 @@ class Training:
         able = [
             job
             for job in self._device.jobs.values()
-            if (
-                job.state.state is TaskState.SUSPENDED
-                and not job.lease_asked_bytes
-                and job.move.state is not MoveState.COPYING
-            )
+            if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
         return sorted(able, key=self.rank)
@@ -169,7 +164,7 @@ class Training:
         job.commit_number = 0
         last_step, job.step = job.step, max(job.committed_step, 0)
         job.steps_recomputed += max(0, last_step - job.step)  # whatever ended its last process
-        job.slot = worker.slot
+        job.slot, job.leaves_for = worker.slot, None
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
@@ -451,13 +446,10 @@ class Training:
             job.turn_left_ms -= trained_ms
 
     def evict(self, name: JobName, cause: str) -> None:
-        """Ask a job on a worker to commit its last step and unwind; not while its process copies
-        its state to another device, which it then does there if it is still wanted."""
+        """Ask a job on a worker to commit its last step and unwind."""
         core, job = self._core, self._device.jobs.get(name)
         if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
             return  # its process is about to leave
-        if job.move.state is MoveState.COPYING:
-            return
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
         job.evictions += 1
         job.evict_asked_at_ms = core.now_ms

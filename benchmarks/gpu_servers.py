@@ -1,0 +1,313 @@
+"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``soak``.
+
+``switch``: one model's cold switch against resident, ready-eager, ready-graph, serial, to-device
+and stop-and-start, in turns, at batch 8 and 1. *cold*: the arena holds one of two twins (same
+structure, other weights), the request is for the other. All arms start and end with tensors in
+host memory. Every answer is compared with ready-eager's: a fast wrong answer ends the stage.
+``training``: what being preemptible costs a job, and how fast it leaves the device for a request.
+``soak``: 2,000 cold switches; device bytes, descriptors and answers are the same behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import gpu_common as gpu
+from .baselines import TRAIN_MODULE
+from .gpu_common import is_fake, now_ms, percentiles, put, served
+from .models import MIB
+from .serving import TRAIN_ENTRY, TWINS, Training
+from .setting import end, read_line, spawn
+from .training import Suspensions
+
+BATCHES = (8, 1)
+SWITCH_ROUNDS = 25
+WARM_UP_ROUNDS = 8  # every worker runs eagerly once, then captures
+SEED = 0
+TOLERANCE = 1e-4  # of the sum of all outputs, relative to that of their sizes: other kernels
+BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
+TAX_ROUNDS = 2
+REQUESTS = 40
+WARM_UP_STEPS = 15
+WARM_JOB_STEPS = 20  # before the first request
+SMALL = ("--width", "64", "--layers", "2", "--batch", "16")
+SWITCHES = 2000
+SETTLE = 60  # before the first look: every worker has captured, caches have their size
+ALLOWED_BYTES = 2 * MIB  # the driver's own bookkeeping, not ours
+
+
+def switch(name: str) -> None:
+    known = gpu.models()
+    model = next(iter(known.values())) if is_fake() else known[name]
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder:
+        _switch(model, Path(folder))
+
+
+def _switch(model: gpu.GpuModel, folder: Path) -> None:
+    order: dict[str, Any] = {
+        "source": model.source, "inputs": dict(model.inputs), "seed": SEED,
+        "batches": list(BATCHES), "inputs_path": str(folder / "inputs.npz"),
+        "weights_path": str(folder / "weights.safetensors"), "threads": 4,
+    }  # fmt: skip
+    inputs = _inputs(model)
+    np.savez(order["inputs_path"], **inputs)
+    began_ms = now_ms()
+    arena = model.room_bytes + 4 * MIB
+    store = str(2 * model.room_bytes + 64 * MIB)
+    with (
+        contextlib.closing(_Baselines(order)) as baselines,
+        served(str(arena), store, PIPESWITCH_SERVER__MAX_MESSAGE="256MiB") as (running, client),
+    ):
+        put(case=model.name, ready_line=running.ready_line)
+        for number, twin in enumerate(TWINS):
+            client.register(
+                twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
+            )
+        put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
+        turns = itertools.cycle((0, 1))  # of the twins, over all batches
+        for batch in BATCHES:
+            _rounds(model, batch, client, baselines, inputs, turns)
+        _stop_and_start(model, order, baselines)
+        captured = running.log().count("graphs=captured")
+        refused = [line for line in running.log().splitlines() if "graphs=refused" in line]
+        put(case=model.name, captures=captured, captures_refused=refused[:5])
+
+
+def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
+    """One request's arrays at the largest batch, by input name."""
+    from pipeswitch.programs.build.sources import example_specs, load_source
+    from pipeswitch.programs.requests import random_inputs
+    from pipeswitch.programs.spec import BuildSpec
+
+    shapes = dict(model.inputs)
+    if not shapes:  # the source's own; building it is the only way to ask
+        spec = BuildSpec(name="bench", source=model.source, weights=f"random:{SEED}", inputs={})
+        shapes = dict(load_source(spec).inputs)
+    specs = example_specs(shapes)
+    values = random_inputs(specs, {}, seed=SEED)
+    return {spec.name: value for spec, value in zip(specs, values, strict=True)}
+
+
+def _rounds(
+    model: gpu.GpuModel,
+    batch: int,
+    client: Any,
+    baselines: _Baselines,
+    inputs: dict[str, Any],
+    turns: Iterator[int],
+) -> None:
+    cut = {name: value[:batch] for name, value in inputs.items()}
+    case = f"{model.name}/{batch}"
+    times: dict[str, list[float]] = {}
+    bills: dict[str, list[Any]] = {"cold": [], "resident": []}
+    worst = 0.0
+    for number in range(-WARM_UP_ROUNDS, SWITCH_ROUNDS):
+        here = next(turns)
+        results = {}
+        for arm in ("cold", "resident"):
+            began_ms = now_ms()
+            result = client.infer(TWINS[here], cut)
+            total_ms = now_ms() - began_ms
+            if result.timing.resident != (arm == "resident"):
+                raise RuntimeError(f"{case}: the {arm} request found resident={arm == 'cold'}")
+            results[arm] = float(next(iter(result.outputs.values())).astype("float64").sum())
+            if number >= 0:
+                times.setdefault(arm, []).append(total_ms)
+                bills[arm].append(result.timing)
+        for arm in BASELINE_ARMS:
+            if arm == "to-device" and number % 4:
+                continue  # copying the module first is slow, and not what is timed
+            answer = baselines.ask(arm, batch)
+            if "error" in answer:
+                if number == 0:
+                    put(case=case, arm=arm, error=answer["error"])
+                continue
+            if here == 0:
+                worst = max(worst, abs(results["cold"] - answer["checksum"]) / answer["scale"])
+            if number >= 0:
+                times.setdefault(arm, []).append(answer["total_ms"])
+        if results["cold"] != results["resident"]:
+            put(case=case, differs=f"cold {results['cold']!r}, resident {results['resident']!r}")
+    for arm, values in times.items():
+        put(case=case, arm=arm, total_ms=percentiles(values))
+    for arm, timings in bills.items():
+        parts = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
+        bill = {key: percentiles([getattr(t, key) for t in timings])["p50"] for key in parts}
+        put(case=case, arm=arm, bill=bill)
+    # Of the server's own clock: dispatch to the end of the last group, without network and SDK.
+    served = [t.switch_ms + t.compute_ms for t in bills["cold"]]
+    ready = percentiles(times["ready-eager"])["p50"]
+    copy_ms = percentiles([t.copy_ms for t in bills["cold"]])["p50"]
+    put(
+        case=case, checksum_error=worst, is_correct=worst <= TOLERANCE,
+        cold_over_ready=round(percentiles(served)["p50"] / ready, 3),
+        client_cold_over_ready=round(percentiles(times["cold"])["p50"] / ready, 3),
+        target=model.target if batch == BATCHES[0] else None,
+        link_gb_s=round(model.room_bytes / 1e6 / max(copy_ms, 1e-3), 2),
+    )  # fmt: skip
+    if worst > TOLERANCE:
+        raise RuntimeError(f"{case}: answers differ from plain PyTorch by {worst:.2g}")
+
+
+def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Baselines) -> None:
+    baselines.close()  # its memory is what the new process needs
+    times = []
+    for _ in range(1 if is_fake() else 2):
+        began_ms = now_ms()
+        child = spawn("once", order | {"device": "cpu" if is_fake() else "cuda"})
+        child.communicate(timeout=120)
+        if child.returncode:
+            raise RuntimeError(f"stop-and-start ended with status {child.returncode}")
+        times.append(now_ms() - began_ms)
+    put(case=f"{model.name}/{BATCHES[0]}", arm="stop-and-start", total_ms=percentiles(times))
+
+
+class _Baselines:
+    """The process of ``gpu_baselines.py``."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._child = spawn("answer", order, module="gpu_baselines")
+        read_line(self._child)
+
+    def ask(self, arm: str, batch: int) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{arm} {batch}\n")
+        return read_line(self._child)
+
+    def close(self) -> None:
+        end(self._child)
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+def training() -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder,
+        served("1GiB" if is_fake() else "4GiB", "1GiB") as (_, client),
+    ):
+        source = "benchmarks.factories:small_mlp"
+        client.register("tiny", source, weights="random:0", inputs={"x": ((1, 64), "float32")})
+        _tax(client, Path(folder))
+        _preemption(client)
+
+
+def _model() -> tuple[str, ...]:
+    return SMALL if is_fake() else ("--resnet50",)
+
+
+def _tax(client: Any, folder: Path) -> None:
+    """Plain and as a job, in turns; commits as by default."""
+    found: dict[str, list[float]] = {"plain": [], "job": []}
+    steps = 40 if is_fake() else 80
+    device = ["--device", "cpu" if is_fake() else "cuda"]
+    for number in range(TAX_ROUNDS):
+        for arm in found:
+            record = folder / f"{arm}-{number}.json"
+            words = ["--steps", str(steps), "--record", str(record), *_model()]
+            words += ["--warm-up", str(WARM_UP_STEPS)]
+            if arm == "job":
+                client.train(TRAIN_ENTRY, name=f"tax-{number}", args=words).wait()
+            else:
+                command = [sys.executable, "-m", TRAIN_MODULE, *words, *device]
+                subprocess.run(command, check=True, timeout=120)
+            told = json.loads(record.read_text())
+            took_ms = told["ended_ms"] - told["instants_ms"][WARM_UP_STEPS]
+            found[arm].append(took_ms / (steps - WARM_UP_STEPS))
+    tax = min(found["job"]) / min(found["plain"]) - 1
+    put(training_step_ms=found, training_tax=round(tax, 4), target=0.01)
+
+
+def _preemption(client: Any) -> None:
+    """Requests at random moments of a job that goes on; the worker's own clock of each stop."""
+    job = Training(client, 1, 0, _model(), "endless")
+    job.run(WARM_JOB_STEPS)
+    events = Suspensions(client)
+    dice = random.Random(0)
+    totals = []
+    payload = np.ones((1, 64), np.float32)
+    for _ in range(REQUESTS):
+        time.sleep(dice.uniform(0.02, 0.12))
+        began_ms = now_ms()
+        client.infer("tiny", payload)
+        totals.append(now_ms() - began_ms)
+    stops = [float(event["stop_ms"]) for event in events.stop()]
+    job.task.cancel()
+    if stops:
+        put(preemption_stop_ms=percentiles(stops), requests=len(totals))
+    put(preempting_request_ms=percentiles(totals))
+
+
+# ---- soak --------------------------------------------------------------------------------------
+
+
+def soak() -> None:
+    source, shape, room_bytes = "torchvision:resnet18", [1, 3, 224, 224], 48 * MIB
+    if is_fake():
+        source, shape, room_bytes = "benchmarks.factories:tiny", [8, 64], 0
+    payload = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    switches = 100 if is_fake() else SWITCHES
+    with served(str(room_bytes + 4 * MIB)) as (running, client):
+        for number, name in enumerate("ab"):
+            inputs = {"x": (tuple(shape), "float32")}
+            client.register(name, source, weights=f"random:{number}", inputs=inputs)
+        wrong = 0
+        times: list[float] = []
+        try:
+            answers = {name: _ask(client, name, payload) for name in "ab"}
+            for number in range(SETTLE):
+                _ask(client, "ab"[number % 2], payload)
+            before = _look(client)
+            for number in range(switches):
+                name = "ab"[number % 2]
+                began_ms = now_ms()
+                wrong += not np.array_equal(_ask(client, name, payload), answers[name])
+                times.append(now_ms() - began_ms)
+            after = _look(client)
+        except Exception:
+            put(done=len(times), wrong_answers=wrong)
+            raise
+        leaked = before["free_bytes"] - after["free_bytes"]
+        put(
+            switches=switches, total_ms=percentiles(times), wrong_answers=wrong, before=before,
+            after=after, leaked_device_bytes=leaked,
+            is_clean=leaked <= ALLOWED_BYTES and not wrong and before["pids"] == after["pids"],
+        )  # fmt: skip
+        if wrong:
+            put(server_log=running.log()[-4000:])
+
+
+def _ask(client: Any, name: str, payload: Any) -> Any:
+    result = client.infer(name, payload)
+    if result.timing.resident:
+        raise RuntimeError(f"{name} was resident: no switch")
+    return next(iter(result.outputs.values()))
+
+
+def _look(client: Any) -> dict[str, Any]:
+    """Free device bytes as a fresh process sees them, and what each worker holds open."""
+    from pipeswitch.devices.cuda.examine import examine
+
+    device = examine(gpu.package(), 0)["device"]
+    pids = sorted(row["pid"] for row in client.ps() if row.get("kind") == "worker")
+    open_files = [len(os.listdir(Path("/proc", str(pid), "fd"))) for pid in pids]
+    return {"free_bytes": device["free_bytes"], "pids": pids, "open_files": open_files}
+
+
+if __name__ == "__main__":
+    gpu.require_gpu()
+    stages: dict[str, Callable[..., None]] = {"switch": switch, "training": training, "soak": soak}
+    stages[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,217 @@
+"""Language models under measurement: their sizes and folders, who answers for them, how fast."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pipeswitch.client.client import Client
+from pipeswitch.testing import RunningServer, server
+
+from .foreign import Foreign, arms_of, used_ms
+from .models import MIB
+from .setting import end, read_line, spawn
+from .trials import Numbers, Run, now_ms
+
+NEW: Final = 128  # tokens of an answer
+MANY: Final = 8
+PROMPT: Final = 33
+PROMPTS: Final = (32, 512)
+Prompts = Sequence[Sequence[int]]
+Asking = Callable[[int], tuple[list[int], float]]
+"""Ask for the prompt of this number: the answer's tokens, and when the first one came."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    context: int = 640
+
+    def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
+        """Return random prompts, the same for the same seed."""
+        chance = random.Random(seed)
+        return [chance.choices(range(self.vocabulary), k=length) for _ in range(count)]
+
+
+SMALL: Final = Size("small", 256, 4, 1000)
+MIDDLE: Final = Size("gpt2", 768, 12, 52_000)  # GPT-2's own, 500 MB
+SIZES: Final = (SMALL, MIDDLE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some models of a size lie, for everybody who answers."""
+
+    bench: Run
+    size: Size
+    folder: Path
+    count: int
+
+    @property
+    def folders(self) -> list[str]:
+        return [str(self.folder / f"lm-{number}") for number in range(self.count)]
+
+    @property
+    def model_bytes(self) -> int:
+        return Path(self.folders[0], "model.safetensors").stat().st_size
+
+
+@contextlib.contextmanager
+def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> Iterator[Place]:
+    """Write the models; ``has_letters``: with a tokenizer whose tokens are characters."""
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
+        place = Place(bench, size, Path(folder), count)
+        order = vars(size) | {"folders": place.folders, "has_letters": has_letters}
+        child = spawn("write", order, module="lm_child")
+        try:
+            read_line(child)
+        finally:
+            end(child)
+        yield place
+
+
+@contextlib.contextmanager
+def served(
+    place: Place, rooms: float = 1.0, *, http: bool = False
+) -> Iterator[tuple[RunningServer, Client]]:
+    """Start a server with these models, its device memory for so many of them."""
+    with (
+        server(
+            arena=str(int(rooms * 1.05 * place.model_bytes) + 8 * MIB),
+            host_store=str(int(1.1 * place.count * place.model_bytes) + 64 * MIB),
+            http=http, args=("--threads", str(place.bench.threads)),
+        ) as running,
+        running.client() as client,
+    ):  # fmt: skip
+        for number, folder in enumerate(place.folders):
+            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
+        yield running, client
+
+
+@contextlib.contextmanager
+def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that answers lines by transformers' ``generate()``."""
+    order = {"folders": place.folders[:1], "threads": place.bench.threads}
+    child = spawn("serve", order, module="lm_child")
+    try:
+        yield child
+    finally:
+        end(child)
+
+
+@dataclass
+class Peer(Foreign):
+    """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
+
+    root: int = 0  # the process that it began with, of those that never stand still
+
+    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
+        raise NotImplementedError
+
+    def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
+        """Ask, and add ``cpu_ms``: also of this process, which asks."""
+        root = self.process.pid if self.process else self.root
+        before_ms, own_s = used_ms(root), time.process_time()
+        found = self.ask(model, prompts, new)
+        own_s = time.process_time() - own_s
+        return found | {"cpu_ms": used_ms(root) - before_ms + own_s * 1e3}
+
+
+@dataclass
+class OwnSocket(Peer):
+    """Our own client on the same machine."""
+
+    client: Client | None = None
+
+    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
+        def ask(number: int) -> tuple[list[int], float]:
+            assert self.client is not None
+            prompt = [*prompts[number]]
+            answer = self.client.generate(f"lm-{model}", prompt, max_new_tokens=new)
+            tokens = [token.id for token in answer]
+            return tokens, answer.first_token_ms
+
+        return side_by_side(ask, len(prompts))
+
+
+@dataclass
+class Lines(Peer):
+    """A process that is told lines of JSON: ``peer_child.py``, or ``lm_child.py``."""
+
+    child: subprocess.Popen[str] | None = None
+
+    def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
+        assert self.child is not None
+        assert self.child.stdin is not None
+        asked = {"model": model, "prompts": prompts, "ids": prompts, "new": new}
+        self.child.stdin.write(json.dumps(asked) + "\n")
+        return read_line(self.child)
+
+
+def side_by_side(ask: Asking, count: int) -> Numbers:
+    """Ask for all prompts at once, each by a thread of its own."""
+    with ThreadPoolExecutor(count) as pool:
+        began_ms = now_ms()
+        found = [*pool.map(ask, range(count))]
+        took_ms = now_ms() - began_ms
+    tokens, firsts_ms = zip(*found, strict=True)
+    return {"tokens": [*tokens], "took_ms": took_ms, "first_ms": max(firsts_ms)}
+
+
+def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:
+    """Measure one prompt and many at once; yield each case. The first peer says what is right.
+
+    All get the same new prompts in a round: what was asked before need not be computed.
+    """
+    right = peers[0]
+    for count in (1, MANY):
+        case, told, seeds = f"{size.name}, {count} at once", dict[str, Any](), itertools.count()
+        bench.say(f"{case}: measuring")
+
+        def prepare(peer: Peer, count: int = count, told: Any = told, seeds: Any = seeds) -> None:
+            if peer is right:
+                told["prompts"] = size.prompts(count, PROMPT, count << 16 | next(seeds))
+
+        def measure(peer: Peer, told: Any = told) -> Numbers:
+            found, tokens = peer.costing(0, told["prompts"], NEW), len(told["prompts"]) * NEW
+            if peer is right:
+                told["tokens"] = found["tokens"]
+            return {"tokens_per_s": tokens / found["took_ms"] * 1e3,
+                    "cpu_per_token_ms": found["cpu_ms"] / tokens,
+                    **_agreement(found["tokens"], told["tokens"])}  # fmt: skip
+
+        bench.trial_loop(case, arms_of(peers, measure, prepare), rounds)
+        yield case
+    for one in peers[1:]:
+        rows = [row for row in bench.trials if (row["arm"], "alike" in row) == (one.name, True)
+                and row["case"].startswith(size.name)]  # fmt: skip
+        share = sum(row["alike"] for row in rows) / sum(row["answers"] for row in rows)
+        bench.find(f"{size.name}: answers with all of generate()'s tokens, {one.name}", share)
+
+
+def _agreement(found: Prompts, right: Prompts) -> Numbers:
+    """How many answers are token by token the same; the least that one has from its beginning."""
+    same = [
+        next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        for one, other in zip(found, right, strict=True)
+    ]
+    return {
+        "answers": len(right),
+        "alike": sum(n == NEW for n in same),
+        "same_from_start": min(same),
+    }

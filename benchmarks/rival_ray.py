@@ -1,0 +1,50 @@
+"""Ray Serve with one model, for ``bench gateway``; started as ``rival_kserve.py`` is.
+
+One replica, and the Open Inference Protocol's JSON, as far as it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+from typing import Any
+
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+import ray
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Served:
+    """The model in a replica."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        sys.path += order["path"]  # behind Serve's own: torch, and this package
+        import torch
+
+        from benchmarks.plain import network
+
+        self.torch, self.network = torch, network(order)
+
+    async def __call__(self, request: Request) -> Response:
+        (x,) = (await request.json())["inputs"]
+        with self.torch.inference_mode():
+            given = self.torch.tensor(x["data"], dtype=self.torch.float32)
+            y = self.network(given.reshape(x["shape"]))
+        row = {"name": "y", "shape": list(y.shape), "data": y.flatten().tolist()}
+        return Response(json.dumps({"outputs": [row]}), media_type="application/json")
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False,
+             object_store_memory=256 << 20, logging_level="ERROR")  # fmt: skip
+    serve.start(http_options={"host": "127.0.0.1", "port": given["port"]})
+    serve.run(Served.bind(given))  # type: ignore[attr-defined]
+    signal.sigwait({signal.SIGTERM})
+    ray.shutdown()

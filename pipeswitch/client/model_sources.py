@@ -1,0 +1,202 @@
+"""Model sources on this machine: modules and files become uploads, which a registration names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import InvalidInput, RegistrationRefused
+from ..programs.nesting import Tree, flatten
+from ..wire.register_request import RegisterRequest
+from .verbs import Progress
+
+Inputs = Mapping[str, Any]
+"""``{name: (shape, dtype)}``, and what nests around such pairs."""
+FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
+PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
+WEIGHTS_ALONE: Final = (
+    "it holds weights alone: pipeswitch register NAME package.module:function --weights FILE"
+)
+_NO_PROGRAMS: Final = {
+    ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
+    "example_inputs=(x,))",
+    ".safetensors": WEIGHTS_ALONE,
+    ".ckpt": WEIGHTS_ALONE,
+}
+Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
+
+
+Upload = Callable[[str | os.PathLike[str], str, Progress | None], str]
+
+
+@dataclass
+class LocalSource:
+    """Arguments of ``Client.register`` that do not travel; ``send`` makes uploads of them."""
+
+    source: Any
+    example_inputs: Any = None
+    dynamic: Dynamic | None = None
+    tokenizer: Any = None
+    notes: list[str] = field(default_factory=list)  # on what was decided
+    upload: Upload = field(init=False)
+    progress: Progress | None = field(init=False)
+    stack: contextlib.ExitStack = field(init=False)
+
+    def send(
+        self, request: RegisterRequest, upload: Upload, progress: Progress | None
+    ) -> RegisterRequest:
+        """Return the request as it travels, with ``source``, ``weights`` and ``example`` filled.
+
+        Raises:
+            InvalidInput, RegistrationRefused: the arguments do not fit each other or the source.
+        """
+        self.upload, self.progress = upload, progress
+        with contextlib.ExitStack() as self.stack:  # files made here are gone with it
+            source, weights = self._source(request), request.weights
+            request = msgspec.structs.replace(request, source=source)
+            if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
+                request = self._with_example(request)
+            if weights.endswith(PICKLED) and os.path.isfile(weights):
+                from ..programs.build.files import convert_weights
+
+                weights = str(self._folder / "weights.safetensors")
+                convert_weights(request.weights, weights)
+            if weights.endswith(".safetensors"):
+                weights = upload(weights, "safetensors", progress)
+            return msgspec.structs.replace(request, weights=weights)
+
+    def _source(self, request: RegisterRequest) -> str:
+        """Return the source for the server; upload files and modules first."""
+        source = self.source
+        options = {"max_batch": request.max_batch} if request.max_batch else {}
+        if not isinstance(source, str | os.PathLike):
+            return self._module(request, options)
+        text = os.fspath(source)
+        suffix = os.path.splitext(text)[1]
+        check_program_options(text, request.weights, request.inputs)
+        if self.dynamic:
+            raise InvalidInput(
+                "dynamic is for a module; a file or a name says it in its inputs",
+                hint='inputs={"ids": ((1, (1, 512)), "int64")}',
+            )
+        if suffix in (".bundle", ".pt2") and self.example_inputs is not None:
+            raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
+        if suffix in _NO_PROGRAMS:
+            hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
+            raise InvalidInput(f"{text!r} is no program", hint=hint)
+        if suffix in FILES:
+            if not os.path.isfile(text):
+                raise InvalidInput(f"no file {text!r}")
+            from ..programs.build.files import convert
+
+            bundle = self._bundle()
+            self.notes += convert(text, bundle, request.inputs, self.example_inputs, **options)[
+                "notes"
+            ]
+            return self.upload(bundle, "bundle", self.progress)
+        return self.upload(text, "bundle", self.progress) if suffix == ".bundle" else text
+
+    def _module(self, request: RegisterRequest, options: dict[str, Any]) -> str:
+        from ..programs.build.export import export_decoder_to_bundle, export_module_to_bundle
+
+        if request.weights:
+            raise InvalidInput("a module brings its own weights", hint="leave weights out")
+        if request.generate and self.example_inputs is not None:
+            raise InvalidInput("a language model says what it takes", hint="omit example_inputs")
+        if not request.generate and self.example_inputs is None:
+            raise InvalidInput(
+                "a module is exported by running it once",
+                hint="give example_inputs=(x,), what its forward takes",
+            )
+        bundle = self._bundle()
+        if request.generate:
+            made = export_decoder_to_bundle(self.source, bundle, self.tokenizer, **options)
+        else:
+            options |= {} if self.dynamic is None else {"dynamic": self.dynamic}
+            made = export_module_to_bundle(self.source, self.example_inputs, bundle, **options)
+        self.notes += made["notes"]
+        return self.upload(bundle, "bundle", self.progress)
+
+    def _with_example(self, request: RegisterRequest) -> RegisterRequest:
+        """Upload values of a named model's inputs; they say how its arguments nest."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        given = self.example_inputs
+        if not isinstance(given, Mapping):
+            raise InvalidInput(
+                "example_inputs of a named model are by its arguments' names",
+                hint='example_inputs={"x": x}',
+            )
+        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
+        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        save_file(arrays, self._folder / "example.safetensors")
+        example = self.upload(self._folder / "example.safetensors", "safetensors", None)
+        inputs, takes = request.inputs, request.takes
+        if not inputs:
+            inputs = {name: (a.shape, str(a.dtype)) for name, a in arrays.items()}
+            takes = tree if list(arrays) != list(given) else None
+        return msgspec.structs.replace(request, example=example, inputs=inputs, takes=takes)
+
+    def _bundle(self) -> Path:
+        if self.progress is not None:
+            self.progress("export", 0.0)
+        return self._folder / "program.bundle"
+
+    @cached_property
+    def _folder(self) -> Path:
+        made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
+        return Path(self.stack.enter_context(made))
+
+
+def check_program_options(source: str, weights: str, inputs: object) -> None:
+    """Refuse options that a program in a file would ignore.
+
+    Raises:
+        InvalidInput: the program has weights or a signature of its own.
+    """
+    suffix = os.path.splitext(source)[1]
+    if weights and suffix in (".bundle", *FILES):
+        raise InvalidInput(
+            f"{source!r} brings its own weights, so weights {weights!r} would not be used",
+            hint="omit weights, or register the module's code: pipeswitch register "
+            f"NAME package.module:function --weights {weights}",
+        )
+    if inputs and suffix in (".bundle", ".pt2"):
+        raise InvalidInput(f"{source!r} says what it takes", hint="omit inputs")
+
+
+def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
+    """Return declared inputs as they travel: how they nest, if they do, and each by its name.
+
+    Raises:
+        InvalidInput: they are not ``{name: (shape, dtype)}``, or nest where they may not.
+    """
+    try:
+        tree, found = flatten(dict(inputs or {}), "input", _is_declared)
+        flat = {
+            key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
+            for key, (shape, dtype) in found.items()
+        }
+    except (TypeError, ValueError, AttributeError, RegistrationRefused) as error:
+        raise InvalidInput(
+            f"inputs are not {{name: (shape, dtype)}}: {error}",
+            hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
+        ) from error
+    takes = tree if list(flat) != list(inputs or {}) else None
+    if takes is not None and not nests:
+        raise InvalidInput("raw and returns do not nest")
+    return takes, flat
+
+
+def _is_declared(value: Any) -> bool:
+    """``(shape, dtype)``."""
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)

@@ -1,0 +1,134 @@
+"""Registration: decode it, check what goes together, and turn it into the scheduler's event.
+
+All doors come through here: the wire (and so the SDK and the command line), HTTP, and
+``[[model]]`` of the configuration file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import InvalidInput
+from ..ipc.messages import ModelName
+from ..programs.layout import ITEM_BYTES
+from ..programs.nesting import check_takes
+from ..programs.packing import PRECISIONS
+from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
+from ..roles import OWNER, URGENT_PRIORITY, Role, Standing
+from ..scheduler.events import RegisterAsked, Token
+from ..texts import BYTES
+from ..units import printable
+from ..wire.register_request import Extent, RegisterRequest, Signature
+from .admission import check_name, priority_number
+from .permissions import CheckedSource, Rules, check_function, check_source
+
+DTYPES: Final = tuple(ITEM_BYTES)
+NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
+
+
+def check(request: RegisterRequest) -> None:
+    """Raise InvalidInput or RegistrationRefused for values that cannot be, alone or together."""
+    _check_signature("inputs", request.inputs, DTYPES)
+    _check_signature("raw", request.raw, (*DTYPES, BYTES))
+    _check_signature("returns", request.returns, (*DTYPES, BYTES))
+    check_takes(request.takes, request.inputs)
+    priority_number(request.priority, default=1)
+    if request.precision not in ("", *PRECISIONS):
+        raise InvalidInput(
+            f"unknown precision {request.precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
+        )
+    if request.batch == 1 or (request.batch_delay_ms and not request.batch):
+        raise InvalidInput(
+            "a batch joins two requests or more" if request.batch else "batch_delay without batch",
+            hint="--batch 8 --batch-delay 2ms, or neither",
+        )
+    if request.state and (request.preprocess or request.postprocess):
+        raise InvalidInput("a model with a state has no preprocess and no postprocess")
+
+
+def _check_signature(field: str, signature: Signature, dtypes: Sequence[str]) -> None:
+    for name, (shape, dtype) in signature.items():
+        if printable(name, keep="") != name:
+            raise InvalidInput(f"register: {field}: name {name[:80]!r} has control characters")
+        if dtype not in dtypes or not all(map(_is_extent, shape)):
+            raise InvalidInput(
+                f"register: {field}: {name[:80]!r} must be [shape, dtype] with positive "
+                f"dimensions, or ranges of them, and one of {', '.join(dtypes)}",
+                hint=f'{field}={{"x": [[8, [1, 512]], "float32"]}}',
+            )
+
+
+def _is_extent(extent: Extent) -> bool:
+    low, high = (extent, extent) if isinstance(extent, int) else extent
+    return 0 < low <= high < 1 << 32
+
+
+def check_origin(
+    request: RegisterRequest, require: Callable[[Role, str], None], rules: Rules, *, is_owner: bool
+) -> CheckedSource:
+    """Check that this client may name these files and functions, and require the roles for them:
+    ``require`` raises PermissionDenied if the client lacks a role for the purpose named."""
+    code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
+    source = check_source(
+        request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
+    )
+    check_function("preprocess", request.preprocess, request.raw, **code)
+    check_function("postprocess", request.postprocess, request.returns, **code)
+    require_roles(request, require, is_code=source.is_code)
+    return source
+
+
+def require_roles(
+    request: RegisterRequest, require: Callable[[Role, str], None], *, is_code: bool = False
+) -> None:
+    """Require the roles of all that needs more than ``register``."""
+    for is_asked, role, purpose in (
+        (is_code, Role.CODE, "a factory"),
+        (request.preprocess, Role.CODE, "to preprocess"),
+        (request.postprocess, Role.CODE, "to postprocess"),
+        (request.priority == URGENT_PRIORITY, Role.URGENT, "a model of priority high"),
+        (request.pin, Role.OPERATE, "to pin a model"),
+    ):
+        if is_asked:
+            require(role, purpose)
+
+
+def registration(
+    token: Token,
+    model: str,
+    request: RegisterRequest,
+    standing: Standing = OWNER,
+    rules: Rules = NO_RULES,
+) -> RegisterAsked:
+    """Return the event of a registration, or raise the error of the first check that fails."""
+    check_name(model, "model")
+    check(request)
+    source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)
+    fields = msgspec.structs.asdict(request)
+    del fields["priority"], fields["pin"]  # the scheduler's
+    fields["max_batch"] = fields["max_batch"] or (
+        DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
+    )
+    fields |= {"source": source.source, "weights": source.weights, "example": source.example}
+    fields["precision"] = request.precision or "exact"
+    spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
+    digest = hashlib.sha256(spec)  # equal requests give equal digests
+    for path in source.owner_files:
+        facts = os.stat(path)  # the same path with other bytes is another model
+        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
+    return RegisterAsked(
+        token=token,
+        model=ModelName(model),
+        spec=spec,
+        spec_digest=digest.hexdigest(),
+        priority=priority_number(request.priority, default=1),
+        is_pinned=request.pin,
+        tenant=standing.tenant,
+        devices=request.devices,
+        stage=stage_of(spec),
+    )

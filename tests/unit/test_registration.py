@@ -1,0 +1,99 @@
+"""One registration: every door fills the same request, and one place refuses it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from pipeswitch.cli import common
+from pipeswitch.cli.main import main
+from pipeswitch.client.client import Client
+from pipeswitch.config import ModelConfig
+from pipeswitch.controller.restore import _configured
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.frontend.verbs import Rules, ask
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.roles import OWNER
+from pipeswitch.scheduler.events import RegisterAsked, Token
+from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
+
+SOURCE = "torchvision:resnet18"
+
+
+class Recorded(Client):
+    """A client whose requests end here."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] = {}
+        self._connection: Any = SimpleNamespace(request=self._request)
+
+    def _request(self, op: str, **options: Any) -> Future[Any]:
+        header = encode_header(RequestHeader(v=VERSION, op=op, id="1", body=options["body"]))
+        self.body = msgspec.msgpack.decode(header)["body"]
+        future: Future[Any] = Future()
+        future.set_result(SimpleNamespace(body={"name": "m"}))
+        return future
+
+
+def asked(body: dict[str, Any]) -> RegisterAsked:
+    header = RequestHeader(v=VERSION, op="register", id="1", model="m", body=body)
+    event = ask(header, Token(1), OWNER, Rules())
+    assert isinstance(event, RegisterAsked)
+    return event
+
+
+def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sdk, line = Recorded(), Recorded()
+    sdk.register("m", SOURCE, inputs={"x": ((8, (1, 9)), "float32")}, max_batch=4, batch=2,
+                 batch_delay_ms=3.0, devices=["cpu:0"], preprocess="a.b:c", priority="normal",
+                 raw={"text": (((1, 64),), "bytes")}, precision="exact")  # fmt: skip
+    monkeypatch.setattr(common, "connected", lambda: line)
+    monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
+    words = [SOURCE, "--input", "x=8x1..9:float32", "--max-batch", "4", "--batch", "2",
+             "--batch-delay", "3ms", "--devices", "cpu:0", "--preprocess", "a.b:c",
+             "--raw", "text=1..64:bytes", "--json"]  # fmt: skip
+    done = CliRunner().invoke(main, ["register", "m", *words])
+    assert done.exit_code == 0, done.output
+    assert sdk.body == line.body
+    file = ModelConfig(name="m", source=SOURCE, inputs=("x=8x1..9:float32",), max_batch=4, batch=2,
+                       batch_delay_ms=3.0, devices=("cpu:0",), preprocess="a.b:c",
+                       raw=("text=1..64:bytes",))  # fmt: skip
+    assert _configured(Token(1), file) == asked(sdk.body)
+
+
+def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
+    """Version 1 of the protocol: clients before the struct sent defaults too."""
+    older = {"source": SOURCE, "weights": "", "inputs": {}, "priority": "", "pin": False,
+             "max_batch": 0, "batch": 0, "batch_delay_ms": 0.0, "takes": None}  # fmt: skip
+    sdk = Recorded()
+    sdk.register("m", SOURCE)
+    assert sdk.body == {"source": SOURCE}  # an older server knows each field that is sent
+    assert asked(older) == asked(sdk.body)
+    spec = msgspec.msgpack.decode(asked(older).spec, type=BuildSpec)
+    assert (spec.max_batch, spec.precision) == (64, "exact")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"source": 3}, {"source": "a\0b"}, {"weights": "x" * 5000}, {"pin": 1}, {"max_batch": -1},
+     {"max_batch": True}, {"batch": 1}, {"batch_delay_ms": 2}, {"batch_delay_ms": float("nan")},
+     {"max_error": float("inf")}, {"priority": "hgih"}, {"precision": "fats"}, {"devices": "cpu"},
+     {"devices": ["a"] * 257}, {"inputs": {"x": [[0], "int8"]}}, {"inputs": {"x": [[1], "bytes"]}},
+     {"inputs": {"x": [[[2, 1]], "int8"]}}, {"inputs": {"x": [[1] * 9, "int8"]}}, {"inputs": []},
+     {"raw": {"x": [[1], "bytes"]}}, {"preprocess": "a.b:c"}, {"state": {"h": "o"}},
+     {"state": {"h": ["o", -2]}}, {"takes": "x"}, {"example": "x"}, {"bacth": 8}],
+)  # fmt: skip
+def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any]) -> None:
+    with pytest.raises(PipeSwitchError) as caught:
+        asked({"source": SOURCE, **field})
+    (name,) = field
+    error = caught.value
+    assert type(error).__name__ in ("InvalidInput", "RegistrationRefused")
+    assert error.hint or name in error.message or "the tree" in error.message
