@@ -71,6 +71,6 @@ def test_garbage_in_circles_and_free_lists_is_given_back() -> None:
     memory.give_back(memory._next_s)
     left_bytes = (
         memory._private_bytes() - memory._own_bytes
-    )  # with what other tests leave meanwhile
+    )
     assert left_bytes < held_bytes / 4
     memory.close()
