@@ -12,8 +12,7 @@ RESERVE_BYTES: Final = 128 << 20  # for other libraries: C++ without memory ends
 
 
 def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
-    """Raise OSError (ENOMEM) unless memory is free for what so many bytes of JSON become.
-    A decoder lets no other Python thread run, so none takes that memory meanwhile."""
+    """Raise OSError (ENOMEM) unless memory is free for what so many bytes of JSON become."""
     mmap(-1, RESERVE_BYTES + count * each_bytes, MAP_PRIVATE).close()
 
 

@@ -35,7 +35,6 @@ from ..wire.keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
 from .api import Api
 from .callers import Callers
-from .decoding import RESERVE_BYTES
 from .feed import Feed
 from .http import HttpServer, Limits
 from .keyed import KeyedDoor
@@ -57,7 +56,7 @@ PR_SET_THP_DISABLE: Final = 41
 GC_THRESHOLD: Final = (
     100_000  # a body's numbers are no garbage: a search for it took twice its time
 )
-MEMORY_BYTES: Final = 1 << 30  # and a few bodies: what is held by design, and what reading takes
+MEMORY_BYTES: Final = 1152 << 20  # beside a few bodies, by design; decoding.RESERVE_BYTES too
 MEMORY_BODIES: Final = 4
 
 log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def main(descriptor: int) -> None:
     connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
     # Beyond it a request fails, or this process, which is started again: never the machine.
-    most_bytes = MEMORY_BYTES + RESERVE_BYTES + MEMORY_BODIES * settings.max_body_bytes
+    most_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
     most_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
     most_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

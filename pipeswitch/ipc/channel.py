@@ -62,9 +62,7 @@ _message_decoder = msgspec.msgpack.Decoder(msg.AnyMessage)
 
 def encode_message(message: msg.Message) -> bytes:
     """msgpack of an internal message."""
-    encoder.encode_into(
-        message, data := bytearray()
-    )  # as ``encoder_with`` does, without a call more
+    encoder.encode_into(message, data := bytearray())  # as ``encoded`` does, without a call more
     return bytes(data)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from struct import Struct, pack
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ..codec import encoder_with
+from ..codec import encoded
 from ..errors import RemoteProtocolError
 from .bill import Bill
 
@@ -98,8 +99,8 @@ def plain(value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = encoder_with(encoder)
-pack_dict: Callable[[dict[str, Any]], bytes] = encoder_with(encoder)
+encode_header: Callable[[RequestHeader | ReplyHeader], bytes] = partial(encoded, encoder)
+pack_dict: Callable[[dict[str, Any]], bytes] = partial(encoded, encoder)
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 

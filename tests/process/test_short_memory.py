@@ -12,7 +12,6 @@ pytest.importorskip("httptools", reason="make installs it")
 CASES = {
     "an answer in JSON": "http.json_answer({'text': TEXT})",
     "an answer's parameters": "oip.encode_answer('m', asked, [], {'text': TEXT})",
-    "a piece of a stream": "completions._event({'text': TEXT})",
     "an event of the feed": "feed.Feed().add('topic', {'text': TEXT})",
     "a message to a text process": "texts._encoded(text_process.Drop(answer=TEXT))",
     "a message to the server": "frames.pack_dict({'text': TEXT})",

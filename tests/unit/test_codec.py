@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,12 @@ import pytest
 
 import pipeswitch
 from pipeswitch import codec
-from pipeswitch.gateway import oip
-
-BODY = b'{"id": "a", "inputs": [{"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2.5]}]}'
 
 
 @pytest.mark.parametrize("value", [None, "", "\u00e9" * 50, {"b": [1.5], "a": {}}, ["x" * 99] * 99])
 def test_the_bytes_are_those_of_msgspec(value: Any) -> None:
     assert codec.encode_json(value) == msgspec.json.encode(value)
     assert codec.encode_msgpack(value) == msgspec.msgpack.encode(value)
-
-
-def test_without_memory_a_small_request_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mmap(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
-    monkeypatch.setattr(oip, "mmap", mmap)
-    asked = oip.decode_request(BODY, None)
-    assert (asked.id, bytes(asked.frames[0])) == ("a", b"\0\0\x80?\0\0 @")
-    with pytest.raises(OSError, match="no memory"):
-        oip.decode_request(BODY[:-1], None)
 
 
 def test_what_outsiders_send_is_never_encoded_by_msgspec_alone() -> None:
