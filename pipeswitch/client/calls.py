@@ -1,7 +1,8 @@
-"""The calls of one connection; a thread drives them (``connection``), or a loop (``looped``).
+"""The protocol of one connection: hello, table of calls, retries, a new link after a break.
 
-Says hello, sends what waits, matches answers to calls by id, and when the connection breaks opens
-another one and sends again what is safe to send again. One thread's at a time; never blocks.
+Two faces drive it: threads (``connection``) and an event loop (``looped``). A face calls
+``_receive`` when the link has something to read, and ``_look`` at ``_look_at_s``. Used by one
+thread at a time; never blocks.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
+AGAIN_S: Final = 0.05  # between looks for a server that is not there
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
@@ -89,7 +91,9 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Calls:
-    """Calls without an answer and the link they go by. A subclass drives it."""
+    """Calls without an answer, and the link that carries them."""
+
+    _waits_for_server = True  # if nobody listens at the address yet
 
     def __init__(
         self, address: str, timeout_s: float, watcher: Watcher, *, shared_memory: bool = True
@@ -109,21 +113,22 @@ class Calls:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
-        self._waits_until_s = 0.0  # for a server that is not there; 0: no longer
+        self._began_s = 0.0  # when the search for a server began
+        self._look_at_s = math.inf  # when ``_look`` is due; inf: no search is under way
 
-    # ---- what a driver has of its own ----------------------------------------------------------
+    # ---- what a face has of its own ------------------------------------------------------------
 
     def _new_future(self, request_id: str) -> Any:
-        """What a caller waits for: a future of whichever kind; cancelled, it calls ``_cancel``."""
+        """Return a future of the face's kind; if it is cancelled, it calls ``_cancel``."""
         raise NotImplementedError
 
-    def _absent(self, hello_until_s: float) -> None:
-        """No server listens now; it may be waited for until then."""
-        raise NotImplementedError
+    def _new_link(self, hello_id: str) -> AnyLink:
+        """Raises OSError: nobody listens there now."""
+        return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
-    def _explained(self, error: RemoteProtocolError) -> PipeSwitchError:
-        """The server sent nonsense: what its calls fail with."""
-        return error
+    def _due(self, at_s: float) -> None:
+        """Have ``_look`` called at that time of the monotonic clock."""
+        self._look_at_s = at_s
 
     # ---- one call ------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class Calls:
             return
         self._calls[call.header["id"]] = call
         if self._link is None:
-            if not self._waits_until_s:
+            if self._look_at_s == math.inf:
                 self._open()
         elif self._link.session:
             self._send(self._link, call)
@@ -187,10 +192,12 @@ class Calls:
     def _cancel(self, request_id: str) -> None:
         """The caller took it back: tell the server; its answer will find no caller."""
         call = self._calls.pop(request_id, None)
-        if call is None or not call.is_sent:
-            return
+        if call is not None and call.is_sent:
+            self._tell(self._header("cancel", "", {"id": request_id}))
+
+    def _tell(self, header: dict[str, Any]) -> None:
+        """Send something that has no answer; it is forgotten if there is no connection."""
         if self._link is not None and self._link.session:
-            header = self._header("cancel", "", {"id": request_id})
             self._transmit(self._link, header, ())
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
@@ -200,37 +207,52 @@ class Calls:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
 
-    def _fail_all(self, make: Callable[[], PipeSwitchError], linger_ms: int = 0) -> None:
-        self._shut(linger_ms)  # the link ends with them
+    def _fail_all(self, error: PipeSwitchError, linger_ms: int = 0) -> None:
+        """End the link, and each call with an error of its own."""
+        self._shut(linger_ms)
         for call in list(self._calls.values()):
-            self._fail(call, make())
+            self._fail(call, from_wire(type(error).__name__, error.message, error.hint, error.data))
 
     # ---- the link --------------------------------------------------------------------------------
 
-    def _open(self, hello_until_s: float | None = None) -> None:
-        """A new link and its hello. The time to answer starts now, unless it has before."""
-        hello: dict[str, Any] = {
-            "hello_id": f"{self._prefix}-hello-{next(self._numbers)}",
-            "hello_until_s": hello_until_s or time.monotonic() + self._timeout_s,
-        }
+    def _open(self) -> None:
+        """Search for a server from now on."""
+        self._began_s = time.monotonic()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open a new link and say hello."""
         try:
-            link = self._connect(hello)
+            link = self._new_link(f"{self._prefix}-hello-{next(self._numbers)}")
         except OSError:
-            self._absent(hello["hello_until_s"])
+            self._absent()
             return
-        self._greet(link)
-
-    def _connect(self, hello: dict[str, Any]) -> AnyLink:
-        """Raises OSError: no server listens there now."""
-        return StreamLink.open(self.address, may_share=self._may_share, **hello)
-
-    def _greet(self, link: AnyLink) -> None:
         self._link = link
         link.attach(self._watcher)
         self._transmit(link, {"v": VERSION, "op": "hello", "id": link.hello_id}, ())
+        self._due(self._gives_up_at_s)
+
+    def _absent(self) -> None:
+        """Look again soon: nobody listens now."""
+        if self._waits_for_server and time.monotonic() < self._gives_up_at_s:
+            self._due(time.monotonic() + AGAIN_S)
+        else:
+            self._fail_all(no_server(self.address))
+
+    @property
+    def _gives_up_at_s(self) -> float:
+        return self._began_s + self._timeout_s
+
+    def _look(self) -> None:
+        """Do what is due at ``_look_at_s``."""
+        if self._link is None:
+            self._connect()
+        else:
+            self._fail_all(no_server(self.address))
 
     def _shut(self, linger_ms: int = 0) -> None:
         link, self._link = self._link, None
+        self._look_at_s = math.inf
         if link is not None:
             link.detach(self._watcher)
             link.close(linger_ms)
@@ -245,19 +267,20 @@ class Calls:
         except Exception as error:
             logger.exception("client=%s failed", self.address)
             reason = f"the connection to {self.address} failed: {type(error).__name__}: {error}"
-            self._fail_all(lambda: PipeSwitchError(reason))
+            self._fail_all(PipeSwitchError(reason))
 
-    def _broken(self) -> None:
-        """The connection is gone: what may not be sent twice fails, the rest goes out again."""
+    def _broken(self, *, was_forgotten: bool = False) -> None:
+        """Send the calls again over a new link. A call that may not be sent twice fails, unless the
+        server has forgotten this client: then it carried nothing out."""
         link = self._link
-        hello_until_s = link.hello_until_s if link is not None and not link.session else None
         self._shut()
-        if hello_until_s is not None:
-            self._absent(hello_until_s)
+        if link is not None and not link.session:
+            self._absent()
             return
         for call in list(self._calls.values()):
             call.tries += call.is_sent
-            if call.is_sent and (not call.is_safe or call.tries >= MAX_TRIES):
+            is_unsafe = not call.is_safe and not was_forgotten
+            if call.is_sent and (is_unsafe or call.tries >= MAX_TRIES):
                 self._fail(
                     call,
                     ServerUnavailable(
@@ -267,18 +290,6 @@ class Calls:
                 )
             call.is_sent = False
         self._open()
-
-    def _greet_again(self) -> None:
-        for call in self._calls.values():
-            call.tries += 1
-            call.is_sent = False
-        for call in [c for c in self._calls.values() if c.tries > MAX_TRIES]:
-            self._fail(call, ServerUnavailable(f"the server at {self.address} keeps forgetting us"))
-        self._shut()
-        self._open()
-
-    def _unavailable(self) -> None:
-        self._fail_all(lambda: no_server(self.address))
 
     # ---- what arrives ----------------------------------------------------------------------------
 
@@ -294,18 +305,17 @@ class Calls:
                     self._answered(header, parts[2:])
                 if self._link is not link:
                     return
-        except RemoteProtocolError as error:
-            refusal = self._explained(error)
-            self._fail_all(lambda: refusal)
+        except PipeSwitchError as error:
+            self._fail_all(error)
         except EOFError:
             self._broken()
 
     def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
         if header.error is not None:
-            refusal = _error(header)
-            self._fail_all(lambda: refusal)
+            self._fail_all(_error(header))
             return
         link.session, link.facts = header.session, header.body
+        self._look_at_s = math.inf
         for call in list(self._calls.values()):
             if not call.is_sent:
                 self._send(link, call)
@@ -320,7 +330,7 @@ class Calls:
         if header.error is not None:
             error = _error(header)
             if error.data.get("reason") == "unknown_session":
-                self._greet_again()  # the server was restarted; nothing was carried out
+                self._broken(was_forgotten=True)  # the server was restarted
             else:
                 self._fail(call, error)
             return

@@ -9,6 +9,7 @@ each request.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import threading
@@ -20,12 +21,10 @@ from functools import partial
 from typing import Any, Final
 
 from .. import errors
-from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
 from .calls import AnyLink, Calls
 
 CLOSE_FLUSH_MS: Final = 200
-AGAIN_S: Final = 0.05  # between looks for a server that is not there
 
 
 class _Answer(Future[Any]):
@@ -84,12 +83,6 @@ class _Own:
             self.error = None  # its frames lead back here
 
 
-_BRING: Final = (
-    "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
-    "the server's owner makes them: pipeswitch keys client NAME"
-)
-
-
 class Connection(Calls):
     """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
@@ -114,7 +107,6 @@ class Connection(Calls):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
-        self._again_at_s = 0.0
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
@@ -185,13 +177,7 @@ class Connection(Calls):
     def notify(self, op: str, *, model: str = "") -> None:
         """Send something that has no answer; forgotten when there is no connection."""
         self._check_process()
-        header = self._header(op, model, None)
-
-        def send() -> None:
-            if self._link is not None and self._link.session:
-                self._transmit(self._link, header, ())
-
-        self._post(send)
+        self._post(partial(self._tell, self._header(op, model, None)))
 
     def close(self) -> None:
         """Stop the thread; calls without an answer end in Cancelled. Idempotent.
@@ -234,7 +220,7 @@ class Connection(Calls):
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
         with self._holding():
-            if self._link is None and not self._waits_until_s:  # else a caller was here first
+            if self._link is None and self._look_at_s == math.inf:  # no caller was here first
                 self._guard(self._open)
         while True:
             with self._holding():
@@ -245,7 +231,7 @@ class Connection(Calls):
             self._needed.wait()
             self._needed.clear()
         with self._holding():
-            self._fail_all(lambda: errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
+            self._fail_all(errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
         if self._context is not None:
@@ -262,9 +248,8 @@ class Connection(Calls):
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing to send, nothing to wait for: neither an answer nor the hello's."""
-        is_settled = not self._waits_until_s if self._link is None else bool(self._link.session)
-        return is_settled and not self._calls and not self._posts
+        """Nothing to send, and neither an answer nor a server to wait for."""
+        return self._look_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:
         """One round of I/O by the role's holder; blocks until something happens.
@@ -272,67 +257,25 @@ class Connection(Calls):
         What has arrived is taken before a broken connection is noticed, and that before
         anything is sent: a call must not go out on a connection that is known to be dead.
         """
-        link = self._link
-        if ready := dict(self._poller.poll(0 if self._posts else self._poll_ms())):
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if link is not None and link.has_arrived(ready):
-                self._receive(link)
-            if self._link is link and link is not None and link.has_news(ready):
-                self._watch(link)
-            link = self._link
-        if link is not None and not link.session and time.monotonic() > link.hello_until_s:
-            self._unavailable()
-        elif link is None and self._waits_until_s and time.monotonic() > self._again_at_s:
-            self._look_again()
+        if self._posts:
+            wait_ms: int | None = 0
+        elif self._look_at_s == math.inf:
+            wait_ms = None
+        else:
+            wait_ms = max(0, round((self._look_at_s - time.monotonic()) * 1000)) + 1
+        ready = dict(self._poller.poll(wait_ms))
+        if ready.pop(self._wake, 0):
+            os.eventfd_read(self._wake)
+        if ready and self._link is not None:
+            self._receive(self._link)
+        if time.monotonic() >= self._look_at_s:
+            self._look()
         while self._posts:
             self._posts.popleft()()
 
-    def _look_again(self) -> None:
-        """For the server that was not there."""
-        until_s, self._waits_until_s = self._waits_until_s, 0.0
-        if time.monotonic() > until_s:
-            self._unavailable()
-        else:
-            self._open(until_s)
-
-    def _poll_ms(self) -> int | None:
-        link = self._link
-        if link is None and self._waits_until_s:
-            until_s = self._again_at_s
-        elif link is None or link.session:
-            return None
-        else:
-            until_s = link.hello_until_s
-        return max(0, round((until_s - time.monotonic()) * 1000)) + 1
-
-    def _connect(self, hello: dict[str, Any]) -> AnyLink:
+    def _new_link(self, hello_id: str) -> AnyLink:
         if self.keys is None:
-            return super()._connect(hello)
+            return super()._new_link(hello_id)
         from .keyed import ZmqLink
 
-        return ZmqLink.open(self._context, self.address, self.keys, **hello)
-
-    def _absent(self, hello_until_s: float) -> None:
-        self._waits_until_s = hello_until_s
-        self._again_at_s = time.monotonic() + AGAIN_S
-
-    def _explained(self, error: errors.RemoteProtocolError) -> errors.PipeSwitchError:
-        if error.data.get("reason") != ZMTP:
-            return error
-        return errors.PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
-
-    def _watch(self, link: AnyLink) -> None:
-        """What became of a connection with keys."""
-        from . import keyed
-
-        for event in link.news():
-            if event == keyed.BROKEN:
-                self._broken()
-            else:
-                self._refused(event, keyed.HINTS[event])
-            if self._link is not link:
-                return  # thrown away, its monitor too
-
-    def _refused(self, text: str, hint: str) -> None:
-        self._fail_all(lambda: errors.PermissionDenied(f"{self.address}: {text}", hint=hint))
+        return ZmqLink.open(self._context, self.address, hello_id, self.keys)

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-from ..errors import Cancelled, no_server
-from .calls import AnyLink, Call, Calls, logger
+from ..errors import Cancelled
+from .calls import Call, Calls, logger
 from .links import StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
@@ -103,6 +103,8 @@ class _Loop:
 class LoopConnection(Calls):
     """One connection, many awaited calls. Used by the thread that runs the loop."""
 
+    _waits_for_server = False
+
     def __init__(self, address: str, timeout_s: float) -> None:
         """
         Args:
@@ -141,7 +143,7 @@ class LoopConnection(Calls):
 
     def close(self) -> None:
         """Calls without an answer end in Cancelled."""
-        self._fail_all(lambda: Cancelled("the client was closed"))
+        self._fail_all(Cancelled("the client was closed"))
 
     def _on_ready(self) -> None:
         link = self._link
@@ -153,14 +155,10 @@ class LoopConnection(Calls):
         future.taken_back = partial(self._cancel, request_id)
         return future
 
-    def _absent(self, hello_until_s: float) -> None:
-        self._fail_all(lambda: no_server(self.address))
+    def _due(self, at_s: float) -> None:
+        super()._due(at_s)
+        asyncio.get_running_loop().call_at(at_s, self._on_time, at_s)
 
-    def _greet(self, link: AnyLink) -> None:
-        super()._greet(link)
-        asyncio.get_running_loop().call_later(self._timeout_s, self._look, link)
-
-    def _look(self, link: AnyLink) -> None:
-        """The time for a hello's answer is over."""
-        if self._link is link and not link.session:
-            self._unavailable()
+    def _on_time(self, at_s: float) -> None:
+        if self._look_at_s == at_s:  # else it is over, or looks at another time
+            self._guard(self._look)
