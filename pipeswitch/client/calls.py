@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from ..errors import (
+    DeadlineExceeded,
     InvalidInput,
     PipeSwitchError,
     RemoteProtocolError,
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 AGAIN_S: Final = 0.05  # between looks for a server that is not there
+MIN_DEADLINE_MS: Final = 0.001  # of a call that waited for its server
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
@@ -88,6 +90,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     on_progress: Callable[[dict[str, Any]], None] | None = None  # gets each progress reply's body
     is_sent: bool = False
     tries: int = 0
+    until_s: float = math.inf  # its deadline, on the monotonic clock
 
 
 class Calls:
@@ -96,14 +99,23 @@ class Calls:
     _waits_for_server = True  # if nobody listens at the address yet
 
     def __init__(
-        self, address: str, timeout_s: float, watcher: Watcher, *, shared_memory: bool = True
+        self,
+        address: str,
+        timeout_s: float,
+        watcher: Watcher,
+        *,
+        shared_memory: bool = True,
+        return_s: float = 0.0,
     ) -> None:
         """
         Args:
             timeout_s: how long a server may take to answer the first hello.
             watcher: what tells when there is something to read or write.
             shared_memory: with an ``ipc://`` server.
+            return_s: how long to wait, after a connection broke, for a server that listens and does
+                not answer; ``timeout_s`` if that is longer.
         """
+        self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
         wait_s = as_wait_s(timeout_s)
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
@@ -113,7 +125,9 @@ class Calls:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
+        self._was_connected = False  # to a server that answered
         self._began_s = 0.0  # when the search for a server began
+        self._listened_s = 0.0  # when somebody last listened at the address, in this search
         self._look_at_s = math.inf  # when ``_look`` is due; inf: no search is under way
 
     # ---- what a face has of its own ------------------------------------------------------------
@@ -148,6 +162,8 @@ class Calls:
         new one."""
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
+        if deadline_ms is not None:
+            options["until_s"] = time.monotonic() + deadline_ms / 1000.0
         future = self._new_future(header["id"]) if future is None else future
         return Call(header=header, future=future, **options)
 
@@ -168,6 +184,8 @@ class Calls:
                 self._open()
         elif self._link.session:
             self._send(self._link, call)
+        elif (at_s := max(call.until_s, self._began_s + self._timeout_s)) < self._look_at_s:
+            self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
         """Not a frame that the server cuts the connection at, and with it all that is under way."""
@@ -217,7 +235,7 @@ class Calls:
 
     def _open(self) -> None:
         """Search for a server from now on."""
-        self._began_s = time.monotonic()
+        self._began_s = self._listened_s = time.monotonic()
         self._connect()
 
     def _connect(self) -> None:
@@ -230,30 +248,49 @@ class Calls:
         self._link = link
         link.attach(self._watcher)
         self._transmit(link, {"v": VERSION, "op": "hello", "id": link.hello_id}, ())
-        self._due(self._gives_up_at_s)
+        self._due(self._began_s + self._timeout_s)
 
     def _absent(self) -> None:
         """Look again soon: nobody listens now."""
-        if self._waits_for_server and time.monotonic() < self._gives_up_at_s:
+        if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
             self._fail_all(no_server(self.address))
 
-    @property
     def _gives_up_at_s(self) -> float:
-        return self._began_s + self._timeout_s
+        """Return the end of the search.
+
+        It is ``timeout_s`` after its begin. If this client was connected before, it is
+        ``timeout_s`` after somebody last listened there, and ``return_s`` after its begin at the
+        latest: the server's process lives, and its door is being opened again.
+        """
+        if not self._was_connected:
+            return self._began_s + self._timeout_s
+        if self._link is not None:
+            self._listened_s = max(self._listened_s, self._link.listened_s)
+        latest_s = self._began_s + max(self._timeout_s, self._return_s)
+        return min(self._listened_s + self._timeout_s, latest_s)
 
     def _look(self) -> None:
-        """Do what is due at ``_look_at_s``."""
+        """Do what is due at ``_look_at_s``: a call's deadline ends its wait after ``timeout_s``."""
+        now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
+        if now_s >= gives_up_at_s:
+            self._fail_all(no_server(self.address))
+            return
+        if now_s >= self._began_s + self._timeout_s:
+            for call in [call for call in self._calls.values() if call.until_s <= now_s]:
+                self._fail(call, DeadlineExceeded(f"no server answers at {self.address}"))
         if self._link is None:
             self._connect()
         else:
-            self._fail_all(no_server(self.address))
+            self._due(min([gives_up_at_s, *(call.until_s for call in self._calls.values())]))
 
     def _shut(self, linger_ms: int = 0) -> None:
         link, self._link = self._link, None
         self._look_at_s = math.inf
         if link is not None:
+            if not link.session:
+                self._listened_s = max(self._listened_s, link.listened_s)
             link.detach(self._watcher)
             link.close(linger_ms)
 
@@ -315,10 +352,14 @@ class Calls:
             self._fail_all(_error(header))
             return
         link.session, link.facts = header.session, header.body
-        self._look_at_s = math.inf
+        self._look_at_s, self._was_connected = math.inf, True
+        now_s = time.monotonic()
         for call in list(self._calls.values()):
-            if not call.is_sent:
-                self._send(link, call)
+            if call.is_sent:
+                continue
+            if call.until_s < math.inf and now_s > self._began_s + self._timeout_s:
+                call.header["deadline_ms"] = max((call.until_s - now_s) * 1000.0, MIN_DEADLINE_MS)
+            self._send(link, call)
 
     def _answered(self, header: ReplyHeader, frames: Sequence[Any]) -> None:
         call = self._calls.get(header.id)

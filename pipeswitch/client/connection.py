@@ -93,6 +93,7 @@ class Connection(Calls):
         keys: ClientKeys | None = None,
         *,
         shared_memory: bool = True,
+        return_s: float = 0.0,
     ) -> None:
         """As ``Calls``."""
         self._context: Any = None  # with keys, libzmq's
@@ -101,7 +102,9 @@ class Connection(Calls):
             import zmq
 
             self._context, self._poller = zmq.Context(), zmq.Poller()
-        super().__init__(address, timeout_s, self._poller, shared_memory=shared_memory)
+        super().__init__(
+            address, timeout_s, self._poller, shared_memory=shared_memory, return_s=return_s
+        )
         self.keys = keys
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -117,7 +120,9 @@ class Connection(Calls):
 
     def another(self) -> Connection:
         """To the same server, as the same client, without a share."""
-        return Connection(self.address, self._timeout_s, self.keys, shared_memory=False)
+        return Connection(
+            self.address, self._timeout_s, self.keys, shared_memory=False, return_s=self._return_s
+        )
 
     # ---- any thread ----------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,11 +14,20 @@ import zmq
 
 from ..errors import PermissionDenied
 from ..wire.keys import ClientKeys
-from ..wire.sockets import DONTWAIT, ZERO_COPY_BYTES, is_readable, make_dealer, next_events
+from ..wire.sockets import (
+    DONTWAIT,
+    HANDSHAKE_LIMIT_MS,
+    ZERO_COPY_BYTES,
+    is_readable,
+    make_dealer,
+    next_events,
+)
 from .links import MAX_REPLY_BYTES, Link, Watcher
 
 MAX_EVENTS: Final = 16  # of a connection, at one look
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
+_CUT_S: Final = 0.9 * HANDSHAKE_LIMIT_MS / 1000.0
+_CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _ENDED: Final = int(zmq.EVENT_DISCONNECTED)
 _CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -43,6 +54,8 @@ class ZmqLink(Link):
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     address: str
+    connected_s: float = math.inf  # when the connection of now began; inf: there is none
+    left_s: float = 0.0  # when the last one ended
     is_shaken: bool = False  # the peer let us in
     cut_count: int = 0  # handshakes that it broke off
 
@@ -53,7 +66,7 @@ class ZmqLink(Link):
             OSError: it is not an address.
         """
         sock = make_dealer(context, MAX_REPLY_BYTES, keys)
-        monitor = sock.get_monitor_socket(_SHAKEN | _ENDED | sum(REFUSALS))
+        monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)
         # IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
         # would lead to an address the server does not listen on.
@@ -64,6 +77,10 @@ class ZmqLink(Link):
             link.close(0)
             raise OSError(error.errno, error.strerror) from None
         return link
+
+    @property
+    def listened_s(self) -> float:
+        return self.left_s if self.connected_s == math.inf else time.monotonic()
 
     def attach(self, poller: Watcher) -> None:
         poller.register(self.sock, select.POLLIN)
@@ -90,10 +107,16 @@ class ZmqLink(Link):
             frames = self.sock.recv_multipart(DONTWAIT, copy=False)
             yield [frame.buffer for frame in frames]
         for event, _ in next_events(self.monitor, MAX_EVENTS):
+            now_s = time.monotonic()
             self.is_shaken |= event == _SHAKEN
-            self.cut_count += event == _CUT
-            if event == _ENDED and self.is_shaken:
-                raise EOFError
+            # libzmq itself ends a handshake that is not answered: nobody broke that off
+            self.cut_count += event == _CUT and now_s - self.connected_s < _CUT_S
+            if event == _CONNECTED:
+                self.connected_s = now_s
+            elif event == _ENDED:
+                self.connected_s, self.left_s = math.inf, now_s
+                if self.is_shaken:
+                    raise EOFError
             if event in REFUSALS and (event != _CUT or self.cut_count >= MAX_BROKEN_HANDSHAKES):
                 text, hint = REFUSALS[event]
                 raise PermissionDenied(f"{self.address}: {text}", hint=hint)

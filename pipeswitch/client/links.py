@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,11 @@ class Link:
     hello_id: str
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def listened_s(self) -> float:
+        """When somebody last listened at the address, on the monotonic clock; 0: nobody did."""
+        raise NotImplementedError
 
     def answered(self, request_id: str) -> None:
         """Its final reply has come."""
@@ -91,6 +97,10 @@ class StreamLink(Link):
         stream = Stream(sock, MAX_REPLY_BYTES, takes_descriptors=may_share)
         _streams.add(stream)
         return StreamLink(stream=stream, may_share=may_share, address=address, hello_id=hello_id)
+
+    @property
+    def listened_s(self) -> float:
+        return time.monotonic() if self.stream.is_connected else 0.0
 
     def attach(self, poller: Watcher) -> None:
         self._poller, self._number = poller, self.stream.fileno()
