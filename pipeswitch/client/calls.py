@@ -289,8 +289,7 @@ class Calls:
         link, self._link = self._link, None
         self._look_at_s = math.inf
         if link is not None:
-            if not link.session:
-                self._listened_s = max(self._listened_s, link.listened_s)
+            self._listened_s = max(self._listened_s, link.listened_s)
             link.detach(self._watcher)
             link.close(linger_ms)
 
