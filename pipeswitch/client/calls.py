@@ -83,7 +83,10 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 
 class Call(msgspec.Struct, kw_only=True, eq=False):
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any  # of ``Calls._new_future``
+    future: Any = None  # of the face's kind; None: its caller looks at the next three itself
+    is_over: bool = False
+    value: Any = None
+    error: Exception | None = None
     frames: Sequence[Any] = ()
     is_safe: bool = False  # sending it twice does the same as sending it once
     convert: Callable[[Reply], Any] | None = None  # the future's value; None: the final reply
@@ -132,8 +135,8 @@ class Calls:
 
     # ---- what a face has of its own ------------------------------------------------------------
 
-    def _new_future(self, request_id: str) -> Any:
-        """Return a future of the face's kind; if it is cancelled, it calls ``_cancel``."""
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        """Tell a call's caller the end, unless it took the call back."""
         raise NotImplementedError
 
     def _new_link(self, hello_id: str) -> AnyLink:
@@ -155,17 +158,15 @@ class Calls:
         inputs: tuple[WireTensor, ...] = (),
         deadline_ms: float | None = None,
         priority: str = "",
-        future: Any = None,
         **options: Any,
     ) -> Call:
-        """Return a call that is not sent yet. ``options`` are fields of ``Call``; no ``future``: a
-        new one."""
+        """Return a call that is not sent yet, without a future. ``options`` are fields of
+        ``Call``."""
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
         if deadline_ms is not None:
             options["until_s"] = time.monotonic() + deadline_ms / 1000.0
-        future = self._new_future(header["id"]) if future is None else future
-        return Call(header=header, future=future, **options)
+        return Call(header=header, **options)
 
     def _header(self, op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:
@@ -176,7 +177,7 @@ class Calls:
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
     def _begin(self, call: Call) -> None:
-        if call.future.cancelled():
+        if call.future is not None and call.future.cancelled():
             return
         self._calls[call.header["id"]] = call
         if self._link is None:
@@ -222,8 +223,7 @@ class Calls:
         self._calls.pop(call.header["id"], None)
         error.request_id = call.header["id"]
         with contextlib.suppress(InvalidStateError):
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
+            self._end(call, error=error)
 
     def _fail_all(self, error: PipeSwitchError, linger_ms: int = 0) -> None:
         """End the link, and each call with an error of its own."""
@@ -375,13 +375,13 @@ class Calls:
                 self._fail(call, error)
             return
         del self._calls[header.id]
-        if not call.future.set_running_or_notify_cancel():
-            return
         try:
             reply = _reply(header, frames)
-            call.future.set_result(reply if call.convert is None else call.convert(reply))
+            value = reply if call.convert is None else call.convert(reply)
         except Exception as error:  # a bad reply, or the caller's own convert
-            call.future.set_exception(error)
+            self._end(call, error=error)
+        else:
+            self._end(call, value)
 
     def _progressed(self, call: Call, body: dict[str, Any]) -> None:
         """Tell the caller; an error of its callback is its answer, and no one else's."""
@@ -391,8 +391,7 @@ class Calls:
                 call.on_progress(body)
         except Exception as error:
             del self._calls[call.header["id"]]
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
+            self._end(call, error=error)
 
 
 def _error(header: ReplyHeader) -> PipeSwitchError:

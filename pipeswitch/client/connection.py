@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from .. import errors
 from ..wire.keys import ClientKeys
-from .calls import AnyLink, Calls
+from .calls import AnyLink, Call, Calls
 
 CLOSE_FLUSH_MS: Final = 200
 
@@ -53,34 +53,6 @@ class _Answer(Future[Any]):
         if not self.done():
             self._check_thread()
         return super().exception(timeout)
-
-
-class _Own:
-    """What the thread that does the I/O waits for itself: no other one knows of it."""
-
-    is_done = False
-    value: Any = None
-    error: BaseException | None = None
-
-    def cancelled(self) -> bool:
-        return False
-
-    def set_running_or_notify_cancel(self) -> bool:
-        return True
-
-    def set_result(self, value: Any) -> None:
-        self.value, self.is_done = value, True
-
-    def set_exception(self, error: BaseException) -> None:
-        self.error, self.is_done = error, True
-
-    def result(self) -> Any:
-        if self.error is None:
-            return self.value
-        try:
-            raise self.error
-        finally:
-            self.error = None  # its frames lead back here
 
 
 class Connection(Calls):
@@ -133,8 +105,10 @@ class Connection(Calls):
         """
         self._check_process()
         call = self._call(op, **options)
+        future = call.future = _Answer(
+            self._check_thread, partial(self._take_back, call.header["id"])
+        )
         self._post(partial(self._begin, call))
-        future: Future[Any] = call.future
         return future
 
     def call(self, op: str, **options: Any) -> Any:
@@ -149,9 +123,9 @@ class Connection(Calls):
             return self.request(op, **options).result()
         self._holder = threading.get_ident()
         try:
-            own = _Own()
-            self._posts.append(partial(self._begin, self._call(op, future=own, **options)))
-            while not own.is_done:
+            call = self._call(op, **options)
+            self._posts.append(partial(self._begin, call))
+            while not call.is_over:
                 if self._is_closing:
                     raise errors.Cancelled("this client is closed")
                 self._guard(self._turn)
@@ -160,7 +134,12 @@ class Connection(Calls):
             self._role.release()
             if not self._is_idle or self._is_closing:
                 self._needed.set()  # others' calls are under way: back to the thread
-        return own.result()
+        if call.error is None:
+            return call.value
+        try:
+            raise call.error
+        finally:
+            call.error = None  # its frames lead back here
 
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
@@ -213,12 +192,18 @@ class Connection(Calls):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
 
-    def _new_future(self, request_id: str) -> Future[Any]:
-        def taken_back() -> None:
-            with contextlib.suppress(errors.Cancelled):
-                self._post(lambda: self._cancel(request_id))
+    def _take_back(self, request_id: str) -> None:
+        with contextlib.suppress(errors.Cancelled):
+            self._post(partial(self._cancel, request_id))
 
-        return _Answer(self._check_thread, taken_back)
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        if call.future is None:
+            call.value, call.error, call.is_over = value, error, True
+        elif call.future.set_running_or_notify_cancel():
+            if error is None:
+                call.future.set_result(value)
+            else:
+                call.future.set_exception(error)
 
     # ---- who holds the role --------------------------------------------------------------------
 

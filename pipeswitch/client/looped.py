@@ -19,7 +19,7 @@ INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread me
 
 
 class Awaited(asyncio.Future[Any]):
-    """A future as ``Calls`` ends it, of an event loop."""
+    """The future of a call from an event loop."""
 
     taken_back: Callable[[], None]
     at_once: Callable[[Any], None] | None = None
@@ -37,9 +37,6 @@ class Awaited(asyncio.Future[Any]):
         super().set_result(value)
         if self.at_once is not None:
             self.at_once(self)
-
-    def set_running_or_notify_cancel(self) -> bool:
-        return not self.done()
 
 
 class Prompt:
@@ -123,11 +120,12 @@ class LoopConnection(Calls):
             PipeSwitchError: what the server says.
         """
         call = self._call(op, **options)
+        future = call.future = Awaited()
+        future.taken_back = partial(self._cancel, call.header["id"])
         link, is_large = self._link, sum(map(len, call.frames)) > INLINE_BYTES
         if is_large and isinstance(link, StreamLink) and link.session:
             return self._ask_large(call, link)
         self._guard(self._begin, call)
-        future: Awaited = call.future
         return future
 
     async def _ask_large(self, call: Call, link: StreamLink) -> Any:
@@ -150,10 +148,13 @@ class LoopConnection(Calls):
         if link is not None:
             self._guard(self._receive, link)
 
-    def _new_future(self, request_id: str) -> Awaited:
-        future = Awaited()
-        future.taken_back = partial(self._cancel, request_id)
-        return future
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        if call.future.done():
+            return
+        if error is None:
+            call.future.set_result(value)
+        else:
+            call.future.set_exception(error)
 
     def _due(self, at_s: float) -> None:
         super()._due(at_s)

@@ -65,8 +65,11 @@ class Face(Calls):
         self.clock, self.listens = clock, True
         self.links: list[Link] = []
 
-    def _new_future(self, request_id: str) -> Any:
-        return Future[Any]()
+    def _end(self, call: calls.Call, value: Any = None, error: Exception | None = None) -> None:
+        if error is None:
+            call.future.set_result(value)
+        else:
+            call.future.set_exception(error)
 
     def _new_link(self, hello_id: str) -> AnyLink:
         if not self.listens:
@@ -78,8 +81,8 @@ class Face(Calls):
 
     def ask(self, op: str = "infer", **options: Any) -> Future[Any]:
         call = self._call(op, **options)
+        future = call.future = Future[Any]()
         self._begin(call)
-        future: Future[Any] = call.future
         return future
 
     def arrive(self, *messages: Any) -> None:
