@@ -1,7 +1,8 @@
-"""The calls of one connection; a thread drives them (``connection``), or a loop (``looped``).
+"""The protocol of one connection: hello, table of calls, retries, a new link after a break.
 
-Says hello, sends what waits, matches answers to calls by id, and when the connection breaks opens
-another one and sends again what is safe to send again. One thread's at a time; never blocks.
+Two faces drive it: threads (``connection``) and an event loop (``looped``). A face calls
+``_receive`` when the link has something to read, and ``_look`` at ``_look_at_s``. Used by one
+thread at a time; never blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from ..errors import (
+    DeadlineExceeded,
     InvalidInput,
     PipeSwitchError,
     RemoteProtocolError,
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
+AGAIN_S: Final = 0.05  # between looks for a server that is not there
+MIN_DEADLINE_MS: Final = 0.001  # of a call that waited for its server
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
@@ -79,27 +83,42 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 
 class Call(msgspec.Struct, kw_only=True, eq=False):
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any  # of ``Calls._new_future``
+    future: Any = None  # of the face's kind; None: its caller looks at the next three itself
+    is_over: bool = False
+    value: Any = None
+    error: Exception | None = None
     frames: Sequence[Any] = ()
     is_safe: bool = False  # sending it twice does the same as sending it once
     convert: Callable[[Reply], Any] | None = None  # the future's value; None: the final reply
     on_progress: Callable[[dict[str, Any]], None] | None = None  # gets each progress reply's body
     is_sent: bool = False
     tries: int = 0
+    until_s: float = math.inf  # its deadline, on the monotonic clock
 
 
 class Calls:
-    """Calls without an answer and the link they go by. A subclass drives it."""
+    """Calls without an answer, and the link that carries them."""
+
+    _waits_for_server = True  # if nobody listens at the address yet
 
     def __init__(
-        self, address: str, timeout_s: float, watcher: Watcher, *, shared_memory: bool = True
+        self,
+        address: str,
+        timeout_s: float,
+        watcher: Watcher,
+        *,
+        shared_memory: bool = True,
+        return_s: float = 0.0,
     ) -> None:
         """
         Args:
             timeout_s: how long a server may take to answer the first hello.
             watcher: what tells when there is something to read or write.
             shared_memory: with an ``ipc://`` server.
+            return_s: how long to wait, after a connection broke, for a server that listens and does
+                not answer; ``timeout_s`` if that is longer.
         """
+        self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
         wait_s = as_wait_s(timeout_s)
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
@@ -109,21 +128,24 @@ class Calls:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
-        self._waits_until_s = 0.0  # for a server that is not there; 0: no longer
+        self._was_connected = False  # to a server that answered
+        self._began_s = 0.0  # when the search for a server began
+        self._listened_s = 0.0  # when somebody last listened at the address, in this search
+        self._look_at_s = math.inf  # when ``_look`` is due; inf: no search is under way
 
-    # ---- what a driver has of its own ----------------------------------------------------------
+    # ---- what a face has of its own ------------------------------------------------------------
 
-    def _new_future(self, request_id: str) -> Any:
-        """What a caller waits for: a future of whichever kind; cancelled, it calls ``_cancel``."""
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        """Tell a call's caller the end, unless it took the call back."""
         raise NotImplementedError
 
-    def _absent(self, hello_until_s: float) -> None:
-        """No server listens now; it may be waited for until then."""
-        raise NotImplementedError
+    def _new_link(self, hello_id: str) -> AnyLink:
+        """Raises OSError: nobody listens there now."""
+        return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
-    def _explained(self, error: RemoteProtocolError) -> PipeSwitchError:
-        """The server sent nonsense: what its calls fail with."""
-        return error
+    def _due(self, at_s: float) -> None:
+        """Have ``_look`` called at that time of the monotonic clock."""
+        self._look_at_s = at_s
 
     # ---- one call ------------------------------------------------------------------------------
 
@@ -136,15 +158,15 @@ class Calls:
         inputs: tuple[WireTensor, ...] = (),
         deadline_ms: float | None = None,
         priority: str = "",
-        future: Any = None,
         **options: Any,
     ) -> Call:
-        """Return a call that is not sent yet. ``options`` are fields of ``Call``; no ``future``: a
-        new one."""
+        """Return a call that is not sent yet, without a future. ``options`` are fields of
+        ``Call``."""
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
-        future = self._new_future(header["id"]) if future is None else future
-        return Call(header=header, future=future, **options)
+        if deadline_ms is not None:
+            options["until_s"] = time.monotonic() + deadline_ms / 1000.0
+        return Call(header=header, **options)
 
     def _header(self, op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:
@@ -155,14 +177,16 @@ class Calls:
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
     def _begin(self, call: Call) -> None:
-        if call.future.cancelled():
+        if call.future is not None and call.future.cancelled():
             return
         self._calls[call.header["id"]] = call
         if self._link is None:
-            if not self._waits_until_s:
+            if self._look_at_s == math.inf:
                 self._open()
         elif self._link.session:
             self._send(self._link, call)
+        elif (at_s := max(call.until_s, self._began_s + self._timeout_s)) < self._look_at_s:
+            self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
         """Not a frame that the server cuts the connection at, and with it all that is under way."""
@@ -188,51 +212,85 @@ class Calls:
     def _cancel(self, request_id: str) -> None:
         """The caller took it back: tell the server; its answer will find no caller."""
         call = self._calls.pop(request_id, None)
-        if call is None or not call.is_sent:
-            return
+        if call is not None and call.is_sent:
+            self._tell(self._header("cancel", "", {"id": request_id}))
+
+    def _tell(self, header: dict[str, Any]) -> None:
+        """Send something that has no answer; it is forgotten if there is no connection."""
         if self._link is not None and self._link.session:
-            header = self._header("cancel", "", {"id": request_id})
             self._transmit(self._link, header, ())
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
         self._calls.pop(call.header["id"], None)
         error.request_id = call.header["id"]
         with contextlib.suppress(InvalidStateError):
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
+            self._end(call, error=error)
 
-    def _fail_all(self, make: Callable[[], PipeSwitchError], linger_ms: int = 0) -> None:
-        self._shut(linger_ms)  # the link ends with them
+    def _fail_all(self, error: PipeSwitchError, linger_ms: int = 0) -> None:
+        """End the link, and each call with an error of its own."""
+        self._shut(linger_ms)
         for call in list(self._calls.values()):
-            self._fail(call, make())
+            self._fail(call, from_wire(type(error).__name__, error.message, error.hint, error.data))
 
     # ---- the link --------------------------------------------------------------------------------
 
-    def _open(self, hello_until_s: float | None = None) -> None:
-        """A new link and its hello. The time to answer starts now, unless it has before."""
-        hello: dict[str, Any] = {
-            "hello_id": f"{self._prefix}-hello-{next(self._numbers)}",
-            "hello_until_s": hello_until_s or time.monotonic() + self._timeout_s,
-        }
+    def _open(self) -> None:
+        """Search for a server from now on."""
+        self._began_s = self._listened_s = time.monotonic()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open a new link and say hello."""
         try:
-            link = self._connect(hello)
+            link = self._new_link(f"{self._prefix}-hello-{next(self._numbers)}")
         except OSError:
-            self._absent(hello["hello_until_s"])
+            self._absent()
             return
-        self._greet(link)
-
-    def _connect(self, hello: dict[str, Any]) -> AnyLink:
-        """Raises OSError: no server listens there now."""
-        return StreamLink.open(self.address, may_share=self._may_share, **hello)
-
-    def _greet(self, link: AnyLink) -> None:
         self._link = link
         link.attach(self._watcher)
         self._transmit(link, {"v": VERSION, "op": "hello", "id": link.hello_id}, ())
+        self._due(self._began_s + self._timeout_s)
+
+    def _absent(self) -> None:
+        """Look again soon: nobody listens now."""
+        if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
+            self._due(time.monotonic() + AGAIN_S)
+        else:
+            self._fail_all(no_server(self.address))
+
+    def _gives_up_at_s(self) -> float:
+        """Return the end of the search.
+
+        It is ``timeout_s`` after its begin. If this client was connected before, it is
+        ``timeout_s`` after somebody last listened there, and ``return_s`` after its begin at the
+        latest: the server's process lives, and its door is being opened again.
+        """
+        if not self._was_connected:
+            return self._began_s + self._timeout_s
+        if self._link is not None:
+            self._listened_s = max(self._listened_s, self._link.listened_s)
+        latest_s = self._began_s + max(self._timeout_s, self._return_s)
+        return min(self._listened_s + self._timeout_s, latest_s)
+
+    def _look(self) -> None:
+        """Do what is due at ``_look_at_s``: a call's deadline ends its wait after ``timeout_s``."""
+        now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
+        if now_s >= gives_up_at_s:
+            self._fail_all(no_server(self.address))
+            return
+        if now_s >= self._began_s + self._timeout_s:
+            for call in [call for call in self._calls.values() if call.until_s <= now_s]:
+                self._fail(call, DeadlineExceeded(f"no server answers at {self.address}"))
+        if self._link is None:
+            self._connect()
+        else:
+            self._due(min([gives_up_at_s, *(call.until_s for call in self._calls.values())]))
 
     def _shut(self, linger_ms: int = 0) -> None:
         link, self._link = self._link, None
+        self._look_at_s = math.inf
         if link is not None:
+            self._listened_s = max(self._listened_s, link.listened_s)
             link.detach(self._watcher)
             link.close(linger_ms)
 
@@ -246,19 +304,20 @@ class Calls:
         except Exception as error:
             logger.exception("client=%s failed", self.address)
             reason = f"the connection to {self.address} failed: {type(error).__name__}: {error}"
-            self._fail_all(lambda: PipeSwitchError(reason))
+            self._fail_all(PipeSwitchError(reason))
 
-    def _broken(self) -> None:
-        """The connection is gone: what may not be sent twice fails, the rest goes out again."""
+    def _broken(self, *, was_forgotten: bool = False) -> None:
+        """Send the calls again over a new link. A call that may not be sent twice fails, unless the
+        server has forgotten this client: then it carried nothing out."""
         link = self._link
-        hello_until_s = link.hello_until_s if link is not None and not link.session else None
         self._shut()
-        if hello_until_s is not None:
-            self._absent(hello_until_s)
+        if link is not None and not link.session:
+            self._absent()
             return
         for call in list(self._calls.values()):
             call.tries += call.is_sent
-            if call.is_sent and (not call.is_safe or call.tries >= MAX_TRIES):
+            is_unsafe = not call.is_safe and not was_forgotten
+            if call.is_sent and (is_unsafe or call.tries >= MAX_TRIES):
                 self._fail(
                     call,
                     ServerUnavailable(
@@ -268,18 +327,6 @@ class Calls:
                 )
             call.is_sent = False
         self._open()
-
-    def _greet_again(self) -> None:
-        for call in self._calls.values():
-            call.tries += 1
-            call.is_sent = False
-        for call in [c for c in self._calls.values() if c.tries > MAX_TRIES]:
-            self._fail(call, ServerUnavailable(f"the server at {self.address} keeps forgetting us"))
-        self._shut()
-        self._open()
-
-    def _unavailable(self) -> None:
-        self._fail_all(lambda: no_server(self.address))
 
     # ---- what arrives ----------------------------------------------------------------------------
 
@@ -295,21 +342,24 @@ class Calls:
                     self._answered(header, parts[2:])
                 if self._link is not link:
                     return
-        except RemoteProtocolError as error:
-            refusal = self._explained(error)
-            self._fail_all(lambda: refusal)
+        except PipeSwitchError as error:
+            self._fail_all(error)
         except EOFError:
             self._broken()
 
     def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
         if header.error is not None:
-            refusal = _error(header)
-            self._fail_all(lambda: refusal)
+            self._fail_all(_error(header))
             return
         link.session, link.facts = header.session, header.body
+        self._look_at_s, self._was_connected = math.inf, True
+        now_s = time.monotonic()
         for call in list(self._calls.values()):
-            if not call.is_sent:
-                self._send(link, call)
+            if call.is_sent:
+                continue
+            if call.until_s < math.inf and now_s > self._began_s + self._timeout_s:
+                call.header["deadline_ms"] = max((call.until_s - now_s) * 1000.0, MIN_DEADLINE_MS)
+            self._send(link, call)
 
     def _answered(self, header: ReplyHeader, frames: Sequence[Any]) -> None:
         call = self._calls.get(header.id)
@@ -321,18 +371,18 @@ class Calls:
         if header.error is not None:
             error = _error(header)
             if error.data.get("reason") == "unknown_session":
-                self._greet_again()  # the server was restarted; nothing was carried out
+                self._broken(was_forgotten=True)  # the server was restarted
             else:
                 self._fail(call, error)
             return
         del self._calls[header.id]
-        if not call.future.set_running_or_notify_cancel():
-            return
         try:
             reply = _reply(header, frames)
-            call.future.set_result(reply if call.convert is None else call.convert(reply))
+            value = reply if call.convert is None else call.convert(reply)
         except Exception as error:  # a bad reply, or the caller's own convert
-            call.future.set_exception(error)
+            self._end(call, error=error)
+        else:
+            self._end(call, value)
 
     def _progressed(self, call: Call, body: dict[str, Any]) -> None:
         """Tell the caller; an error of its callback is its answer, and no one else's."""
@@ -342,8 +392,7 @@ class Calls:
                 call.on_progress(body)
         except Exception as error:
             del self._calls[call.header["id"]]
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
+            self._end(call, error=error)
 
 
 def _error(header: ReplyHeader) -> PipeSwitchError:

@@ -30,6 +30,7 @@ from ..wire.register_request import RegisterRequest
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
+from .holders import RETURN_S
 from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import Sequenced
 from .tensors import Result, from_reply, to_frames
@@ -50,7 +51,9 @@ class Client(Verbs):
             ``cluster``, ``ray://host:port``; default:
             ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
             ``tcp://127.0.0.1:5555``.
-        timeout_s: how long a server may take to answer the first hello.
+        timeout_s: how long a server may take to answer the first hello, and how long nobody may
+            listen at the address later. A server that listens and does not answer is starting
+            again: a connected client waits 30 s for it. A call's ``deadline_ms`` ends its wait.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
         shared_memory: pass tensors of 64 KiB or more to your own server in memory that both map;
@@ -81,8 +84,9 @@ class Client(Verbs):
         else:
             if not self.address.startswith("ipc://"):  # the owner's listener asks for none
                 keys = keys_from(key, server_key, os.environ)
-            share = shared_memory
-            self._connection = Connection(self.address, timeout_s, keys, shared_memory=share)
+            self._connection = Connection(
+                self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S
+            )
         self._tracer = open_tracer()
         self.tokenizers: dict[str, Any] = {}  # by program, of language models
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()

@@ -9,6 +9,7 @@ each request.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import threading
@@ -20,12 +21,10 @@ from functools import partial
 from typing import Any, Final
 
 from .. import errors
-from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
-from .calls import AnyLink, Calls
+from .calls import AnyLink, Call, Calls
 
 CLOSE_FLUSH_MS: Final = 200
-AGAIN_S: Final = 0.05  # between looks for a server that is not there
 
 
 class _Answer(Future[Any]):
@@ -56,40 +55,6 @@ class _Answer(Future[Any]):
         return super().exception(timeout)
 
 
-class _Own:
-    """What the thread that does the I/O waits for itself: no other one knows of it."""
-
-    is_done = False
-    value: Any = None
-    error: BaseException | None = None
-
-    def cancelled(self) -> bool:
-        return False
-
-    def set_running_or_notify_cancel(self) -> bool:
-        return True
-
-    def set_result(self, value: Any) -> None:
-        self.value, self.is_done = value, True
-
-    def set_exception(self, error: BaseException) -> None:
-        self.error, self.is_done = error, True
-
-    def result(self) -> Any:
-        if self.error is None:
-            return self.value
-        try:
-            raise self.error
-        finally:
-            self.error = None  # its frames lead back here
-
-
-_BRING: Final = (
-    "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
-    "the server's owner makes them: pipeswitch keys client NAME"
-)
-
-
 class Connection(Calls):
     """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
@@ -100,6 +65,7 @@ class Connection(Calls):
         keys: ClientKeys | None = None,
         *,
         shared_memory: bool = True,
+        return_s: float = 0.0,
     ) -> None:
         """As ``Calls``."""
         self._context: Any = None  # with keys, libzmq's
@@ -108,13 +74,14 @@ class Connection(Calls):
             import zmq
 
             self._context, self._poller = zmq.Context(), zmq.Poller()
-        super().__init__(address, timeout_s, self._poller, shared_memory=shared_memory)
+        super().__init__(
+            address, timeout_s, self._poller, shared_memory=shared_memory, return_s=return_s
+        )
         self.keys = keys
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
-        self._again_at_s = 0.0
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
@@ -125,7 +92,9 @@ class Connection(Calls):
 
     def another(self) -> Connection:
         """To the same server, as the same client, without a share."""
-        return Connection(self.address, self._timeout_s, self.keys, shared_memory=False)
+        return Connection(
+            self.address, self._timeout_s, self.keys, shared_memory=False, return_s=self._return_s
+        )
 
     # ---- any thread ----------------------------------------------------------------------------
 
@@ -136,8 +105,10 @@ class Connection(Calls):
         """
         self._check_process()
         call = self._call(op, **options)
+        future = call.future = _Answer(
+            self._check_thread, partial(self._take_back, call.header["id"])
+        )
         self._post(partial(self._begin, call))
-        future: Future[Any] = call.future
         return future
 
     def call(self, op: str, **options: Any) -> Any:
@@ -152,9 +123,9 @@ class Connection(Calls):
             return self.request(op, **options).result()
         self._holder = threading.get_ident()
         try:
-            own = _Own()
-            self._posts.append(partial(self._begin, self._call(op, future=own, **options)))
-            while not own.is_done:
+            call = self._call(op, **options)
+            self._posts.append(partial(self._begin, call))
+            while not call.is_over:
                 if self._is_closing:
                     raise errors.Cancelled("this client is closed")
                 self._guard(self._turn)
@@ -163,7 +134,12 @@ class Connection(Calls):
             self._role.release()
             if not self._is_idle or self._is_closing:
                 self._needed.set()  # others' calls are under way: back to the thread
-        return own.result()
+        if call.error is None:
+            return call.value
+        try:
+            raise call.error
+        finally:
+            call.error = None  # its frames lead back here
 
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
@@ -185,13 +161,7 @@ class Connection(Calls):
     def notify(self, op: str, *, model: str = "") -> None:
         """Send something that has no answer; forgotten when there is no connection."""
         self._check_process()
-        header = self._header(op, model, None)
-
-        def send() -> None:
-            if self._link is not None and self._link.session:
-                self._transmit(self._link, header, ())
-
-        self._post(send)
+        self._post(partial(self._tell, self._header(op, model, None)))
 
     def close(self) -> None:
         """Stop the thread; calls without an answer end in Cancelled. Idempotent.
@@ -222,19 +192,25 @@ class Connection(Calls):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
 
-    def _new_future(self, request_id: str) -> Future[Any]:
-        def taken_back() -> None:
-            with contextlib.suppress(errors.Cancelled):
-                self._post(lambda: self._cancel(request_id))
+    def _take_back(self, request_id: str) -> None:
+        with contextlib.suppress(errors.Cancelled):
+            self._post(partial(self._cancel, request_id))
 
-        return _Answer(self._check_thread, taken_back)
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        if call.future is None:
+            call.value, call.error, call.is_over = value, error, True
+        elif call.future.set_running_or_notify_cancel():
+            if error is None:
+                call.future.set_result(value)
+            else:
+                call.future.set_exception(error)
 
     # ---- who holds the role --------------------------------------------------------------------
 
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
         with self._holding():
-            if self._link is None and not self._waits_until_s:  # else a caller was here first
+            if self._link is None and self._look_at_s == math.inf:  # no caller was here first
                 self._guard(self._open)
         while True:
             with self._holding():
@@ -245,7 +221,7 @@ class Connection(Calls):
             self._needed.wait()
             self._needed.clear()
         with self._holding():
-            self._fail_all(lambda: errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
+            self._fail_all(errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
         if self._context is not None:
@@ -262,9 +238,8 @@ class Connection(Calls):
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing to send, nothing to wait for: neither an answer nor the hello's."""
-        is_settled = not self._waits_until_s if self._link is None else bool(self._link.session)
-        return is_settled and not self._calls and not self._posts
+        """Nothing to send, and neither an answer nor a server to wait for."""
+        return self._look_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:
         """One round of I/O by the role's holder; blocks until something happens.
@@ -272,67 +247,25 @@ class Connection(Calls):
         What has arrived is taken before a broken connection is noticed, and that before
         anything is sent: a call must not go out on a connection that is known to be dead.
         """
-        link = self._link
-        if ready := dict(self._poller.poll(0 if self._posts else self._poll_ms())):
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if link is not None and link.has_arrived(ready):
-                self._receive(link)
-            if self._link is link and link is not None and link.has_news(ready):
-                self._watch(link)
-            link = self._link
-        if link is not None and not link.session and time.monotonic() > link.hello_until_s:
-            self._unavailable()
-        elif link is None and self._waits_until_s and time.monotonic() > self._again_at_s:
-            self._look_again()
+        if self._posts:
+            wait_ms: int | None = 0
+        elif self._look_at_s == math.inf:
+            wait_ms = None
+        else:
+            wait_ms = max(0, round((self._look_at_s - time.monotonic()) * 1000)) + 1
+        ready = dict(self._poller.poll(wait_ms))
+        if ready.pop(self._wake, 0):
+            os.eventfd_read(self._wake)
+        if ready and self._link is not None:
+            self._receive(self._link)
+        if time.monotonic() >= self._look_at_s:
+            self._look()
         while self._posts:
             self._posts.popleft()()
 
-    def _look_again(self) -> None:
-        """For the server that was not there."""
-        until_s, self._waits_until_s = self._waits_until_s, 0.0
-        if time.monotonic() > until_s:
-            self._unavailable()
-        else:
-            self._open(until_s)
-
-    def _poll_ms(self) -> int | None:
-        link = self._link
-        if link is None and self._waits_until_s:
-            until_s = self._again_at_s
-        elif link is None or link.session:
-            return None
-        else:
-            until_s = link.hello_until_s
-        return max(0, round((until_s - time.monotonic()) * 1000)) + 1
-
-    def _connect(self, hello: dict[str, Any]) -> AnyLink:
+    def _new_link(self, hello_id: str) -> AnyLink:
         if self.keys is None:
-            return super()._connect(hello)
+            return super()._new_link(hello_id)
         from .keyed import ZmqLink
 
-        return ZmqLink.open(self._context, self.address, self.keys, **hello)
-
-    def _absent(self, hello_until_s: float) -> None:
-        self._waits_until_s = hello_until_s
-        self._again_at_s = time.monotonic() + AGAIN_S
-
-    def _explained(self, error: errors.RemoteProtocolError) -> errors.PipeSwitchError:
-        if error.data.get("reason") != ZMTP:
-            return error
-        return errors.PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
-
-    def _watch(self, link: AnyLink) -> None:
-        """What became of a connection with keys."""
-        from . import keyed
-
-        for event in link.news():
-            if event == keyed.BROKEN:
-                self._broken()
-            else:
-                self._refused(event, keyed.HINTS[event])
-            if self._link is not link:
-                return  # thrown away, its monitor too
-
-    def _refused(self, text: str, hint: str) -> None:
-        self._fail_all(lambda: errors.PermissionDenied(f"{self.address}: {text}", hint=hint))
+        return ZmqLink.open(self._context, self.address, hello_id, self.keys)

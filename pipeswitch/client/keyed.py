@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
-from collections.abc import Container, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
 
+from ..errors import PermissionDenied
 from ..wire.keys import ClientKeys
-from ..wire.sockets import DONTWAIT, ZERO_COPY_BYTES, is_readable, make_dealer, next_events
+from ..wire.sockets import (
+    DONTWAIT,
+    HANDSHAKE_LIMIT_MS,
+    ZERO_COPY_BYTES,
+    is_readable,
+    make_dealer,
+    next_events,
+)
 from .links import MAX_REPLY_BYTES, Link, Watcher
 
 MAX_EVENTS: Final = 16  # of a connection, at one look
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
-BROKEN: Final = "broken"
-UNKNOWN_KEY: Final = "the server does not admit this client's key"
-NO_KEY: Final = "the server asks for no key"
-OTHER_KEY: Final = "its key is not the one given, it asks for none, or it is full"
-HINTS: Final = {
-    UNKNOWN_KEY: "on the server: pipeswitch keys admit NAME KEY",
-    NO_KEY: "leave key and server_key out",
-    OTHER_KEY: "on the server: pipeswitch keys server --show",
-}
+_CUT_S: Final = 0.9 * HANDSHAKE_LIMIT_MS / 1000.0
+_CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_ENDED: Final = int(zmq.EVENT_DISCONNECTED)
 _CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_ENDS: Final = {
-    int(zmq.EVENT_DISCONNECTED): BROKEN,
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): UNKNOWN_KEY,
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): NO_KEY,
-    _CUT: OTHER_KEY,
+REFUSALS: Final = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): (
+        "the server does not admit this client's key",
+        "on the server: pipeswitch keys admit NAME KEY",
+    ),
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): (
+        "the server asks for no key",
+        "leave key and server_key out",
+    ),
+    _CUT: (
+        "its key is not the one given, it asks for none, or it is full",
+        "on the server: pipeswitch keys server --show",
+    ),
 }
 
 
@@ -41,18 +53,21 @@ class ZmqLink(Link):
 
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    address: str
+    connected_s: float = math.inf  # when the connection of now began; inf: there is none
+    left_s: float = 0.0  # when the last one ended
     is_shaken: bool = False  # the peer let us in
     cut_count: int = 0  # handshakes that it broke off
 
     @staticmethod
-    def open(context: zmq.Context[Any], address: str, keys: ClientKeys, **hello: Any) -> ZmqLink:
+    def open(context: zmq.Context[Any], address: str, hello_id: str, keys: ClientKeys) -> ZmqLink:
         """
         Raises:
             OSError: it is not an address.
         """
         sock = make_dealer(context, MAX_REPLY_BYTES, keys)
-        monitor = sock.get_monitor_socket(_SHAKEN | sum(_ENDS))
-        link = ZmqLink(sock=sock, monitor=monitor, **hello)
+        monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
+        link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)
         # IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
         # would lead to an address the server does not listen on.
         sock.setsockopt(zmq.IPV6, int("[" in address))
@@ -62,6 +77,10 @@ class ZmqLink(Link):
             link.close(0)
             raise OSError(error.errno, error.strerror) from None
         return link
+
+    @property
+    def listened_s(self) -> float:
+        return self.left_s if self.connected_s == math.inf else time.monotonic()
 
     def attach(self, poller: Watcher) -> None:
         poller.register(self.sock, select.POLLIN)
@@ -73,36 +92,34 @@ class ZmqLink(Link):
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         """Its queue has no limit, so what it does not take finds no connection: libzmq gave the
-        refused one up, and ``news`` says why. A send that waited would wait for ever."""
+        refused one up, and ``messages`` says why. A send that waited would wait for ever."""
         is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
         with contextlib.suppress(zmq.Again):
             self.sock.send_multipart(parts, DONTWAIT, copy=not is_large)
 
-    def has_arrived(self, ready: Container[Any]) -> bool:
-        return self.sock in ready
-
-    def has_news(self, ready: Container[Any]) -> bool:
-        return self.monitor in ready
-
     def messages(self) -> Iterator[Sequence[Any]]:
+        """As of a ``StreamLink``; what has arrived comes before the connection's end.
+
+        libzmq tries again by itself if a connection never came to be. A refusal ends it: to wait
+        would not change that.
+        """
         while is_readable(self.sock):
             frames = self.sock.recv_multipart(DONTWAIT, copy=False)
             yield [frame.buffer for frame in frames]
-
-    def news(self) -> Iterator[str]:
-        """How the connection ended:
-
-        1. BROKEN: it is gone. One that never came to be is tried again by libzmq itself;
-        2. the others: it asks for no key, or knows ours not, or is not who we expect: waiting
-           would not change that.
-        """
         for event, _ in next_events(self.monitor, MAX_EVENTS):
+            now_s = time.monotonic()
             self.is_shaken |= event == _SHAKEN
-            self.cut_count += event == _CUT
-            is_sure = self.cut_count >= MAX_BROKEN_HANDSHAKES if event == _CUT else True
-            end = _ENDS.get(event)
-            if end is not None and is_sure and (end != BROKEN or self.is_shaken):
-                yield end
+            # libzmq itself ends a handshake that is not answered: nobody broke that off
+            self.cut_count += event == _CUT and now_s - self.connected_s < _CUT_S
+            if event == _CONNECTED:
+                self.connected_s = now_s
+            elif event == _ENDED:
+                self.connected_s, self.left_s = math.inf, now_s
+                if self.is_shaken:
+                    raise EOFError
+            if event in REFUSALS and (event != _CUT or self.cut_count >= MAX_BROKEN_HANDSHAKES):
+                text, hint = REFUSALS[event]
+                raise PermissionDenied(f"{self.address}: {text}", hint=hint)
 
     def close(self, linger_ms: int) -> None:
         self.sock.disable_monitor()

@@ -9,16 +9,22 @@ import contextlib
 import os
 import select
 import socket
+import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from ..wire.frames import INLINE, pack_table
+from ..errors import PermissionDenied, RemoteProtocolError
+from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 BURST_MESSAGES: Final = 16
+_BRING: Final = (
+    "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
+    "the server's owner makes them: pipeswitch keys client NAME"
+)
 
 
 class Watcher(Protocol):
@@ -34,20 +40,16 @@ class Link:
     """A connection or the try at one; thrown away whole when it breaks."""
 
     hello_id: str
-    hello_until_s: float
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def listened_s(self) -> float:
+        """When somebody last listened at the address, on the monotonic clock; 0: nobody did."""
+        raise NotImplementedError
+
     def answered(self, request_id: str) -> None:
         """Its final reply has come."""
-
-    def has_news(self, ready: Container[Any]) -> bool:
-        """Whether ``news`` has any."""
-        return False
-
-    def news(self) -> Iterator[str]:
-        """How the connection ended, as ``keyed`` names it."""
-        yield from ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,6 +59,7 @@ class StreamLink(Link):
 
     stream: Stream
     may_share: bool
+    address: str
     _poller: Watcher | None = None
     _number: int = -1  # the socket's
     _is_watched: bool = False  # by the poller, for writing
@@ -67,7 +70,7 @@ class StreamLink(Link):
     _taken_count: int = 0  # of the server's parts in the share
 
     @staticmethod
-    def open(address: str, *, may_share: bool, **hello: Any) -> StreamLink:
+    def open(address: str, hello_id: str, *, may_share: bool) -> StreamLink:
         """``tcp://host:port`` is not connected yet, and may never be: ``messages`` says so.
 
         Raises:
@@ -93,7 +96,11 @@ class StreamLink(Link):
             raise
         stream = Stream(sock, MAX_REPLY_BYTES, takes_descriptors=may_share)
         _streams.add(stream)
-        return StreamLink(stream=stream, may_share=may_share, **hello)
+        return StreamLink(stream=stream, may_share=may_share, address=address, hello_id=hello_id)
+
+    @property
+    def listened_s(self) -> float:
+        return time.monotonic() if self.stream.is_connected else 0.0
 
     def attach(self, poller: Watcher) -> None:
         self._poller, self._number = poller, self.stream.fileno()
@@ -158,20 +165,25 @@ class StreamLink(Link):
             self._poller.register(self._number, events)
             self._is_watched = is_sending
 
-    def has_arrived(self, ready: Container[Any]) -> bool:
-        return self._number in ready
-
     def messages(self) -> Iterator[Sequence[Any]]:
         """The parts of what has arrived; tensors of the share are copied out of it.
 
         Raises:
             EOFError: the server is gone.
             RemoteProtocolError: it sent nonsense.
+            PermissionDenied: it asks for a key.
         """
         if self._is_watched:
             self._flush()
         while True:
-            for message in self.stream.receive(BURST_MESSAGES):
+            try:
+                messages = self.stream.receive(BURST_MESSAGES)
+            except RemoteProtocolError as error:
+                if error.data.get("reason") != ZMTP:
+                    raise
+                why = f"{self.address}: the server asks for a key"
+                raise PermissionDenied(why, hint=_BRING) from None
+            for message in messages:
                 for descriptor in message.descriptors:
                     self._adopt(descriptor)
                 for number in message.shared:

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-from ..errors import Cancelled, no_server
-from .calls import AnyLink, Call, Calls, logger
+from ..errors import Cancelled
+from .calls import Call, Calls, logger
 from .links import StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
 
 class Awaited(asyncio.Future[Any]):
-    """A future as ``Calls`` ends it, of an event loop."""
+    """The future of a call from an event loop."""
 
     taken_back: Callable[[], None]
     at_once: Callable[[Any], None] | None = None
@@ -37,9 +37,6 @@ class Awaited(asyncio.Future[Any]):
         super().set_result(value)
         if self.at_once is not None:
             self.at_once(self)
-
-    def set_running_or_notify_cancel(self) -> bool:
-        return not self.done()
 
 
 class Prompt:
@@ -103,6 +100,8 @@ class _Loop:
 class LoopConnection(Calls):
     """One connection, many awaited calls. Used by the thread that runs the loop."""
 
+    _waits_for_server = False
+
     def __init__(self, address: str, timeout_s: float) -> None:
         """
         Args:
@@ -121,11 +120,12 @@ class LoopConnection(Calls):
             PipeSwitchError: what the server says.
         """
         call = self._call(op, **options)
+        future = call.future = Awaited()
+        future.taken_back = partial(self._cancel, call.header["id"])
         link, is_large = self._link, sum(map(len, call.frames)) > INLINE_BYTES
         if is_large and isinstance(link, StreamLink) and link.session:
             return self._ask_large(call, link)
         self._guard(self._begin, call)
-        future: Awaited = call.future
         return future
 
     async def _ask_large(self, call: Call, link: StreamLink) -> Any:
@@ -141,26 +141,25 @@ class LoopConnection(Calls):
 
     def close(self) -> None:
         """Calls without an answer end in Cancelled."""
-        self._fail_all(lambda: Cancelled("the client was closed"))
+        self._fail_all(Cancelled("the client was closed"))
 
     def _on_ready(self) -> None:
         link = self._link
         if link is not None:
             self._guard(self._receive, link)
 
-    def _new_future(self, request_id: str) -> Awaited:
-        future = Awaited()
-        future.taken_back = partial(self._cancel, request_id)
-        return future
+    def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        if call.future.done():
+            return
+        if error is None:
+            call.future.set_result(value)
+        else:
+            call.future.set_exception(error)
 
-    def _absent(self, hello_until_s: float) -> None:
-        self._fail_all(lambda: no_server(self.address))
+    def _due(self, at_s: float) -> None:
+        super()._due(at_s)
+        asyncio.get_running_loop().call_at(at_s, self._on_time, at_s)
 
-    def _greet(self, link: AnyLink) -> None:
-        super()._greet(link)
-        asyncio.get_running_loop().call_later(self._timeout_s, self._look, link)
-
-    def _look(self, link: AnyLink) -> None:
-        """The time for a hello's answer is over."""
-        if self._link is link and not link.session:
-            self._unavailable()
+    def _on_time(self, at_s: float) -> None:
+        if self._look_at_s == at_s:  # else it is over, or looks at another time
+            self._guard(self._look)

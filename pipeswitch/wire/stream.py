@@ -119,6 +119,15 @@ class Stream:
         self._socket.close()
         self.share = None
 
+    @property
+    def is_connected(self) -> bool:
+        """The other end took the connection, and it has not been reset."""
+        try:
+            self._socket.getpeername()
+        except OSError:
+            return False
+        return True
+
     def hang_up(self) -> None:
         """Both ends read its end; what came before is read first."""
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from frontend_rig import DEADLINE_S, FakeScheduler, until
 from process_tools import checked_server
 
 import pipeswitch as ps
+from pipeswitch.client.connection import Connection
 from pipeswitch.client.keyed import ZmqLink
 from pipeswitch.config import ServerConfig
 from pipeswitch.frontend.listeners import open_listeners
@@ -437,3 +439,36 @@ def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> N
         os.kill(first, signal.SIGKILL)
         assert client.models() == []
         assert int(lock.read_text()) != first
+
+
+def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server keeps the port while its gateway is started again, however long that takes."""
+    guarded, looks = Guarded(tmp_path), 0
+    look = Connection._look
+
+    def counted(connection: Connection) -> None:
+        nonlocal looks
+        looks += 1
+        look(connection)
+
+    monkeypatch.setattr(Connection, "_look", counted)
+    with guarded.client() as client:
+        assert client.infer("m", X)["y"][0, 0] == 2.0
+        connection = client._connection
+        port = int(guarded.address.rpartition(":")[2])
+        guarded.fake.close()
+        with socket.create_server(("127.0.0.1", port)):  # the kernel takes the connection
+            connection._timeout_s = 0.3
+            future = client.submit("m", X)
+            until(lambda: looks >= 3 or future.done())
+            assert not future.done()
+            connection._timeout_s = DEADLINE_S
+            until(lambda: connection._look_at_s > time.monotonic() + 1.0)
+        fake = FakeScheduler(tmp_path, auth="keys", listen=guarded.address)
+        try:
+            fake.announce("m")
+            assert future.result(DEADLINE_S)["y"][0, 0] == 2.0
+        finally:
+            fake.close()
