@@ -220,7 +220,7 @@ class Stage(World):
 def _encode(command: ev.Command) -> None:
     """What the edges do with it (effects.py, frontend.py)."""
     match command:
-        case ev.Send(message=message) | ev.ToDaemon(message=message):
+        case ev.Send(message=message):
             encode_message(message)
         case ev.Publish(topic=topic, body=body):
             topic.encode()
