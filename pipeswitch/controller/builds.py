@@ -37,10 +37,9 @@ from ..programs.spec import (
     stage_of,
 )
 from ..programs.stages import Stage
-from ..scheduler.events import BuilderExited, FromBuilder, StartBuild, SweepPrograms
+from ..scheduler.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device import Ground
 from .folders import DIGEST
-from .processes import Child
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +68,19 @@ def without_folders(failed: msg.BuildFailed) -> msg.BuildFailed:
     )  # fmt: skip
 
 
+def _builder(command: StartBuild | msg.BuildDone) -> Address:
+    return Address("builder", generation=command.epoch)
+
+
 class Builds:
     """One builder process a registration, and what it leaves on the disk."""
 
     def __init__(self, ground: Ground, profile_folders: Sequence[Path]) -> None:
-        self._sizes, self._places, self._processes = ground.sizes, ground.places, ground.processes
+        self._sizes, self._places, self._children = ground.sizes, ground.places, ground.children
         self._take = ground.take  # an event, to be handled after the running one
         self._memory = ground.memory
         self._disk, self._remove_files = ground.frontend.disk, ground.frontend.uploads.remove
         self._profile_folders = profile_folders
-        self._builders: dict[msg.Epoch, Child] = {}
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
 
     def start(self, command: StartBuild) -> None:
@@ -91,12 +93,12 @@ class Builds:
             if self._is_checked(digest):
                 self._built(msg.BuildDone(model=command.model, epoch=command.epoch, digest=digest))
                 # No process, no exit; but the next build waits for it.
-                self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+                self._take(Exited(_builder(command), 0))
                 return
             spec = kept(spec, self._places.models / digest)
         elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
             self._refuse(command, refusal)
-            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+            self._take(Exited(_builder(command), 0))
             return
         stage = stage_of(spec) if digest is None else None  # what the journal knows was looked at
         if stage is None:
@@ -110,7 +112,6 @@ class Builds:
         functions = tuple(one for one in (stage.function, stage.after) if one)
 
         def on_exit(status: int) -> None:
-            self._builders.pop(command.epoch, None)
             match said:
                 case [msg.StageReady()] if status == 0:
                     self._build(command, spec)
@@ -126,42 +127,42 @@ class Builds:
             is_first = stage.function and text.startswith(stage.function)
             part = "preprocess" if is_first else "postprocess"
             self._refuse(command, RegistrationRefused(part, text))
-            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
+            self._take(Exited(_builder(command), status))
 
         settings = msg.CheckStage(
             functions=functions,
             inputs=tuple(one.name for one in stage.inputs),
             timeout_s=self._sizes.stage_timeout_s,
         )
-        self._builders[command.epoch] = self._processes.fork(
-            "stage", "pipeswitch-chk", settings, 1, [self._memory.environment],
-            lambda message, _: said.append(message), on_exit,
+        self._children.fork(
+            _builder(command), "pipeswitch-chk", settings, 1, [self._memory.environment],
+            lambda message, _: said.append(message), on_exit, "stage",
         )  # fmt: skip
 
     def _build(self, command: StartBuild, spec: bytes) -> None:
         done: list[msg.BuildDone] = []
+        builder = _builder(command)
 
         def on_message(message: msg.Message, _: list[int]) -> None:
             # It may have been taken over by what it builds: it speaks of its own build, no other.
             if isinstance(message, msg.BuildDone):
                 done.append(message)  # what it claims is looked at when it can write no more
-                self._processes.kill(self._builders[command.epoch])
+                self._children.kill(builder)
             elif isinstance(message, msg.BuildProgress | msg.BuildFailed):
                 own = {"model": command.model, "epoch": command.epoch}
                 if command.tenant and isinstance(message, msg.BuildFailed):
                     message = without_folders(message)
-                self._take(FromBuilder(message=msgspec.structs.replace(message, **own)))
+                self._take(Received(builder, msgspec.structs.replace(message, **own)))
             else:
                 log.error("builder of %s sent a %s", command.model, type(message).__name__)
-                self._processes.kill(self._builders[command.epoch])
+                self._children.kill(builder)
 
         def on_exit(status: int) -> None:
-            self._builders.pop(command.epoch, None)
             if done:
                 self._publish(command, done[0], spec)
             for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
-            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
+            self._take(Exited(_builder(command), status))
 
         settings = msg.BuildSettings(
             model=command.model,
@@ -177,14 +178,9 @@ class Builds:
             is_owners=not command.tenant,
         )
         environment = [self._memory.environment] if needs_more(spec) else []
-        self._builders[command.epoch] = self._processes.fork(
-            "builder", "pipeswitch-bld", settings, 1, environment, on_message, on_exit
+        self._children.fork(
+            builder, "pipeswitch-bld", settings, 1, environment, on_message, on_exit
         )
-
-    def kill(self, epoch: msg.Epoch) -> None:
-        """Of a build that is over, nothing happens."""
-        if epoch in self._builders:
-            self._processes.kill(self._builders[epoch])
 
     def manifest_of(self, digest: str) -> Manifest | None:
         """Of a program on the disk; None where it cannot be read: its next build says why."""
@@ -199,7 +195,7 @@ class Builds:
             model=command.model, epoch=command.epoch, error=wire["type"],
             message=wire["message"], hint=wire["hint"], data=wire["data"],
         )  # fmt: skip
-        self._take(FromBuilder(message=failed))
+        self._take(Received(_builder(command), failed))
 
     def _kept_of(self, spec: bytes) -> Manifest | None:
         """Return the manifest of the program on disk that a build began from, if it did."""
@@ -256,6 +252,7 @@ class Builds:
             self._built(message)
 
     def _built(self, message: msg.BuildDone) -> None:
+        builder = _builder(message)
         reach("build.done")
         try:
             manifest = load_manifest(self._places.models / message.digest)
@@ -264,10 +261,10 @@ class Builds:
                 model=message.model, epoch=message.epoch, error="RegistrationRefused",
                 message=error.message, data=error.data,
             )  # fmt: skip
-            self._take(FromBuilder(message=failed))
+            self._take(Received(builder, failed))
             return
         found = tuple(profile_files.find(self._profile_folders, manifest.digest))
-        self._take(FromBuilder(message=message, manifest=manifest, profiles=found))
+        self._take(Received(builder, message, manifest, found))
 
     def sweep(self, command: SweepPrograms) -> None:
         """Programs that neither a model nor the journal names.

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
 from ..ipc import messages as msg
 from ..ipc.board import ring
 from ..scheduler import events as ev
+from .children import Children
 from .folders import Places
-from .processes import Child, Processes
 from .shared_memory import DeviceShare, Memory, Sizes, close_soon
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class Ground:
     places: Places
     memory: Memory
     shares: Sequence[DeviceShare]  # by the device's place
-    processes: Processes
+    children: Children
     frontend: Frontend
     take: Callable[[ev.Event], None]  # an event, to be handled after the running one
 
@@ -49,33 +51,28 @@ class DeviceEffects:
         self._index = index
         self._device = device
         self._sizes, self._memory = sizes, ground.memory
-        self._processes, self._take = ground.processes, ground.take
-        self._daemon: Child | None = None
-        self._daemon_generation = 0
+        self._children, self._take = ground.children, ground.take
         self._daemon_has: set[str] = set()  # tenants' files of the arena
-        self._workers: dict[msg.Slot, tuple[int, Child]] = {}
-        self._bound: dict[tuple[msg.Slot, int], str] = {}  # by slot and generation: whose it is
-        self._handed: dict[msg.Slot, dict[msg.ModelName, str]] = {}  # digests, by the model's name
+        self._bound: dict[ev.Address, str] = {}  # the tenant of each worker that has one
+        self._handed: dict[ev.Address, dict[msg.ModelName, str]] = {}  # programs' digests
         # The files of the program that was handed over last; before that, as many of nothing.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
-    def perform(self, command: ev.OfDevice) -> None:
+    def perform(self, command: ev.Send | ev.Spawn | ev.RaiseTurn | ev.Interrupt) -> None:
         match command:
-            case ev.ToWorker():
+            case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
-            case ev.RaiseTurn(turn=turn, slot=slot):
+            case ev.RaiseTurn(target, turn):
                 self._share.board.write_turn(turn)
-                ring(self._share.bells[slot])
-            case ev.ToDaemon():
+                ring(self._share.bells[target.slot])
+            case ev.Send():
                 self._to_daemon(command)
-            case ev.SpawnWorker(slot=slot, generation=generation):
-                self._spawn_worker(slot, generation)
-            case ev.SpawnDaemon(generation=generation):
-                self._spawn_daemon(generation)
-            case ev.KillWorker(slot=slot, generation=generation, reason=reason):
-                self._kill_worker(slot, generation, reason)
-            case ev.Interrupt(slot=slot, epoch=epoch):
-                self._share.board.write_stop(slot, epoch)
+            case ev.Spawn(ev.Address("worker") as target):
+                self._spawn_worker(target)
+            case ev.Spawn(target):
+                self._spawn_daemon(target)
+            case ev.Interrupt(target, epoch):
+                self._share.board.write_stop(target.slot, epoch)
 
     @property
     def _suffix(self) -> str:
@@ -84,28 +81,30 @@ class DeviceEffects:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _to_worker(self, command: ev.ToWorker) -> None:
-        known = self._workers.get(command.slot)
-        if known is None:
+    def _to_worker(self, command: ev.Send) -> None:
+        target = command.target
+        child = self._children.by_address.get(target)
+        if child is None:
             return
         try:
             descriptors = self._commits_of(command)
-            files = self._files_for(command.slot, command.message)
+            files = self._files_for(target, command.message)
             match command.message:
                 case msg.BindTenant(tenant=tenant):
-                    self._bound[command.slot, known[0]] = tenant
+                    self._bound[target] = tenant
                     descriptors += self._memory_for(command.message)
                 case msg.RunJob(share=group) if group:
-                    reader = self._index, command.slot, known[0]
+                    reader = self._index, target.slot, target.generation
                     descriptors.append(self._memory.ring_of(group, reader))
         except OSError as error:  # as where it cannot be forked: it is tried again
-            log.error("worker=%d not bound: %s", command.slot, error)
-            self._processes.kill(known[1])
+            log.error("worker=%d not bound: %s", target.slot, error)
+            self._children.kill(target)
             return
         index = 0 if command.channel == "task" else 1
-        self._processes.send(known[1], index, command.message, [*descriptors, *files])
+        files = [*descriptors, *files]
+        self._children.processes.send(child, index, command.message, files)
 
-    def _commits_of(self, command: ev.ToWorker | ev.ToDaemon) -> list[int]:
+    def _commits_of(self, command: ev.Send) -> list[int]:
         """
         Raises:
             OSError: the files could not be created; the job is being cancelled.
@@ -121,10 +120,10 @@ class DeviceEffects:
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
-    def _files_for(self, slot: msg.Slot, message: msg.Message) -> list[int]:
+    def _files_for(self, target: ev.Address, message: msg.Message) -> list[int]:
         """What comes last with a message, and once for each program: for code the environment; for
         a worker in the sandbox, which opens none, the program's files."""
-        handed = self._handed[slot]
+        handed = self._handed[target]
         match message:
             case msg.RunJob():
                 return [self._memory.environment]
@@ -151,8 +150,9 @@ class DeviceEffects:
         self._opened = self._ground.places.open_program(digest)
         return self._opened
 
-    def _to_daemon(self, command: ev.ToDaemon) -> None:
-        if self._daemon is None or self._has_no_disk(command.message):
+    def _to_daemon(self, command: ev.Send) -> None:
+        child = self._children.by_address.get(command.target)
+        if child is None or self._has_no_disk(command):
             return
         try:
             descriptors = self._commits_of(command)
@@ -161,9 +161,9 @@ class DeviceEffects:
         except OSError as error:  # it is tried again
             epoch = getattr(command.message, "epoch", msg.Epoch(0))
             fault = msg.DaemonFault(epoch=epoch, reason=str(error))
-            self._take(self._from_daemon(self._daemon_generation, fault))
+            self._take(ev.Received(command.target, fault))
             return
-        self._processes.send(self._daemon, 0, command.message, descriptors)
+        self._children.processes.send(child, 0, command.message, descriptors)
 
     def _arena_for(self, tenant: str) -> list[int]:
         """The file that the daemon copies this tenant's models into, once for each."""
@@ -173,11 +173,9 @@ class DeviceEffects:
         self._daemon_has.add(tenant)
         return [arena]
 
-    def _from_daemon(self, generation: int, message: msg.Message) -> ev.FromDaemon:
-        return ev.FromDaemon(generation=generation, message=message, device=self._index)
-
-    def _has_no_disk(self, message: msg.Message) -> bool:
+    def _has_no_disk(self, command: ev.Send) -> bool:
         """A commit that the disk's budget has no room for: the older one on disk stays."""
+        message = command.message
         if not isinstance(message, msg.PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
@@ -190,19 +188,16 @@ class DeviceEffects:
         failed = msg.CommitPersisted(
             job=message.job, epoch=message.epoch, step=-1, error=str(refusal)
         )
-        self._take(self._from_daemon(self._daemon_generation, failed))
+        self._take(ev.Received(command.target, failed))
         return True
 
     # -- processes -----------------------------------------------------------------------------
 
-    def _spawn_daemon(self, generation: int) -> None:
+    def _spawn_daemon(self, target: ev.Address) -> None:
         def on_message(message: msg.Message, descriptors: list[int]) -> None:
             if isinstance(message, msg.DaemonReady):
                 self._share.take_arena(descriptors, message.handle)
-            self._take(self._from_daemon(generation, message))
-
-        def on_exit(status: int) -> None:
-            self._take(ev.DaemonExited(generation=generation, status=status, device=self._index))
+            self._take(ev.Received(target, message))
 
         settings = msg.DaemonSettings(
             device=self._device,
@@ -218,43 +213,21 @@ class DeviceEffects:
         descriptors = [self._memory.store, self._share.board_descriptor, *self._share.bells]
         self._share.drop_arenas()
         self._daemon_has.clear()
-        self._daemon_generation = generation
-        self._daemon = self._processes.fork(
-            "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
-        )
+        self._children.fork(target, "pipeswitch-mem", settings, 1, descriptors, on_message)
 
-    def _hearing(
-        self, slot: msg.Slot, generation: int
-    ) -> tuple[Callable[[msg.Message, list[int]], None], Callable[[int], None]]:
-        """What is done with a worker's messages, and with its exit."""
-
-        def on_message(message: msg.Message, _: list[int]) -> None:
-            self._take(
-                ev.FromWorker(slot=slot, generation=generation, message=message, device=self._index)
-            )
+    def _spawn_worker(self, target: ev.Address) -> None:
+        slot = target.slot
 
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
             self._share.board.write_tiles(slot, 0, 0)
-            self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
-            self._memory.leave_ring((self._index, slot, generation))
-            self._take(
-                ev.WorkerExited(
-                    slot=slot,
-                    generation=generation,
-                    status=status,
-                    begun_epoch=begun,
-                    device=self._index,
-                )
-            )
+            del self._handed[target]
+            self._ground.frontend.pool.tidy(self._bound.pop(target, ""))
+            self._memory.leave_ring((self._index, slot, target.generation))
+            self._take(ev.Exited(target, status, begun))
 
-        return on_message, on_exit
-
-    def _spawn_worker(self, slot: msg.Slot, generation: int) -> None:
-        known = self._workers.get(slot)
-        if known is not None:
-            self._processes.kill(known[1])  # replaced; one that has left is not there any more
-        self._handed[slot] = {}
+        self._children.kill(replace(target, generation=target.generation - 1))
+        self._handed[target] = {}
         self._share.board.write_begun(slot, 0)
         settings = msg.WorkerSettings(
             slot=slot,
@@ -274,18 +247,5 @@ class DeviceEffects:
         descriptors = [self._share.board_descriptor, *self._share.bells]
         if not self._sizes.separates_tenants:  # else with BindTenant
             descriptors += [self._memory.pool, *self._share.arena]
-        child = self._processes.fork(
-            "worker",
-            f"pipeswitch-w{slot}{self._suffix}",
-            settings,
-            2,
-            descriptors,
-            *self._hearing(slot, generation),
-        )
-        self._workers[slot] = (generation, child)
-
-    def _kill_worker(self, slot: msg.Slot, generation: int, reason: str) -> None:
-        known = self._workers.get(slot)
-        if known is not None and known[0] == generation:
-            log.warning("worker=%d killed: %s", slot, reason)
-            self._processes.kill(known[1])
+        name = f"pipeswitch-w{slot}{self._suffix}"
+        self._children.fork(target, name, settings, 2, descriptors, on_exit=on_exit)

@@ -57,7 +57,7 @@ class Effects:
         journal: JournalFile,
         profiles_dir: Path,
     ) -> None:
-        self._devices, self._stages = devices, stages
+        self._devices, self._stages, self._children = devices, stages, ground.children
         self._places, self._memory, self._frontend = ground.places, ground.memory, ground.frontend
         # What was measured here before what came along.
         self.builds = Builds(ground, (self._places.profiles, profiles_dir))
@@ -72,10 +72,14 @@ class Effects:
 
     def perform(self, command: ev.Command) -> None:
         match command:
-            case _ if isinstance(command, ev.OfDevice):
-                self._devices[command.device].perform(command)
-            case ev.SpawnStage() | ev.ToStage() | ev.KillStage() | ev.TakeResult():
+            case ev.TakeResult() | ev.Send(ev.Address("stage")) | ev.Spawn(ev.Address("stage")):
                 self._stages.perform(command)
+            case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt():
+                self._devices[command.target.device].perform(command)
+            case ev.Kill(target, reason):
+                if reason:
+                    log.warning("%s=%d killed: %s", target.kind, target.slot, reason)
+                self._children.kill(target)
             case ev.Answer():
                 self._answer(command)
             case ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
@@ -84,8 +88,6 @@ class Effects:
                 self.timeline.add(command)
             case ev.StartBuild():
                 self.builds.start(command)
-            case ev.KillBuild(epoch=epoch):
-                self.builds.kill(epoch)
             case ev.SweepPrograms():
                 self.builds.sweep(command)
             case ev.DropPublished(directory=directory):

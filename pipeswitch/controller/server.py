@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..frontend.frontend import Frontend
 from ..scheduler.events import Event, Leave
 from ..units import format_bytes
+from .children import Children
 from .device import DeviceEffects, Ground
 from .effects import Effects, Tracer
 from .folders import Places
@@ -71,7 +72,7 @@ class Server:
             places=places,
             memory=self.memory,
             shares=self.shares,
-            processes=self.processes,
+            children=Children(self.processes, self.inbox.append),
             frontend=self.frontend,
             take=self.inbox.append,
         )

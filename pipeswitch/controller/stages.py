@@ -7,10 +7,9 @@ import os
 from typing import Final
 
 from ..ipc.board import sealed_memfd
-from ..ipc.messages import Epoch, Message, Slot, StageSettings
-from ..scheduler.events import FromStage, KillStage, SpawnStage, StageExited, TakeResult, ToStage
+from ..ipc.messages import Slot, StageSettings
+from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
 from .device import Ground
-from .processes import Child
 
 _GONE: Final = -9  # the status of a process that there was no memory for
 
@@ -21,52 +20,43 @@ class StageEffects:
     def __init__(self, ground: Ground, result_bytes: int) -> None:
         self._ground = ground
         self._result_bytes = result_bytes
-        self._children: dict[Slot, Child] = {}
+        self._children = ground.children
         self._results: dict[Slot, tuple[int, mmap.mmap]] = {}
 
-    def perform(self, command: SpawnStage | ToStage | KillStage | TakeResult) -> None:
+    def perform(self, command: Spawn | Send | TakeResult) -> None:
         match command:
-            case SpawnStage(slot=slot, generation=generation):
-                self._spawn(slot, generation)
-            case ToStage():
+            case Spawn(target):
+                self._spawn(target)
+            case Send():
                 self._send(command)
-            case KillStage(slot=slot):
-                if slot in self._children:  # else it was never forked
-                    self._ground.processes.kill(self._children[slot])
             case TakeResult(slot=slot):
                 self._ground.frontend.inference.take_result(
                     command, memoryview(self._results[slot][1])
                 )
 
-    def _spawn(self, slot: Slot, generation: Epoch) -> None:
-        take = self._ground.take
-
-        def on_message(message: Message, _: list[int]) -> None:
-            take(FromStage(slot=slot, generation=generation, message=message))
-
-        def on_exit(status: int) -> None:
-            take(StageExited(slot=slot, generation=generation, status=status))
-
+    def _spawn(self, target: Address) -> None:
+        slot = target.slot
         try:
             if slot not in self._results:
                 made = sealed_memfd("pipeswitch-stage", self._result_bytes)
                 self._results[slot] = made, mmap.mmap(made, self._result_bytes)
         except OSError:  # as where it cannot be forked: it is tried again
-            on_exit(_GONE)
+            self._ground.take(Exited(target, _GONE))
             return
-        self._children[slot] = self._ground.processes.fork(
-            "stage", f"pipeswitch-stg-{slot}", StageSettings(result_bytes=self._result_bytes), 1,
-            [self._results[slot][0], self._ground.memory.environment], on_message, on_exit,
-        )  # fmt: skip
+        settings = StageSettings(result_bytes=self._result_bytes)
+        descriptors = [self._results[slot][0], self._ground.memory.environment]
+        self._children.fork(target, f"pipeswitch-stg-{slot}", settings, 1, descriptors)
 
-    def _send(self, command: ToStage) -> None:
-        memory, child = self._ground.memory, self._children[command.slot]
+    def _send(self, command: Send) -> None:
+        memory, child = self._ground.memory, self._children.by_address.get(command.target)
+        if child is None:
+            return
         try:
             pool = memory.pool_of(command.tenant) if command.tenant else memory.pool
         except OSError:  # no descriptor is left: as if the process had died
-            self._ground.processes.kill(child)
+            self._children.kill(command.target)
         else:
-            self._ground.processes.send(child, 0, command.message, [pool])
+            self._children.processes.send(child, 0, command.message, [pool])
 
     def close(self) -> None:
         """No process is left."""

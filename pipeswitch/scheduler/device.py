@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ipc import messages as msg
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
-from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
+from .events import Address, Exited, Received
 from .memory.commits import Commits
 from .memory.leases import Leases, Slices
 from .memory.ledgers import Arena, Store
@@ -53,17 +53,16 @@ class Device:
 
     # -- its processes ------------------------------------------------------------------------
 
-    def speaker(self, event: FromWorker) -> Worker | None:
-        """Who says this; None: a process that is not there any more."""
-        worker = self.state.workers.get(event.slot)
-        if worker is None or worker.generation != event.generation or not worker.is_alive:
-            self.core.counts["stale_messages"] += 1
-            return None
-        return worker
+    def speaker(self, source: Address) -> Worker | None:
+        """Return the worker that lives at this address, if one does."""
+        worker = self.state.workers.get(source.slot)
+        is_it = worker is not None and worker.generation == source.generation and worker.is_alive
+        return worker if is_it else None
 
-    def from_worker(self, event: FromWorker) -> None:
-        worker = self.speaker(event)
+    def from_worker(self, event: Received) -> None:
+        worker = self.speaker(event.source)
         if worker is None:
+            self.core.counts["stale_messages"] += 1
             return
         match event.message:
             case msg.InferenceDone() as message:
@@ -113,9 +112,9 @@ class Device:
         if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
-    def hears(self, event: FromDaemon | DaemonExited) -> bool:
-        """Whether it speaks of the daemon that lives now."""
-        return event.generation == self.state.daemon_generation and self.fleet.is_daemon_alive
+    def hears(self, source: Address) -> bool:
+        """Return whether this is the daemon that lives now."""
+        return source == self.state.daemon and self.fleet.is_daemon_alive
 
     def from_daemon(self, message: msg.Message) -> None:
         """What the daemon that lives says of this device."""
@@ -142,10 +141,10 @@ class Device:
             case _:
                 self.core.counts["stale_messages"] += 1
 
-    def worker_exited(self, event: WorkerExited) -> None:
+    def worker_exited(self, event: Exited) -> None:
         """Reaped: only now may another owner have what it could write (invariant I5)."""
-        worker = self.state.workers.get(event.slot)
-        if worker is None or worker.generation != event.generation or not worker.is_alive:
+        worker = self.speaker(event.source)
+        if worker is None:
             return
         # A job's process leaves after its JobEnded: that is no death.
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
@@ -154,7 +153,7 @@ class Device:
         self.training.worker_died(worker, event.status)
         self.turns.give()
 
-    def daemon_exited(self, event: DaemonExited) -> None:
+    def daemon_exited(self, event: Exited) -> None:
         """Its memory is gone, and what lay in it."""
         self.endings.daemon_died()
         self.arena.device_lost()

@@ -5,8 +5,8 @@ watcher only translate bytes and exits into the events below; ``effects.py`` per
 commands. The simulator and the model checker use the same types.
 
 ``Token`` names one accepted client request inside the controller; the frontend makes it and
-owes its client exactly one final answer for it (invariant I1). ``device`` is the place of a device
-among those of the server: slots and generations are numbered on each.
+owes its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
+family of processes is spawned, sent to, killed and heard by the same five types.
 """
 
 from __future__ import annotations
@@ -28,6 +28,24 @@ Token = NewType("Token", int)
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all: made in a fifth of a frozen dataclass's time, ten of them for each request."""
+
+
+ProcessKind = Literal["daemon", "worker", "stage", "builder"]
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Name of one process, for ever: no two of a slot have one generation.
+
+    Attributes:
+        device: Place among the server's devices, for a daemon or a worker.
+        slot: Place among the workers of a device, or among the stages.
+        generation: Number of the process in its slot; a builder's is the build's epoch.
+    """
+
+    kind: ProcessKind
+    device: int = 0
+    slot: Slot = Slot(0)
+    generation: int = 0
 
 
 # ---- events: from clients (frontend) ---------------------------------------------------------
@@ -202,130 +220,82 @@ class DrainAsked(_Told, frozen=True):
 # ---- events: from processes (watcher) --------------------------------------------------------
 
 
-class FromWorker(_Told, frozen=True):
-    slot: Slot
-    generation: int  # of the process in the slot; an older one's messages are dropped
+class Received(_Told, frozen=True):
+    """A message of a process. One that is replaced may still be heard: see its generation.
+
+    Attributes:
+        manifest: With ``BuildDone``: what the builder left on disk, read and checked.
+        profiles: With ``BuildDone``: the program's measurements on disk.
+    """
+
+    source: Address
     message: Message
-    device: int = 0
+    manifest: Manifest | None = None
+    profiles: tuple[Found, ...] = ()
 
 
-class WorkerExited(_Told, frozen=True):
-    """The process is reaped: nothing of it writes any more."""
+class Exited(_Told, frozen=True):
+    """The process is reaped: it writes nothing any more, and all that it sent was received."""
 
-    slot: Slot
-    generation: int
+    source: Address
     status: int
-    begun_epoch: int | None = None  # of the last task it began to compute; None: not known
-    device: int = 0
-
-
-class FromDaemon(_Told, frozen=True):
-    generation: int
-    message: Message
-    device: int = 0
-
-
-class DaemonExited(_Told, frozen=True):
-    generation: int
-    status: int
-    device: int = 0
-
-
-class FromStage(_Told, frozen=True):
-    slot: Slot
-    generation: Epoch
-    message: Message
-
-
-class StageExited(_Told, frozen=True):
-    slot: Slot
-    generation: Epoch
-    status: int
-
-
-class FromBuilder(_Told, frozen=True):
-    message: Message
-    manifest: Manifest | None = None  # with BuildDone, read by the watcher
-    profiles: tuple[Found, ...] = ()  # the same
-
-
-class BuilderExited(_Told, frozen=True):
-    model: ModelName
-    epoch: Epoch
-    status: int
+    begun_epoch: int | None = None  # the last task that a worker began to compute; None: unknown
 
 
 class Tick(_Told, frozen=True):
     """Time has passed; the loop sends one when ``next_wakeup_ms`` is reached."""
 
 
-Event = (
-    Asked | Prepared | PrefetchHint | CancelAsked | DrainAsked | FromWorker | WorkerExited
-    | FromDaemon | DaemonExited | FromBuilder | BuilderExited | FromStage | StageExited | Tick
-)  # fmt: skip
+Event = Asked | Prepared | PrefetchHint | CancelAsked | DrainAsked | Received | Exited | Tick
 
 # ---- commands --------------------------------------------------------------------------------
 
 
-class ToDaemon(_Told, frozen=True):
-    message: Message
-    commits_of: JobName | None = None  # attach this job's commit memfd
-    device: int = 0
+class Spawn(_Told, frozen=True):
+    """Start a process. One of the generation before it in the same slot is killed.
+
+    ``StartBuild`` starts builders: a build needs a specification, and may need no process or two.
+    """
+
+    target: Address
 
 
-class ToWorker(_Told, frozen=True):
-    slot: Slot
+class Send(_Told, frozen=True):
+    """Send a message to a process; one that has exited receives nothing.
+
+    Attributes:
+        channel: A worker has two: its termination thread, always free, reads "signal".
+        commits_of: Attach this job's commit memfd.
+        tenant: With ``RunStage``: whose file of the pool holds the raw inputs.
+    """
+
+    target: Address
     message: Message
     channel: Literal["task", "signal"] = "task"
     commits_of: JobName | None = None
-    device: int = 0
+    tenant: str = ""
+
+
+class Kill(_Told, frozen=True):
+    """Send SIGKILL; ``Exited`` follows when the process is reaped."""
+
+    target: Address
+    reason: str = ""
 
 
 class RaiseTurn(_Told, frozen=True):
-    """Write the board's turn word and ring the slot's bell."""
+    """Write the board's turn word and ring the worker's bell."""
 
+    target: Address
     turn: Turn
-    slot: Slot
-    device: int = 0
 
 
-class SpawnDaemon(_Told, frozen=True):
-    generation: int
-    device: int = 0
+class Interrupt(_Told, frozen=True):
+    """Write the worker's stop word on the board: a streaming model's pass steps aside between two
+    groups, and a run of several steps ends between two steps."""
 
-
-class SpawnWorker(_Told, frozen=True):
-    slot: Slot
-    generation: int
-    device: int = 0
-
-
-class KillWorker(_Told, frozen=True):
-    """SIGKILL; WorkerExited follows when it is reaped."""
-
-    slot: Slot
-    generation: int
-    reason: str
-    device: int = 0
-
-
-class SpawnStage(_Told, frozen=True):
-    """A process that runs the owner's functions over requests' raw inputs."""
-
-    slot: Slot
-    generation: Epoch
-
-
-class ToStage(_Told, frozen=True):
-    slot: Slot
-    message: Message
-    tenant: str = ""  # in whose file of the pool the raw inputs lie
-
-
-class KillStage(_Told, frozen=True):
-    """SIGKILL; StageExited follows when it is reaped."""
-
-    slot: Slot
+    target: Address
+    epoch: Epoch
 
 
 class TakeResult(_Told, frozen=True):
@@ -354,11 +324,6 @@ class DropPublished(_Told, frozen=True):
     """Remove the copy of a commit that a version was made of, or would have been."""
 
     directory: str
-
-
-class KillBuild(_Told, frozen=True):
-    model: ModelName
-    epoch: Epoch
 
 
 class SweepPrograms(_Told, frozen=True):
@@ -467,15 +432,6 @@ class Journal(_Told, frozen=True):
     accepts: tuple[Token, ...] = ()
 
 
-class Interrupt(_Told, frozen=True):
-    """Write the slot's stop word on the board: a streaming model's pass steps aside between two
-    groups, and a run of several steps ends between two steps."""
-
-    slot: Slot
-    epoch: Epoch
-    device: int = 0
-
-
 class SaveProfile(_Told, frozen=True):
     """Keep it in the state directory; the next server has it again."""
 
@@ -496,12 +452,7 @@ class Leave(_Told, frozen=True):
 
 
 Command = (
-    ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
-    | KillBuild | CreateCommits | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce
-    | Retract | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | Interrupt
-    | SaveProfile | Warn | Leave | SpawnStage | ToStage | KillStage | TakeResult
+    Spawn | Send | Kill | RaiseTurn | Interrupt | StartBuild | TakeResult | CreateCommits
+    | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract | Answer | Publish
+    | Spans | DropPublished | Journal | SweepPrograms | SaveProfile | Warn | Leave
 )  # fmt: skip
-OfDevice = (
-    ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | Interrupt
-)  # fmt: skip
-"""Commands that are performed on one device."""

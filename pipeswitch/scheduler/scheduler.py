@@ -148,7 +148,10 @@ class Scheduler:
             self._refuse_late(event)
         else:
             self._take(event)
-            is_urgent = isinstance(event, ev.InferArrived | ev.FromWorker | ev.Prepared | ev.Tick)
+            if isinstance(event, ev.Received):
+                is_urgent = event.source.kind == "worker"
+            else:
+                is_urgent = isinstance(event, ev.InferArrived | ev.Prepared | ev.Tick)
             if is_urgent and core.touched & URGENT:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
@@ -160,9 +163,8 @@ class Scheduler:
         """The bits of what may be another with it."""
         if self.core.drain_at_ms is not None:
             return ALL
-        if isinstance(event, ev.FromWorker | ev.FromDaemon):
-            return CHANGES.get(type(event.message), ALL)
-        return CHANGES.get(type(event), ALL)
+        told = event.message if isinstance(event, ev.Received) else event
+        return CHANGES.get(type(told), ALL)
 
     def settle(self) -> list[ev.Command]:
         """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
@@ -208,19 +210,18 @@ class Scheduler:
                 self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
-            case ev.FromStage():
-                self.admission.stages.said(event)
-            case ev.StageExited():
-                self.admission.stages.exited(event)
-            case ev.FromWorker(message=msg.PublishStep() as message):
-                device = machine.devices[event.device]
-                worker = device.speaker(event)
-                if worker is not None:
-                    self.publishing.script_asked(device.state, worker, message)
-            case ev.FromWorker():
-                machine.devices[event.device].from_worker(event)
-            case ev.FromDaemon():
+            case ev.Received(ev.Address("worker", index), msg.PublishStep() as message) if (
+                worker := machine.devices[index].speaker(event.source)
+            ):
+                self.publishing.script_asked(machine.devices[index].state, worker, message)
+            case ev.Received(ev.Address("worker", index)):
+                machine.devices[index].from_worker(event)
+            case ev.Received(ev.Address("daemon")):
                 self._from_daemon(event)
+            case ev.Received(ev.Address("stage")):
+                self.admission.stages.said(event)
+            case ev.Received():
+                self._from_builder(event)
             case ev.PrefetchHint(model=name):
                 machine.prefetch(self.versions.resolve(name))
             case ev.CancelAsked():
@@ -230,14 +231,14 @@ class Scheduler:
                     self.profiling.cancel(event.token)
             case ev.DrainAsked():
                 self._drain(event)
-            case ev.FromBuilder():
-                self._from_builder(event)
-            case ev.BuilderExited():
-                self.registry.builder_exited(event)
-            case ev.WorkerExited():
-                machine.devices[event.device].worker_exited(event)
-            case ev.DaemonExited():
+            case ev.Exited(ev.Address("worker", index)):
+                machine.devices[index].worker_exited(event)
+            case ev.Exited(ev.Address("daemon")):
                 self._daemon_exited(event)
+            case ev.Exited(ev.Address("stage")):
+                self.admission.stages.exited(event)
+            case ev.Exited():
+                self.registry.builder_exited(event)
             case ev.Tick():
                 pass  # each event is a look at the clock
 
@@ -250,9 +251,9 @@ class Scheduler:
         except PipeSwitchError as error:
             self.core.refuse(event.token, error)
 
-    def _from_daemon(self, event: ev.FromDaemon) -> None:
-        device = self.machine.devices[event.device]
-        if not device.hears(event):
+    def _from_daemon(self, event: ev.Received) -> None:
+        device = self.machine.devices[event.source.device]
+        if not device.hears(event.source):
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -273,7 +274,7 @@ class Scheduler:
             case message:
                 device.from_daemon(message)
 
-    def _from_builder(self, event: ev.FromBuilder) -> None:
+    def _from_builder(self, event: ev.Received) -> None:
         match event.message:
             case msg.BuildProgress() as message:
                 self.registry.progress(message)
@@ -285,13 +286,14 @@ class Scheduler:
             case _:
                 self.core.counts["stale_messages"] += 1
 
-    def _daemon_exited(self, event: ev.DaemonExited) -> None:
-        device = self.machine.devices[event.device]
-        if not device.hears(event):
+    def _daemon_exited(self, event: ev.Exited) -> None:
+        index = event.source.device
+        device = self.machine.devices[index]
+        if not device.hears(event.source):
             return
-        self.publishing.daemon_died(event.device)
+        self.publishing.daemon_died(index)
         device.daemon_exited(event)
-        self.registry.daemon_died(event.device)
+        self.registry.daemon_died(index)
         if all(one.state.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 

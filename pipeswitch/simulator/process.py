@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from ..ipc.messages import BuildDone, BuildFailed, BuildProgress, JobName, Message, ModelName
-from ..scheduler.events import StartBuild
+from ..ipc.messages import BuildDone, BuildFailed, BuildProgress, Epoch, JobName, Message, ModelName
+from ..scheduler.events import Address, StartBuild
 from .clock import Clock, Move, Plans
 from .costs import Costs, Training
 from .device import Device, SimulatedArea
@@ -70,12 +70,14 @@ class Process:
         reap: takes its end.
     """
 
+    begun: Epoch | None = None  # the last task that a worker began to compute
+
     def __init__(
-        self, name: str, generation: int, scene: Scene,
+        self, name: str, address: Address, scene: Scene,
         tell: Callable[[Any, Message], None], reap: Callable[[Any], None],
     ) -> None:  # fmt: skip
         self.name = name
-        self.generation = generation
+        self.address = address
         self.scene = scene
         self.status: int | None = None  # set when it has ended, perhaps not yet reaped
         self.is_reaped = False
@@ -151,7 +153,8 @@ class SimulatedBuilder(Process):
     """Finds what the scene's library holds under the model's name."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
-        super().__init__("builder", 0, *of_process)  # type: ignore[arg-type]
+        address = Address("builder", generation=order.epoch)
+        super().__init__("builder", address, *of_process)  # type: ignore[arg-type]
         self.order = order
 
     def steps(self) -> list[Move]:

@@ -23,12 +23,12 @@ from ..ipc.messages import (
     RunInference,
     RunJob,
     SlabTensor,
-    Slot,
     SteppedAside,
     StopTask,
     Turn,
     WorkerReady,
 )
+from ..scheduler.events import Address
 from ..scheduler.state.records import NO_EPOCH
 from .clock import Move
 from .device import Span, User, Violation, region_of, require
@@ -66,9 +66,9 @@ class SimulatedInference:
 class SimulatedWorker(Process):
     """The process in a slot."""
 
-    def __init__(self, slot: Slot, *of_process: object) -> None:
-        super().__init__(f"worker {slot}", *of_process)  # type: ignore[arg-type]
-        self.slot = slot
+    def __init__(self, address: Address, *of_process: object) -> None:
+        super().__init__(f"worker {address.slot}", address, *of_process)  # type: ignore[arg-type]
+        self.slot = address.slot
         self.is_ready = False
         self.is_replacement = False  # given its task at once, before it is ready
         self.runs_code: bool | None = None

@@ -186,43 +186,44 @@ class World:
 
     def _perform(self, command: ev.Command) -> None:
         commits = self.scene.commits
-        self._touched.add(getattr(command, "device", 0))
+        target = getattr(command, "target", None)
+        self._touched.add(target.device if target is not None else 0)
         match command:
             case ev.Answer():
                 self.clients.answered(command)
-            case ev.ToDaemon(message=message, device=index):
+            case ev.Send(ev.Address("daemon", index), message):
                 self._to_daemon(message, self.scenes[index])
-            case ev.ToWorker():
+            case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
-            case ev.RaiseTurn(turn=turn, device=index):
-                self.scenes[index].device.turn = turn
-            case ev.Interrupt(slot=slot, epoch=epoch, device=index):
-                device = self.scenes[index].device
-                device.stop_words = {**device.stop_words, slot: epoch}
-            case ev.SpawnDaemon(generation=generation, device=index):
+            case ev.RaiseTurn(target, turn):
+                self.scenes[target.device].device.turn = turn
+            case ev.Interrupt(target, epoch):
+                device = self.scenes[target.device].device
+                device.stop_words = {**device.stop_words, target.slot: epoch}
+            case ev.Spawn(ev.Address("daemon", index) as target):
                 require(self.daemons.get(index) is None, "there are two memory daemons")
                 require(not self.workers_of(index), "workers outlive their memory daemon")
                 self.scenes[index].device.clear()
-                self.daemons[index] = self.new_daemon(generation, self.scenes[index])
-            case ev.SpawnWorker(slot=slot, generation=generation, device=index):
+                self.daemons[index] = self.new_daemon(target)
+            case ev.Spawn(ev.Address("worker", index, slot) as target):
                 daemon, key = self.daemons.get(index), key_of(index, slot)
                 require(daemon is not None and daemon.is_ready, "no daemon yet")
                 before = self.workers.get(key)
-                self.workers[key] = self.new_worker(slot, generation, self.scenes[index])
+                self.workers[key] = self.new_worker(target)
                 if before is not None:
                     self._replace(before, self.workers[key])
-            case ev.KillWorker(slot=slot, generation=generation, device=index):
+            case ev.Kill(ev.Address("worker", index, slot) as target):
                 worker = self.workers[key_of(index, slot)]
-                require(worker.generation == generation, "the wrong process is killed")
+                require(worker.address == target, "the wrong process is killed")
                 worker.kill()
             case ev.StartBuild():
                 require(not self.builders, "two builds at once")
                 self.builders.append(
                     SimulatedBuilder(command, self.scene, self._from_builder, self._reap_builder)
                 )
-            case ev.KillBuild(epoch=epoch):
+            case ev.Kill(ev.Address("builder") as target):
                 for builder in self.builders:
-                    if builder.order.epoch == epoch:
+                    if builder.address == target:
                         builder.end(-9)
             case ev.CreateCommits(job=job):
                 commits[job] = self.on_disk[job] if command.is_on_disk else self.new_area(job)
@@ -239,12 +240,14 @@ class World:
             case _:
                 pass
 
-    def new_worker(self, slot: Slot, generation: int, scene: Scene) -> SimulatedWorker:
+    def new_worker(self, address: ev.Address) -> SimulatedWorker:
         """The process in a slot."""
-        return SimulatedWorker(slot, generation, scene, self.from_process, self.reap_worker)
+        scene = self.scenes[address.device]
+        return SimulatedWorker(address, scene, self.from_process, self.reap_worker)
 
-    def new_daemon(self, generation: int, scene: Scene) -> SimulatedDaemon:
-        return SimulatedDaemon(generation, scene, self.from_daemon, self.reap_daemon)
+    def new_daemon(self, address: ev.Address) -> SimulatedDaemon:
+        scene = self.scenes[address.device]
+        return SimulatedDaemon(address, scene, self.from_process, self.reap_daemon)
 
     def workers_of(self, index: int) -> list[SimulatedWorker]:
         """The processes in a device's slots."""
@@ -299,29 +302,22 @@ class World:
                 pass
         daemon.hear("control", message)
 
-    def from_daemon(self, daemon: SimulatedDaemon, message: Message) -> None:
-        index = daemon.scene.index
-        self.handle(ev.FromDaemon(generation=daemon.generation, message=message, device=index))
-
     def reap_daemon(self, daemon: SimulatedDaemon) -> None:
         scene = daemon.scene
         self.daemons[scene.index] = None
-        self._reaped(daemon)
         scene.device.dirty = ()  # the next memory is another one
         for worker in self.workers_of(scene.index):
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
-        self.handle(
-            ev.DaemonExited(generation=daemon.generation, status=daemon.status or 0,
-                            device=scene.index)
-        )  # fmt: skip
+        self._reaped(daemon)
 
     # -- workers -------------------------------------------------------------------------------
 
-    def _to_worker(self, command: ev.ToWorker) -> None:
-        worker = self.workers.get(key_of(command.device, command.slot))
-        if worker is None:
-            raise Violation(f"{command} to an empty slot")
+    def _to_worker(self, command: ev.Send) -> None:
+        device = command.target.device
+        worker = self.workers.get(key_of(device, command.target.slot))
+        if worker is None or worker.address != command.target:
+            raise Violation(f"{command} to a process that is gone")
         message = command.message
         if isinstance(message, RunInference | PrepareModel | RunJob):
             is_code = isinstance(message, RunJob) or message.is_code
@@ -338,7 +334,7 @@ class World:
             case LeaseGranted(offset_bytes=start, size_bytes=size):
                 lease = Span(start, start + size)
                 if worker.lease != lease:
-                    claims = self.claims(command.device)
+                    claims = self.claims(device)
                     worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
                 worker.lease = lease
             case _:
@@ -361,11 +357,8 @@ class World:
         before.end(-9)
         self.dying.append(before)
 
-    def from_process(self, worker: SimulatedWorker, message: Message) -> None:
-        self.handle(
-            ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message,
-                          device=worker.scene.index)
-        )  # fmt: skip
+    def from_process(self, process: Process, message: Message) -> None:
+        self.handle(ev.Received(process.address, message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
         """It is gone for good, and the scheduler hears of it."""
@@ -373,38 +366,30 @@ class World:
             self.dying.remove(worker)
         else:
             del self.workers[key_of(worker.scene.index, worker.slot)]
-        self._reaped(worker)
         scene = worker.scene
         if worker.lease is not None and self.daemons.get(scene.index) is not None:
             scene.device.dirty += (worker.lease,)
-        self.handle(
-            ev.WorkerExited(slot=worker.slot, generation=worker.generation,
-                            status=worker.status or 0, begun_epoch=worker.begun,
-                            device=scene.index)
-        )  # fmt: skip
+        self._reaped(worker)
 
     def _reaped(self, process: Process) -> None:
         process.is_reaped = True
         self.ghosts = [ghost for ghost in self.ghosts if any(ghost.out.values())]
         if any(process.out.values()):
             self.ghosts.append(process)
+        self.handle(ev.Exited(process.address, process.status or 0, process.begun))
 
     # -- builders ------------------------------------------------------------------------------
 
     def _from_builder(self, builder: SimulatedBuilder, message: Message) -> None:
         if not isinstance(message, BuildDone):
-            self.handle(ev.FromBuilder(message=message))
+            self.from_process(builder, message)
             return
         program = self.scene.programs[message.model]
-        self.handle(ev.FromBuilder(message=message, manifest=program.manifest,
-                                   profiles=program.profiles))  # fmt: skip
+        self.handle(ev.Received(builder.address, message, program.manifest, program.profiles))
 
     def _reap_builder(self, builder: SimulatedBuilder) -> None:
         self.builders.remove(builder)
-        self.handle(
-            ev.BuilderExited(model=builder.order.model, epoch=builder.order.epoch,
-                             status=builder.status or 0)
-        )  # fmt: skip
+        self.handle(ev.Exited(builder.address, builder.status or 0))
 
 
 def _replies_of(order: RunInference) -> set[str]:

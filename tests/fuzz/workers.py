@@ -32,7 +32,6 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.costs import Training
-from pipeswitch.simulator.process import Scene
 from pipeswitch.simulator.programs import Program
 from pipeswitch.simulator.worker import SimulatedWorker
 from pipeswitch.simulator.world import World
@@ -91,8 +90,9 @@ class Stage(World):
         for job in JOBS:
             self.scene.scripts[job] = Training(steps=4, slice_bytes=MIB, state_bytes=MIB)
 
-    def new_worker(self, slot: msg.Slot, generation: int, scene: Scene) -> Told:
-        worker = Told(slot, generation, scene, self.from_process, self.reap_worker)
+    def new_worker(self, address: ev.Address) -> Told:
+        scene = self.scenes[address.device]
+        worker = Told(address, scene, self.from_process, self.reap_worker)
         worker.told = []
         return worker
 
@@ -131,7 +131,7 @@ class Stage(World):
     def from_worker(self, slot: msg.Slot, message: msg.Message) -> None:
         worker = self.state.workers.get(slot)
         generation = worker.generation if worker is not None else 1
-        self.hear(ev.FromWorker(slot=slot, generation=generation, message=message))
+        self.hear(ev.Received(ev.Address("worker", 0, slot, generation), message))
 
     # -- the frames of an input ---------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Stage(World):
         asked = registrations.get(getattr(message, "model", MODELS[0]))
         if asked is not None and getattr(message, "epoch", 1) == 0:
             message = msgspec.structs.replace(message, epoch=asked.build_epoch)
-        self.hear(ev.FromBuilder(message=message))
+        self.hear(ev.Received(ev.Address("builder"), message))
 
     def _client(self, rest: bytes) -> None:
         """The rest's first byte is the verb, the second the model, the job or the token."""
@@ -220,7 +220,7 @@ class Stage(World):
 def _encode(command: ev.Command) -> None:
     """What the edges do with it (effects.py, frontend.py)."""
     match command:
-        case ev.ToWorker(message=message) | ev.ToDaemon(message=message):
+        case ev.Send(message=message):
             encode_message(message)
         case ev.Publish(topic=topic, body=body):
             topic.encode()

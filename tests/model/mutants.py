@@ -47,16 +47,14 @@ def _answers_twice(handle: Handle, event: ev.Event) -> list[ev.Command]:
 def _suspects_are_dead(handle: Handle, event: ev.Event) -> list[ev.Command]:
     commands = handle(event)
     for command in list(commands):
-        if isinstance(command, ev.KillWorker):
-            commands += handle(
-                ev.WorkerExited(slot=command.slot, generation=command.generation, status=-9)
-            )
+        if isinstance(command, ev.Kill):
+            commands += handle(ev.Exited(command.target, -9))
     return commands
 
 
 def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.FromWorker(message=msg.CommitStep(step=step) as commit):
+        case ev.Received(message=msg.CommitStep(step=step) as commit):
             commit = msgspec.structs.replace(commit, step=step + 1)
             event = msgspec.structs.replace(event, message=commit)
         case _:
@@ -66,7 +64,7 @@ def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.FromWorker(message=msg.InferenceDone(joined_outputs=[other, *others]) as done):
+        case ev.Received(message=msg.InferenceDone(joined_outputs=[other, *others]) as done):
             done = msgspec.structs.replace(
                 done, outputs=other, joined_outputs=(done.outputs, *others)
             )
@@ -107,8 +105,8 @@ MUTANTS = (
     Mutant("a job is not given its turn", PREEMPTED, _without(msg.GrantTurn)),
     Mutant("a model is not sent before its request runs", PREEMPTED, _without(msg.TransmitModel)),
     Mutant("a slice is not zeroed for its next owner", KILLED, _without(msg.Scrub)),
-    Mutant("a dead worker is not replaced", KILLED, _without(ev.SpawnWorker)),
-    Mutant("workers outlive their memory daemon", DAEMON_KILLED, _without(ev.KillWorker)),
+    Mutant("a dead worker is not replaced", KILLED, _without(ev.Spawn)),
+    Mutant("workers outlive their memory daemon", DAEMON_KILLED, _without(ev.Kill)),
     Mutant("a commit is not copied", COMMITTED, _without(msg.CommitCopy)),
     Mutant("a commit is not written to disk before the server leaves",
            replace(PREEMPTED, requests=0, drains=1), _without(msg.PersistCommit)),

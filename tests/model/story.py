@@ -119,22 +119,20 @@ def _message(message: Any) -> str:
 
 def order_of(world: World, command: Any) -> str | None:
     """A command of the scheduler in words; None for what only informs."""
-    where = _of(world, getattr(command, "device", 0))
+    target = getattr(command, "target", None) or ev.Address("daemon")
+    where = _of(world, target.device)
+    who = "the memory daemon" if target.kind == "daemon" else f"{target.kind} {target.slot}"
     match command:
-        case ev.ToDaemon(message=message):
-            return f"to the memory daemon{where}: {_message(message)}{_place(message)}"
-        case ev.ToWorker(slot=slot, message=message):
-            return f"to worker {slot}{where}: {_message(message)}{_place(message)}"
+        case ev.Send(message=message):
+            return f"to {who}{where}: {_message(message)}{_place(message)}"
         case ev.RaiseTurn(turn=turn):
             return f"the board{where}: its turn is {turn}"
-        case ev.Interrupt(slot=slot):
-            return f"the board{where}: worker {slot} shall step aside"
-        case ev.KillWorker(slot=slot, reason=reason):
-            return f"kill worker {slot}{where}: {reason}"
-        case ev.SpawnWorker(slot=slot):
-            return f"a new process for worker {slot}{where}"
-        case ev.SpawnDaemon():
-            return f"a new memory daemon{where}"
+        case ev.Interrupt():
+            return f"the board{where}: {who} shall step aside"
+        case ev.Kill(reason=reason):
+            return f"kill {who}{where}: {reason}"
+        case ev.Spawn():
+            return f"a new process for {who}{where}"
         case ev.Answer(token=token, error=error):
             return f"answer token {token}: {'ok' if error is None else error}"
         case ev.CreateCommits():

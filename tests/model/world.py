@@ -127,13 +127,15 @@ class World(simulator.World):
 
     # -- the world's parts ---------------------------------------------------------------------
 
-    def new_worker(self, slot: msg.Slot, generation: int, scene: Scene) -> Worker:
-        worker = Worker(slot, generation, scene, self.from_process, self.reap_worker)
+    def new_worker(self, address: ev.Address) -> Worker:
+        scene = self.scenes[address.device]
+        worker = Worker(address, scene, self.from_process, self.reap_worker)
         worker.is_coarse = self.scope.is_coarse
         return worker
 
-    def new_daemon(self, generation: int, scene: Scene) -> Daemon:
-        return Daemon(self, generation, scene, self.from_daemon, self.reap_daemon)
+    def new_daemon(self, address: ev.Address) -> Daemon:
+        scene = self.scenes[address.device]
+        return Daemon(self, address, scene, self.from_process, self.reap_daemon)
 
     def new_area(self, job: msg.JobName) -> Area:
         self.areas[job].thaw(EMPTY, -1)
@@ -184,7 +186,7 @@ class World(simulator.World):
         ])  # fmt: skip
 
     def _ranked(self, generation: int, key: msg.Slot) -> tuple[int, tuple[int, ...]]:
-        ghosts = [ghost.generation for ghost in self.ghosts if _key(ghost) == key]
+        ghosts = [ghost.address.generation for ghost in self.ghosts if _key(ghost) == key]
         order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
         return order[generation], tuple([order[g] for g in ghosts])
 
@@ -200,7 +202,7 @@ class World(simulator.World):
         found = self.known_workers.get((kept, key, generation))
         if found is None:
             index, slot = divmod(key, MOST_SLOTS)
-            found = self.new_worker(msg.Slot(slot), generation, self.scenes[index])
+            found = self.new_worker(ev.Address("worker", index, msg.Slot(slot), generation))
             thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
             self.known_workers[kept, key, generation] = found
@@ -212,7 +214,7 @@ class World(simulator.World):
             return None
         found = self.known_daemons.get((kept, index))
         if found is None:
-            found = self.new_daemon(1, self.scenes[index])
+            found = self.new_daemon(ev.Address("daemon", index, generation=1))
             thaw_daemon(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
             self.known_daemons[kept, index] = found
@@ -427,7 +429,7 @@ class World(simulator.World):
     def perform(self, commands: list[ev.Command]) -> None:
         self._dispatched = {
             command.message.model for command in commands
-            if isinstance(command, ev.ToWorker) and isinstance(command.message, msg.RunInference)
+            if isinstance(command, ev.Send) and isinstance(command.message, msg.RunInference)
         }  # fmt: skip
         if self.recall.is_live:  # it may be told
             super().perform(commands)
@@ -446,11 +448,11 @@ class World(simulator.World):
 
     def _perform(self, command: ev.Command) -> None:
         match command:
-            case ev.ToWorker() | ev.ToDaemon() | ev.Answer() | ev.RaiseTurn():
+            case ev.Send() | ev.Answer() | ev.RaiseTurn():
                 pass
-            case ev.KillWorker(slot=slot, device=index) if key_of(index, slot) in self.workers:
+            case ev.Kill(ev.Address("worker", index, slot)) if key_of(index, slot) in self.workers:
                 self.own(key_of(index, slot))
-            case ev.SpawnWorker(slot=slot, device=index):
+            case ev.Spawn(ev.Address("worker", index, slot)):
                 is_free = key_of(index, slot) not in self.workers
                 require(is_free, f"slot {slot} has two processes")
             case ev.DropCommits(job=job):
@@ -462,8 +464,9 @@ class World(simulator.World):
                 pass
         super()._perform(command)
 
-    def _to_worker(self, command: ev.ToWorker) -> None:
-        key = key_of(command.device, command.slot)
+    def _to_worker(self, command: ev.Send) -> None:
+        index = command.target.device
+        key = key_of(index, command.target.slot)
         if key in self.workers:
             worker, message = self.own(key), command.message
             if isinstance(message, msg.PrepareModel):  # it takes no time
@@ -471,7 +474,7 @@ class World(simulator.World):
                 return
             if isinstance(message, msg.RunInference):
                 self.clients.check_dispatch(message)
-                allowed, device = self._allowed(message.model), f"cpu:{command.device}"
+                allowed, device = self._allowed(message.model), f"cpu:{index}"
                 require(device in (allowed or device), f"{message.model} is not for {device}")
         super()._to_worker(command)
 

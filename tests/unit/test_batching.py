@@ -82,7 +82,7 @@ class Server(World):
             match command:
                 case ev.Answer(more=False):
                     self.answers[command.token] = (self.now_ms - self.began_ms, command)
-                case ev.ToWorker(message=RunInference() as message):
+                case ev.Send(message=RunInference() as message):
                     self.runs.append((self.now_ms - self.began_ms, message))
                 case ev.Interrupt():
                     self.interrupts.append(command)
@@ -386,7 +386,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     worker = server.workers[task.slot]
     done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
                          ended_at_ms=0.0, stall_ms=0.0)  # fmt: skip
-    server.handle(ev.FromWorker(slot=task.slot, generation=worker.generation, message=done))
+    server.handle(ev.Received(worker.address, done))
     server.run(server.now_ms + 5000.0)
     assert server.joined() == [tokens, *[[token] for token in tokens]]
     assert not any(server.error(token) for token in tokens)
@@ -424,7 +424,7 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
     server = Server()
     server.ask("waits")
     commands = server.scheduler.decide(ev.Tick(), server.now_ms + DELAY_MS)
-    orders = [command.message for command in commands if isinstance(command, ev.ToWorker)]
+    orders = [command.message for command in commands if isinstance(command, ev.Send)]
     assert [type(order) for order in orders] == [RunInference]
 
 
@@ -457,7 +457,7 @@ class Steps(Server):
         self.runs.clear()
 
     def handle(self, event: ev.Event) -> None:
-        if isinstance(event, ev.FromWorker) and isinstance(event.message, InferenceDone):
+        if isinstance(event, ev.Received) and isinstance(event.message, InferenceDone):
             done = structs.replace(event.message, steps=self.run_of)
             event = structs.replace(event, message=done)
         super().handle(event)

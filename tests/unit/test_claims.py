@@ -25,7 +25,7 @@ from pipeswitch.programs.layout import (
 )
 from pipeswitch.programs.partition import Layer, Weight, place
 from pipeswitch.programs.spec import BuildSpec, save_manifest
-from pipeswitch.scheduler.events import FromBuilder, StartBuild
+from pipeswitch.scheduler.events import Received, StartBuild
 
 WEIGHTS = [Weight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(3)]
 TENSORS, LAYERS, GROUPS, TOTAL = place(
@@ -159,7 +159,7 @@ class Rig:
             is_sandboxed=True,
         )  # fmt: skip
         ground = SimpleNamespace(
-            sizes=sizes, places=self.places, processes=self.children, take=self.taken.append,
+            sizes=sizes, places=self.places, children=self.children, take=self.taken.append,
             frontend=SimpleNamespace(disk=disk, uploads=SimpleNamespace(remove=lambda _: None)),
             memory=SimpleNamespace(environment=99),
         )  # fmt: skip
@@ -173,7 +173,7 @@ class Rig:
         )
 
     def said(self) -> list[msg.Message]:
-        return [event.message for event in self.taken if isinstance(event, FromBuilder)]
+        return [event.message for event in self.taken if isinstance(event, Received)]
 
     def built(self, manifest: Manifest) -> None:
         work = self.places.models / ".build-7-x"

@@ -57,7 +57,7 @@ class Machine:
         look(device)
         for slot in device.state.workers:
             ready = msg.WorkerReady(slot=slot, pid=2)
-            device.from_worker(ev.FromWorker(slot=slot, generation=1, message=ready))
+            device.from_worker(ev.Received(device.state.address(slot), ready))
         self.core.out.clear()
 
     def ask(self, device: Device, token: int) -> Request:
@@ -69,7 +69,7 @@ class Machine:
         return request
 
     def sent(self, kind: type) -> list[Any]:
-        orders = [c for c in self.core.out if isinstance(c, ev.ToWorker | ev.ToDaemon)]
+        orders = [c for c in self.core.out if isinstance(c, ev.Send)]
         return [order.message for order in orders if isinstance(order.message, kind)]
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ def test_a_daemon_that_dies_takes_its_own_device_alone(machine: Machine) -> None
     first, second = machine.devices
     machine.ask(first, 1)
     machine.ask(second, 2)
-    first.daemon_exited(ev.DaemonExited(generation=1, status=-9))
+    first.daemon_exited(ev.Exited(first.state.daemon, -9))
     assert first.state.replicas["m"].residency.state is Residency.HOST
     assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
     assert second.state.owner.running is not None

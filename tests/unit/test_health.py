@@ -24,9 +24,9 @@ class Server(Rig):
         super()._take(commands)
         for command in commands:
             match command:
-                case ev.ToDaemon(message=Ping() as ping):
+                case ev.Send(ev.Address("daemon"), Ping() as ping):
                     self.daemon_pings.append(ping)
-                case ev.ToWorker(slot=slot, message=Ping() as ping, channel="signal"):
+                case ev.Send(ev.Address("worker", slot=slot), Ping() as ping, "signal"):
                     self.worker_pings[slot].append(ping)
                 case _:
                     pass

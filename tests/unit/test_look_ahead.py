@@ -42,7 +42,7 @@ class Server(World):
             match command:
                 case ev.Answer(more=False):
                     self.ends_ms[command.token] = self.now_ms
-                case ev.ToDaemon(message=TransmitModel(model=model)):
+                case ev.Send(message=TransmitModel(model=model)):
                     self.sent.append((self.now_ms, model))
                 case ev.Publish(topic="switch.started"):
                     self.switches.append(command.body["model"])

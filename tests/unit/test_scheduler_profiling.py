@@ -58,8 +58,7 @@ class Rig:
         return [command for command in self.said if isinstance(command, kind)]
 
     def sent(self, kind: type) -> list[Any]:
-        both = ev.ToDaemon | ev.ToWorker
-        messages = [command.message for command in self.said if isinstance(command, both)]
+        messages = [command.message for command in self.said if isinstance(command, ev.Send)]
         return [message for message in messages if isinstance(message, kind)]
 
     def refused(self, token: int) -> Any:
@@ -215,8 +214,8 @@ def test_of_several_devices_one_measures_and_all_alike_use_the_profile() -> None
     rig.register("a")
     rig.world.profile("a")
     rig.rest()
-    runs = [c for c in rig.commands(ev.ToWorker) if isinstance(c.message, RunInference)]
-    assert {command.device for command in runs} == {0}
+    runs = [c for c in rig.commands(ev.Send) if isinstance(c.message, RunInference)]
+    assert {command.target.device for command in runs} == {0}
     devices = rig.world.scheduler.machine.devices
     assert {one.state.replicas["a"].plan_source for one in devices} == {"planned"}
 
@@ -309,8 +308,8 @@ def register_with(rig: Rig, found: tuple[Found, ...]) -> None:
     take = rig.world.scheduler.handle
 
     def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:
-        if isinstance(event, ev.FromBuilder) and event.manifest is not None:
-            event = ev.FromBuilder(message=event.message, manifest=event.manifest, profiles=found)
+        if isinstance(event, ev.Received) and event.manifest is not None:
+            event = msgspec.structs.replace(event, profiles=found)
         return take(event, now_ms)
 
     rig.world.scheduler.handle = handle

@@ -41,6 +41,19 @@ def test_one_part_takes_each_question() -> None:
     assert {*takers} == {*ev.Asked.__subclasses__()} - {ev.InferArrived}
 
 
+def builder(epoch: Any) -> ev.Address:
+    return ev.Address("builder", generation=epoch)
+
+
+def received(message: Any, **read: Any) -> ev.Received:
+    """A builder's message, with what was read from disk."""
+    return ev.Received(builder(message.epoch), message, **read)
+
+
+def exited(epoch: Any, status: int) -> ev.Exited:
+    return ev.Exited(builder(epoch), status)
+
+
 class Rig:
     """A scheduler driven by hand: events in, the commands of the last one at hand."""
 
@@ -75,18 +88,16 @@ class Rig:
         self.scheduler.check()
 
     def daemon(self, message: Any) -> None:
-        self.handle(ev.FromDaemon(generation=self.state.daemon_generation, message=message))
+        self.handle(ev.Received(self.state.daemon, message))
 
     def worker(self, slot: int, message: Any) -> None:
-        generation = self.state.workers[slot].generation
-        self.handle(ev.FromWorker(slot=slot, generation=generation, message=message))
+        self.handle(ev.Received(self.state.address(slot), message))
 
     def worker_exits(self, slot: int, status: int = -9) -> None:
-        generation = self.state.workers[slot].generation
-        self.handle(ev.WorkerExited(slot=slot, generation=generation, status=status))
+        self.handle(ev.Exited(self.state.address(slot), status))
 
     def daemon_exits(self) -> None:
-        self.handle(ev.DaemonExited(generation=self.state.daemon_generation, status=-9))
+        self.handle(ev.Exited(self.state.daemon, -9))
 
     def daemon_returns(self) -> None:
         """The workers of the one that died are reaped, and the next one is ready."""
@@ -121,7 +132,7 @@ class Rig:
         return [
             command.message
             for command in self.out
-            if isinstance(command, ev.ToDaemon | ev.ToWorker) and isinstance(command.message, kind)
+            if isinstance(command, ev.Send) and isinstance(command.message, kind)
         ]
 
     def commands(self, kind: type) -> list[Any]:
@@ -165,11 +176,11 @@ class Rig:
         if name.startswith("code"):
             manifest = msgspec.structs.replace(manifest, mode="module")
         done = msg.BuildDone(model=name, epoch=epoch, digest=manifest.digest)
-        self.handle(ev.FromBuilder(message=done, manifest=manifest))
+        self.handle(received(done, manifest=manifest))
 
     def stored(self, name: str, epoch: Any) -> None:
         """Its builder has left, and the daemon has its bytes."""
-        self.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+        self.handle(exited(epoch, 0))
         self.daemon(msg.ModelStored(model=name, epoch=epoch, load_ms=1.0))
 
     def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
@@ -288,7 +299,7 @@ def awaited(rig: Rig, name: str = "a") -> int:
     _, epoch = rig.begin(name)
     rig.built(name, 10, epoch)
     assert [command.model for command in rig.commands(ev.Announce)] == [name]
-    rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+    rig.handle(exited(epoch, 0))
     return int(epoch)
 
 
@@ -575,9 +586,9 @@ def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped
     token = rig.infer("a", deadline_ms=50.0)
     task = rig.state.owner.running
     rig.tick(60.0)
-    assert not rig.commands(ev.KillWorker)
+    assert not rig.commands(ev.Kill)
     rig.tick(50.0 + rig.core.settings.deadline_grace_ms)
-    assert rig.commands(ev.KillWorker)
+    assert rig.commands(ev.Kill)
     assert token not in rig.answers
     rig.worker_exits(task.slot)
     assert isinstance(rig.error(token), errors.DeadlineExceeded)
@@ -594,7 +605,7 @@ def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_be
     rig.done()
     token = rig.infer("a")
     task = rig.state.owner.running
-    while not rig.commands(ev.KillWorker):
+    while not rig.commands(ev.Kill):
         due = rig.scheduler.next_wakeup_ms()
         assert due is not None
         rig.tick(due)
@@ -670,7 +681,7 @@ def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> Non
     rig.done()
     assert rig.state.owner.running is not None
     rig.tick(2 * limit_ms - 2)
-    assert not rig.commands(ev.KillWorker)
+    assert not rig.commands(ev.Kill)
 
 
 def test_without_a_limit_a_task_may_compute_for_ever() -> None:
@@ -678,7 +689,7 @@ def test_without_a_limit_a_task_may_compute_for_ever() -> None:
     rig.register("a")
     rig.infer("a")
     rig.tick(1e9)
-    assert not rig.commands(ev.KillWorker)
+    assert not rig.commands(ev.Kill)
 
 
 @pytest.mark.parametrize("limit", ["max_queue", "max_queue_per_model"])
@@ -705,7 +716,7 @@ def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:
         else:
             assert isinstance(rig.error(token), errors.HostStoreFull)
             refused.append(name)
-            rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+            rig.handle(exited(epoch, 0))
         rig.prepared()
     assert refused == ["greedy.4", "greedy.5"]
 
@@ -741,7 +752,7 @@ def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     rig.worker(task.slot, failed)
     assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.error(token).request_id == f"r{token}"
-    assert not rig.commands(ev.KillWorker)
+    assert not rig.commands(ev.Kill)
 
 
 def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) -> None:
@@ -842,7 +853,7 @@ def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Ri
     token = rig.infer("a")
     task = rig.state.owner.running
     rig.arrived("a", is_complete=False)
-    assert [command.slot for command in rig.commands(ev.KillWorker)] == [task.slot]
+    assert [command.target.slot for command in rig.commands(ev.Kill)] == [task.slot]
     rig.worker_exits(task.slot)
     assert rig.sent(msg.TransmitModel)
     rig.done()
@@ -855,23 +866,23 @@ def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
     rig.infer("a")
     epoch = rig.state.replicas["a"].residency_epoch
     rig.daemon(msg.DaemonFault(epoch=epoch, reason="overlaps"))
-    assert rig.commands(ev.KillWorker)
+    assert rig.commands(ev.Kill)
 
 
 def test_workers_that_die_before_they_are_ready_are_respawned_with_growing_delay(rig: Rig) -> None:
     rig.worker_exits(0, 1)  # it was ready: replaced at once, and not counted
     for _ in range(rig.core.settings.max_deaths):
         rig.worker_exits(0, 1)
-        assert rig.commands(ev.SpawnWorker)
+        assert rig.commands(ev.Spawn)
     rig.worker_exits(0, 1)
-    assert not rig.commands(ev.SpawnWorker)
+    assert not rig.commands(ev.Spawn)
     assert rig.scheduler.next_wakeup_ms() == 100.0
 
 
 def test_a_standby_that_is_killed_again_and_again_is_replaced_at_once(rig: Rig) -> None:
     for _ in range(10):
         rig.worker_exits(0)
-        assert rig.commands(ev.SpawnWorker)
+        assert rig.commands(ev.Spawn)
         rig.worker(0, msg.WorkerReady(slot=0, pid=99))
 
 
@@ -1199,7 +1210,7 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     job = rig.start_training()
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
-    assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+    assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
 
 
 def hangs(rig: Rig, job: Any) -> float:
@@ -1210,7 +1221,7 @@ def hangs(rig: Rig, job: Any) -> float:
     ):
         rig.tick(rig.scheduler.next_wakeup_ms())
     waited_ms, slot = rig.now_ms - began_ms, job.slot
-    assert rig.commands(ev.KillWorker)[0].reason.startswith("did not stop within")
+    assert rig.commands(ev.Kill)[0].reason.startswith("did not stop within")
     rig.worker_exits(slot)
     scrubs = rig.sent(msg.Scrub)
     if rig.residency("a") is Residency.TRANSMITTING:
@@ -1283,7 +1294,7 @@ def test_a_process_that_does_not_leave_after_its_script_is_killed(rig: Rig) -> N
     job = rig.start_training()
     slot = rig.job_ends(job, "done")
     rig.tick(rig.core.settings.evict_grace_ms)
-    assert [command.slot for command in rig.commands(ev.KillWorker)] == [slot]
+    assert [command.target.slot for command in rig.commands(ev.Kill)] == [slot]
 
 
 def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: Rig) -> None:
@@ -1604,9 +1615,9 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
     rig.ask_register("b")
     assert not rig.commands(ev.StartBuild)
     rig.handle(ev.CancelAsked(token=first))
-    assert rig.commands(ev.KillBuild)
+    assert rig.commands(ev.Kill)
     assert not rig.commands(ev.StartBuild)
-    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    rig.handle(exited(epoch, -9))
     assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
     assert isinstance(rig.error(first), errors.Cancelled)
 
@@ -1614,10 +1625,10 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
     token, epoch = rig.begin("a")
     gone = rig.ask(ev.UnregisterAsked, model="a")
-    assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
+    assert [command.target.generation for command in rig.commands(ev.Kill)] == [epoch]
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), errors.Cancelled)
-    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    rig.handle(exited(epoch, -9))
     rig.register("a")  # the name is free again
 
 
@@ -1625,7 +1636,7 @@ def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     rig.ask_register("a")
     token = rig.ask_register("b")
     gone = rig.ask(ev.UnregisterAsked, model="b")
-    assert not rig.commands(ev.KillBuild)
+    assert not rig.commands(ev.Kill)
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), errors.Cancelled)
     assert "b" not in rig.state.replicas
@@ -1649,7 +1660,7 @@ def test_clients_take_turns_at_builds(rig: Rig) -> None:
     rig.ask_register("friend", client="friend")
     order = []
     for _ in range(3):
-        rig.handle(ev.BuilderExited(model="any", epoch=epoch, status=-9))
+        rig.handle(exited(epoch, -9))
         (started,) = rig.commands(ev.StartBuild)
         epoch = started.epoch
         order.append(started.model)
@@ -1694,7 +1705,7 @@ def test_a_builder_that_dies_without_a_word_refuses_its_model(
     rig: Rig, number: int, words: str
 ) -> None:
     token, epoch = rig.begin("a")
-    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-number))
+    rig.handle(exited(epoch, -number))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert words in rig.error(token).message
     assert "a" not in rig.state.replicas
@@ -1718,7 +1729,7 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
     token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
-    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
+    rig.handle(exited(epoch, 0))
     rig.daemon(msg.DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
     assert "no idea" in rig.error(token).message
     assert len(rig.scheduler.machine.store.regions) == 0
@@ -1965,7 +1976,7 @@ def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> N
 
 def test_a_request_for_a_model_that_is_refused_when_checked_again_reads_why(rig: Rig) -> None:
     token, epoch = restored(rig)
-    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    rig.handle(exited(epoch, -9))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert rig.commands(ev.Retract)
 
@@ -1992,28 +2003,28 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     rig.register("a")
     assert [worker.runs_code for worker in rig.state.workers.values()] == [False] * 3
     job = rig.train("cifar")
-    [spawned] = rig.commands(ev.SpawnWorker)
-    assert spawned.slot == job.slot
-    assert [type(c) for c in rig.out if isinstance(c, ev.SpawnWorker | ev.ToWorker)] == [
-        ev.SpawnWorker, ev.ToWorker,
+    [spawned] = rig.commands(ev.Spawn)
+    assert spawned.target.slot == job.slot
+    assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [
+        ev.Spawn, ev.Send,
     ]  # fmt: skip
     assert len(rig.sent(msg.RunJob)) == 1
     # Its end is told before the fresh one is ready, and is not the job's.
-    rig.handle(ev.WorkerExited(slot=job.slot, generation=1, status=-9, begun_epoch=0))
+    rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
     worker = rig.state.workers[job.slot]
     assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
     rig.worker(job.slot, msg.WorkerReady(slot=job.slot, pid=99))
     assert worker.pid == 99
     assert job.slot is not None
     rig.worker(job.slot, msg.WorkerReady(slot=job.slot, pid=100))
-    assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+    assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
 
 
 def test_without_a_sandbox_a_job_runs_where_programs_did() -> None:
     rig = Rig()
     rig.register("a")
     rig.train("cifar")
-    assert rig.commands(ev.SpawnWorker) == []
+    assert rig.commands(ev.Spawn) == []
     assert len(rig.sent(msg.RunJob)) == 1
 
 
@@ -2025,10 +2036,10 @@ def test_code_and_programs_are_never_prepared_in_one_process() -> None:
     assert not any("a" in worker.warm for worker in rig.state.workers.values())
     # The first request for it replaces one process; the others keep what they know.
     rig.infer("a")
-    [spawned] = rig.commands(ev.SpawnWorker)
+    [spawned] = rig.commands(ev.Spawn)
     [order] = rig.sent(msg.RunInference)
     assert not order.is_code
-    kept = [w for w in rig.state.workers.values() if w.slot != spawned.slot]
+    kept = [w for w in rig.state.workers.values() if w.slot != spawned.target.slot]
     assert all(list(worker.warm) == ["code"] for worker in kept)
 
 
@@ -2037,12 +2048,12 @@ def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced
     rig.register("code")
     rig.register("a")
     rig.infer("a")
-    [spawned] = rig.commands(ev.SpawnWorker)
-    rig.worker(spawned.slot, msg.WorkerReady(slot=spawned.slot, pid=99))
+    [spawned] = rig.commands(ev.Spawn)
+    rig.worker(spawned.target.slot, msg.WorkerReady(slot=spawned.target.slot, pid=99))
     rig.arrived("a")
     rig.done()
     rig.infer("code")
-    assert rig.commands(ev.SpawnWorker) == []
+    assert rig.commands(ev.Spawn) == []
     [order] = rig.sent(msg.RunInference)
     assert order.is_code
 
@@ -2063,7 +2074,7 @@ def asked(rig: Rig, name: str) -> tuple[list[str], list[int]]:
     """Serve one request of a model; whose process was made for it, and which were replaced."""
     rig.infer(name)
     bound = [message.tenant for message in rig.sent(msg.BindTenant)]
-    spawned = [command.slot for command in rig.commands(ev.SpawnWorker)]
+    spawned = [command.target.slot for command in rig.commands(ev.Spawn)]
     if rig.residency(name) is Residency.TRANSMITTING:
         rig.arrived(name)
     rig.done()
@@ -2075,7 +2086,7 @@ def test_a_process_serves_one_tenant_and_standbys_wait_for_any(apart: Rig) -> No
         apart.register(name)
     assert tenants(apart) == [None] * 3, "a standby chose its tenant before there was a request"
     apart.infer("ada.m")
-    kinds = [c.message for c in apart.out if isinstance(c, ev.ToWorker)]
+    kinds = [c.message for c in apart.commands(ev.Send) if c.target.kind == "worker"]
     assert isinstance(kinds[0], msg.BindTenant), "the program came before its tenant's memory"
     assert (kinds[0].tenant, kinds[0].is_code) == ("ada", False)
     assert isinstance(kinds[1], msg.RunInference)
@@ -2104,10 +2115,10 @@ def test_when_no_process_waits_for_a_new_tenant_the_one_idle_longest_makes_way(a
     apart.infer("own")
     assert [message.tenant for message in apart.sent(msg.BindTenant)] == [""]
     apart.arrived("own")
-    assert not apart.commands(ev.SpawnWorker), "a process is replaced while a request computes"
+    assert not apart.commands(ev.Spawn), "a process is replaced while a request computes"
     apart.done()
-    [replaced] = apart.commands(ev.SpawnWorker)
-    assert (replaced.slot, tenants(apart)) == (1, ["ada", None, ""])
+    [replaced] = apart.commands(ev.Spawn)
+    assert (replaced.target.slot, tenants(apart)) == (1, ["ada", None, ""])
     apart.worker(1, msg.WorkerReady(slot=1, pid=99))
     assert asked(apart, "bob.m")[0] == ["bob"]
     assert apart.state.workers[1].tenant == "bob", "the fresh process was not taken"
@@ -2121,10 +2132,11 @@ def test_where_all_are_busy_or_others_the_request_replaces_one() -> None:
     asked(apart, "bob.m")
     assert tenants(apart) == ["ada", "bob"], "of two workers none waits for another tenant"
     apart.infer("cyd.m")
-    sent = [c for c in apart.out if isinstance(c, ev.SpawnWorker | ev.ToWorker)]
-    assert [type(c) for c in sent] == [ev.SpawnWorker, ev.ToWorker, ev.ToWorker]
+    both = apart.commands(ev.Spawn | ev.Send)
+    sent = [c for c in both if c.target.kind == "worker"]
+    assert [type(c) for c in sent] == [ev.Spawn, ev.Send, ev.Send]
     assert [type(c.message) for c in sent[1:]] == [msg.BindTenant, msg.RunInference]
-    worker = apart.state.workers[sent[0].slot]
+    worker = apart.state.workers[sent[0].target.slot]
     assert (worker.tenant, list(worker.warm)) == ("cyd", [])
 
 
@@ -2327,7 +2339,7 @@ def comes(rig: Rig, build: Any, digest: str = "") -> None:
     """The version is built and stored."""
     manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
     done = msg.BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
-    rig.handle(ev.FromBuilder(message=done, manifest=manifest))
+    rig.handle(received(done, manifest=manifest))
     rig.stored(build.model, build.epoch)
     rig.seen = rig.out
     rig.prepared()
@@ -2472,10 +2484,10 @@ def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> 
     build = copied(rig, job)
     failed = msg.BuildFailed(model=build.model, epoch=build.epoch, error="RegistrationRefused",
                              message="w differs")  # fmt: skip
-    rig.handle(ev.FromBuilder(message=failed))
+    rig.handle(received(failed))
     assert "w differs" in rig.error(token).message
     assert any(isinstance(c, ev.DropPublished) for c in rig.out)
-    rig.handle(ev.BuilderExited(model=build.model, epoch=build.epoch, status=0))
+    rig.handle(exited(build.epoch, 0))
     assert versions_of(rig) == [(1, True)]
     publish(rig, job)
     assert versions_of(rig) == [(1, False), (2, True)]
@@ -2594,7 +2606,7 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
     other = again.ask_register("net")
     assert isinstance(again.error(other), errors.AlreadyExists)
     model = again.scheduler.machine.models["net@3"]
-    again.handle(ev.FromBuilder(message=msg.BuildFailed(
+    again.handle(received(msg.BuildFailed(
         model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
         error="RegistrationRefused", message="damaged")))  # fmt: skip
     assert model.state.state is ModelState.FAILED
@@ -2830,9 +2842,9 @@ def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
     token = ask_publish(rig, job)
     (build,) = rig.commands(ev.StartBuild)
     new = replaced(rig, job)
-    assert ev.KillBuild(model="net@2", epoch=build.epoch) in rig.out
+    assert ev.Kill(builder(build.epoch)) in rig.out
     assert "no job" in rig.error(token).message
-    rig.handle(ev.BuilderExited(model="net@2", epoch=build.epoch, status=-9))
+    rig.handle(exited(build.epoch, -9))
     assert versions_of(rig) == [(1, True)]
     assert new.why == ""
 
@@ -2844,7 +2856,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
     (build,) = rig.commands(ev.StartBuild)
     token = ask_publish(rig, job)
     replaced(rig, job)
-    rig.handle(ev.BuilderExited(model="net@2", epoch=build.epoch, status=-9))
+    rig.handle(exited(build.epoch, -9))
     assert "no job" in rig.error(token).message
     assert not rig.commands(ev.StartBuild)
 
@@ -2936,7 +2948,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         rig.daemon(msg.CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
         assert rig.commands(ev.DropPublished)
     for one in filter(None, (build, other)):
-        rig.handle(ev.BuilderExited(model=one.model, epoch=one.epoch, status=-9))
+        rig.handle(exited(one.epoch, -9))
     rig.tick(rig.now_ms + 1.0)
     assert not rig.commands(ev.StartBuild)
     assert not rig.scheduler.publishing._lines

@@ -53,8 +53,7 @@ class Pool(Stages):
         return found
 
     def hears(self, message: Any, slot: int = 0) -> None:
-        generation = self.processes[slot].generation
-        self.said(ev.FromStage(slot=slot, generation=generation, message=message))
+        self.said(ev.Received(self.processes[slot].address, message))
 
     def starts(self, slot: int = 0) -> None:
         self.hears(StageReady(pid=7), slot)
@@ -62,15 +61,14 @@ class Pool(Stages):
     def calls(self) -> list[int]:
         """Whose inputs are being made."""
         assert all(isinstance(one.message, RunStage) for one in self.core.out
-                   if isinstance(one, ev.ToStage))  # fmt: skip
+                   if isinstance(one, ev.Send))  # fmt: skip
         return [process.token for process in self.processes if process.epoch]  # type: ignore[misc]
 
     def returns(self, slot: int = 0) -> None:
         self.hears(StageDone(epoch=self.processes[slot].epoch, outputs=()), slot)
 
     def dies(self, slot: int = 0) -> None:
-        generation = self.processes[slot].generation
-        self.exited(ev.StageExited(slot=slot, generation=generation, status=-9))
+        self.exited(ev.Exited(self.processes[slot].address, -9))
 
     def error(self) -> str:
         (answer,) = self.out(ev.Answer)
@@ -83,13 +81,13 @@ def pool() -> Pool:
 
 
 def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(pool: Pool) -> None:
-    assert not pool.out(ev.SpawnStage)
+    assert not pool.out(ev.Spawn)
     first, second, urgent = pool.ask(1), pool.ask(2), pool.ask(3, priority=0)
-    assert len(pool.out(ev.SpawnStage)) == 1
+    assert len(pool.out(ev.Spawn)) == 1
     assert first.state.state is TaskState.PREPROCESSING
     pool.starts()
     for request in (urgent, first, second):
-        assert len(pool.out(ev.ToStage)) == 1
+        assert len(pool.out(ev.Send)) == 1
         pool.core.now_ms += 5.0
         pool.returns()
         (taken,) = pool.out(ev.TakeResult)
@@ -98,13 +96,13 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
         assert (request.state.state, request.preprocess_ms) == (TaskState.QUEUED, 5.0)
     assert not len(pool)
-    assert not pool.out(ev.ToStage)
+    assert not pool.out(ev.Send)
 
 
 def test_a_death_is_blamed_on_the_request_whose_function_ran(pool: Pool) -> None:
     deadly = pool.ask(1)
     for _ in range(2):
-        assert len(pool.out(ev.SpawnStage)) == 1
+        assert len(pool.out(ev.Spawn)) == 1
         pool.starts()
         assert pool.calls() == [1]
         pool.core.out.clear()
@@ -120,12 +118,12 @@ def test_a_death_is_blamed_on_the_request_whose_function_ran(pool: Pool) -> None
 
 def test_one_that_dies_by_itself_is_started_again_after_a_pause(pool: Pool) -> None:
     pool.ask(1)
-    pool.out(ev.SpawnStage)
+    pool.out(ev.Spawn)
     pool.dies()
-    assert not pool.out(ev.SpawnStage)
+    assert not pool.out(ev.Spawn)
     pool.core.now_ms = pool.core.settings.restart_backoff_ms
     pool.advance()
-    assert len(pool.out(ev.SpawnStage)) == 1
+    assert len(pool.out(ev.Spawn)) == 1
     assert len(pool) == 1
 
 
@@ -140,15 +138,15 @@ def test_a_deadline_counts_from_arrival_and_a_call_that_hangs_is_killed(pool: Po
     pool.core.now_ms = LIMIT_MS
     pool.advance()
     kinds = [type(command).__name__ for command in pool.core.out]
-    assert kinds == ["KillStage", "Answer"]
+    assert kinds == ["Kill", "Answer"]
     assert not len(pool)
     assert "[preprocess] max_time" in pool.core.out[1].error.hint  # type: ignore[union-attr]
     pool.advance()
     pool.core.out.clear()
     pool.ask(3)
-    assert not pool.out(ev.SpawnStage)  # the other one is not reaped
+    assert not pool.out(ev.Spawn)  # the other one is not reaped
     pool.dies()
-    assert len(pool.out(ev.SpawnStage)) == 1
+    assert len(pool.out(ev.Spawn)) == 1
 
 
 def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(pool: Pool) -> None:
@@ -192,7 +190,7 @@ def test_a_process_older_than_a_registration_makes_none_of_its_inputs(pool: Pool
     pool.born = pool.core.next_epoch()
     pool.core.out.clear()
     pool.ask(2)
-    assert len(pool.out(ev.KillStage)) == 1
+    assert len(pool.out(ev.Kill)) == 1
     assert not pool.calls()
     pool.dies()
     pool.starts()

@@ -29,7 +29,7 @@ from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
 from tests.unit.fleet_model import manifest_of, profile_of
-from tests.unit.test_scheduler_rules import Rig
+from tests.unit.test_scheduler_rules import Rig, received
 
 MIB = 1 << 20
 UNIT = 2
@@ -245,7 +245,7 @@ def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> 
     token, epoch = rig.begin("large", **fields)
     manifest = manifest_of("digest large", mib * MIB, groups)
     done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
-    rig.handle(ev.FromBuilder(message=done, manifest=manifest))
+    rig.handle(received(done, manifest=manifest))
     if rig.answers.get(token) is None:
         rig.stored("large", epoch)
         rig.prepared()
@@ -337,7 +337,7 @@ def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig
     manifest = manifest_of("digest large", 186 * MIB, 31)
     found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
     done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
-    rig.handle(ev.FromBuilder(message=done, manifest=manifest, profiles=(found,)))
+    rig.handle(received(done, manifest=manifest, profiles=(found,)))
     rig.stored("large", epoch)
     assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
     assert len(rig.state.replicas["large"].manifest.groups) == 31
@@ -400,7 +400,7 @@ def turns(rig: Rig) -> list[int]:
 
 
 def asked(rig: Rig) -> list[tuple[int, int]]:
-    return [(command.slot, command.epoch) for command in rig.commands(ev.Interrupt)]
+    return [(command.target.slot, command.epoch) for command in rig.commands(ev.Interrupt)]
 
 
 def test_a_pass_steps_aside_for_a_small_one_and_goes_on_before_the_next(rig: Rig) -> None:
@@ -474,8 +474,8 @@ def test_a_worker_that_was_let_in_and_steps_aside_is_killed(rig: Rig) -> None:
     small = rig.infer("small")
     steps_aside(rig, passing)
     steps_aside(rig, rig.state.owner.running)
-    (kill,) = rig.commands(ev.KillWorker)
-    rig.worker_exits(kill.slot)
+    (kill,) = rig.commands(ev.Kill)
+    rig.worker_exits(kill.target.slot)
     assert rig.state.owner.running is passing
     rig.arrived("large")
     rig.done()

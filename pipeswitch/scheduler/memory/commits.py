@@ -137,7 +137,7 @@ class Commits:
             copy_ms = message.copy_ms
             device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
-            self._device.signal(job.slot, message)
+            self._device.send(job.slot, message, "signal")
 
     def persist_due(self) -> None:
         """Write each commit to disk, as far as its writes keep to their share of the time; the one

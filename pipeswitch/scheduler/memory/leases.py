@@ -161,7 +161,7 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.signal(job.slot, msg.HostGranted(epoch=job.epoch))
+        self._device.send(job.slot, msg.HostGranted(epoch=job.epoch), "signal")
 
     def reaped(self, name: msg.JobName) -> None:
         """The job's process is gone: it holds nothing any more, and writes nowhere."""
@@ -216,7 +216,7 @@ class Leases:
             granted = msg.LeaseGranted(
                 epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
-            self._device.signal(job.slot, granted, commits_of=job.name)
+            self._device.send(job.slot, granted, "signal", commits_of=job.name)
 
     def may_grant(self, job: Job) -> bool:
         """Return whether a job waits for memory other than that of pinned models."""
@@ -249,4 +249,4 @@ class Leases:
         refused = msg.LeaseRefused(
             epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
         )
-        self._device.signal(job.slot, refused)
+        self._device.send(job.slot, refused, "signal")

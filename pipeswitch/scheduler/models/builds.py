@@ -6,7 +6,7 @@ from ...errors import QueueFull
 from ...ipc.messages import Epoch
 from ...shares import left
 from ..core import Core
-from ..events import KillBuild, StartBuild
+from ..events import Address, Kill, StartBuild
 from ..machine import Machine
 from ..state.records import Registration
 
@@ -23,7 +23,7 @@ class BuildQueue:
         self._core = core
         self._machine = machine
         self._waiting: list[Registration] = []  # in order of arrival
-        self._running: dict[Epoch, str] = {}  # from StartBuild until the process is gone
+        self._running: dict[Epoch, Registration] = {}  # until the process is gone
         self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
 
     @property
@@ -51,29 +51,29 @@ class BuildQueue:
         core = self._core
         while len(self._running) < core.settings.max_builds and (one := self._next()):
             self._waiting.remove(one)
-            self._running[one.build_epoch] = one.client
+            self._running[one.build_epoch] = one
             self._last_turns[one.client] = one.build_epoch
             tenant = self._machine.models[one.model].tenant
             core.emit(
                 StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
             )
         if self._last_turns:
-            waiting = {*(one.client for one in self._waiting), *self._running.values()}
+            waiting = {one.client for one in (*self._waiting, *self._running.values())}
             self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 
     def _next(self) -> Registration | None:
         """The first of the client whose last turn is longest ago, and that builds nothing now."""
-        busy = set(self._running.values())
+        busy = {one.client for one in self._running.values()}
         free = [one for one in self._waiting if one.client not in busy]
         return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     def give_up(self, one: Registration) -> None:
         """End its build, or take it from those that wait."""
         if one.build_epoch in self._running:
-            self._core.emit(KillBuild(model=one.model, epoch=one.build_epoch))
+            self._core.emit(Kill(Address("builder", generation=one.build_epoch)))
         else:
             self._waiting.remove(one)
 
-    def exited(self, epoch: Epoch) -> None:
-        """A builder is gone."""
-        self._running.pop(epoch, None)
+    def exited(self, epoch: Epoch) -> Registration | None:
+        """Return the registration whose builder is gone."""
+        return self._running.pop(epoch, None)

@@ -103,7 +103,7 @@ class Publishing:
             )  # fmt: skip
         else:
             self._accept(message.model, job.name, message.step, message.part, None)
-        device.signal(worker.slot, answer)
+        device.send(worker.slot, answer, "signal")
 
     def _check(self, event: PublishAsked) -> None:
         if self._core.is_draining:
@@ -221,7 +221,7 @@ class Publishing:
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
-            device.signal(job.slot, msg.PublishCopied(epoch=job.epoch))
+            device.send(job.slot, msg.PublishCopied(epoch=job.epoch), "signal")
 
     def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""

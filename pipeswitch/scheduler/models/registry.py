@@ -309,10 +309,10 @@ class Registry:
             error = errors.from_wire(message.error, message.message, message.hint, message.data)
             self._refuse(model, error)
 
-    def builder_exited(self, event: ev.BuilderExited) -> None:
-        """A builder that died without a word: its model's code brought it down."""
-        model = self._of(event.model, event.epoch)
-        self._builds.exited(event.epoch)
+    def builder_exited(self, event: ev.Exited) -> None:
+        """Refuse the model of a builder that died without a message: its code brought it down."""
+        one = self._builds.exited(msg.Epoch(event.source.generation))
+        model = self._of(one.model, one.build_epoch) if one is not None else None
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))
 

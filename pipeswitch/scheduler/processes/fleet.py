@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from ..core import MEASURED, QUEUE, TURN, WORKERS
-from ..events import SpawnDaemon, ToWorker, Warn
+from ..events import Spawn, Warn
 from ..state.device_state import DeviceState
 from ..state.records import Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
@@ -41,7 +41,7 @@ class Fleet:
         device.is_daemon_ready = False
         self.is_daemon_alive = True
         self._daemon_respawn_at_ms = None
-        self._device.emit(SpawnDaemon(generation=device.daemon_generation))
+        self._core.emit(Spawn(device.daemon))
 
     def daemon_ready(self, pid: int) -> None:
         device = self._device
@@ -52,7 +52,7 @@ class Fleet:
     def daemon_died(self, status: int) -> None:
         """Kill every worker: none may outlive the owner of its memory. Then restart in order.
 
-        1. workers are killed and reaped (WorkerExited of each);
+        1. workers are killed and reaped (``Exited`` of each);
         2. the daemon is spawned again, with back-off, and takes its memory;
         3. workers are spawned; requests were queued again, jobs resume from their commits.
 
@@ -202,19 +202,17 @@ class Fleet:
             worker.preparing = name
             tenant = core.tenant_of(replica.model.tenant)
             device.claim(worker, is_code=replica.is_code, tenant=tenant)
-            self._device.emit(
-                ToWorker(
-                    slot=worker.slot,
-                    message=PrepareModel(
-                        model=name,
-                        digest=replica.manifest.digest,
-                        directory=core.settings.program_dir(replica.manifest.digest),
-                        arena_offset_bytes=replica.home_bytes,
-                        plan=replica.plan,
-                        landings=replica.landings.offsets if replica.landings else (),
-                        is_code=replica.is_code,
-                    ),
-                )
+            self._device.send(
+                worker.slot,
+                PrepareModel(
+                    model=name,
+                    digest=replica.manifest.digest,
+                    directory=core.settings.program_dir(replica.manifest.digest),
+                    arena_offset_bytes=replica.home_bytes,
+                    plan=replica.plan,
+                    landings=replica.landings.offsets if replica.landings else (),
+                    is_code=replica.is_code,
+                ),
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
@@ -253,7 +251,7 @@ class Fleet:
         elif self._is_known(message):
             worker.warm[message.model] = (message.digest, message.plan)
         else:  # unregistered meanwhile
-            self._device.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=message.model)))
+            self._device.send(worker.slot, ForgetModel(model=message.model))
 
     def forget(self, name: ModelName) -> None:
         """A model is unregistered: no worker keeps its program."""
@@ -262,7 +260,7 @@ class Fleet:
             if name in worker.warm and worker.is_alive:
                 del worker.warm[name]
                 if worker.job is None:
-                    self._device.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=name)))
+                    self._device.send(worker.slot, ForgetModel(model=name))
 
     def _is_known(self, message: ModelPrepared) -> bool:
         replica = self._device.replicas.get(message.model)

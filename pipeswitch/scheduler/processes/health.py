@@ -58,7 +58,7 @@ class Health:
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
-                device.signal(worker.slot, question)
+                device.send(worker.slot, question, "signal")
 
     @property
     def is_complete(self) -> bool:

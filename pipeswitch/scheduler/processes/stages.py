@@ -37,6 +37,10 @@ class Process:
         name = f"stage {self.slot}"
         self.state = StateMachine(name, WorkerState.DEAD, WORKER_TRANSITIONS)
 
+    @property
+    def address(self) -> ev.Address:
+        return ev.Address("stage", slot=self.slot, generation=self.generation)
+
 
 @dataclass
 class Raw:
@@ -147,9 +151,9 @@ class Stages:
 
     # -- processes ----------------------------------------------------------------------------
 
-    def said(self, event: ev.FromStage) -> None:
-        process = self.processes[event.slot]
-        if event.generation != process.generation:
+    def said(self, event: ev.Received) -> None:
+        process = self.processes[event.source.slot]
+        if event.source != process.address:
             self._core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -188,10 +192,10 @@ class Stages:
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED)
 
-    def exited(self, event: ev.StageExited) -> None:
+    def exited(self, event: ev.Exited) -> None:
         """Its process is reaped: its request is tried again, or reads what killed it."""
-        core, process = self._core, self.processes[event.slot]
-        if event.generation != process.generation:
+        core, process = self._core, self.processes[event.source.slot]
+        if event.source != process.address:
             return
         is_blamed, was_called = process.state.state is not WorkerState.DOOMED, process.epoch
         process.state.apply(WorkerEvent.EXITED, f"status {event.status}")
@@ -228,7 +232,7 @@ class Stages:
             if is_free and waiting and process.respawn_at_ms <= self._core.now_ms:
                 process.generation = self._core.next_epoch()
                 process.state.apply(WorkerEvent.RESPAWNED)
-                self._core.emit(ev.SpawnStage(slot=process.slot, generation=process.generation))
+                self._core.emit(ev.Spawn(process.address))
         return STAGES
 
     def _call(self, process: Process, raw: Raw) -> None:
@@ -237,7 +241,7 @@ class Stages:
         process.epoch, process.token = core.next_epoch(), raw.request.token
         process.function, process.began_at_ms = raw.function, core.now_ms
         call = RunStage(epoch=process.epoch, function=raw.function, inputs=raw.request.inputs)
-        core.emit(ev.ToStage(slot=process.slot, message=call, tenant=raw.tenant))
+        core.emit(ev.Send(process.address, call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
             core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
@@ -258,7 +262,7 @@ class Stages:
 
     def _kill(self, process: Process, why: str) -> None:
         process.state.apply(WorkerEvent.KILLED, why)
-        self._core.emit(ev.KillStage(slot=process.slot))
+        self._core.emit(ev.Kill(process.address))
 
     def check(self) -> None:
         """Assert the invariants."""

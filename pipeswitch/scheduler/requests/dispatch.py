@@ -10,7 +10,7 @@ from typing import Final
 from ...errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages import Epoch, JobName, JoinedRequest, ModelName, RunInference, Turn
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
-from ..events import Interrupt, RaiseTurn, ToWorker
+from ..events import Interrupt, RaiseTurn
 from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
@@ -57,7 +57,7 @@ class Turns:
         task = owner.next_task
         if task is not None:
             self._start(task, "has the turn")
-            self._device.emit(RaiseTurn(turn=task.turn, slot=task.slot))
+            self._core.emit(RaiseTurn(self._device.address(task.slot), task.turn))
 
     def passed(self, turn: Turn) -> None:
         """The parked worker has raised the turn itself."""
@@ -94,7 +94,7 @@ class Turns:
         view, request = device.view, device.requests[passing.tokens[0]]
         stands = shown(request)._replace(arrived_at_ms=view.now_ms - passing.aside_ms)
         if self._core.judge.may_overtake(shown(device.requests[waiting.tokens[0]]), stands, view):
-            device.emit(Interrupt(slot=passing.slot, epoch=passing.epoch))
+            self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
         """Nobody has the turn now: the next one gets it, and then the pass again."""
@@ -210,7 +210,7 @@ class Dispatch:
         running = owner.running
         if running is not None and running.goes_on and (device.queue.requests or owner.pending):
             running.goes_on = False  # after the step that it is at
-            device.emit(Interrupt(slot=running.slot, epoch=running.epoch))
+            self._core.emit(Interrupt(device.address(running.slot), running.epoch))
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
@@ -508,31 +508,29 @@ class Dispatch:
         self._turns.give()  # before the order: the worker must not find an old turn
         if owner.running is not None and owner.running.streamed:
             self._turns.let_in()
-        self._device.emit(
-            ToWorker(
-                slot=worker.slot,
-                message=RunInference(
-                    epoch=epoch,
-                    request_id=request.request_id,
-                    model=name,
-                    digest=manifest.digest,
-                    directory=core.settings.program_dir(manifest.digest),
-                    arena_offset_bytes=replica.home_bytes,
-                    first_word=replica.first_word,
-                    residency_epoch=replica.residency_epoch,
-                    inputs=request.inputs,
-                    reply_offset_bytes=request.reply_offset_bytes,
-                    reply_bytes=request.reply_bytes,
-                    plan=replica.plan,
-                    landings=replica.landings.offsets if replica.landings is not None else (),
-                    joined=tuple(map(_joined, requests[1:])),
-                    is_timed=device.measuring == name,
-                    is_code=is_code,
-                    choosing=request.choosing,
-                    sequence=request.sequence,
-                    after=request.after,
-                ),
-            )
+        self._device.send(
+            worker.slot,
+            RunInference(
+                epoch=epoch,
+                request_id=request.request_id,
+                model=name,
+                digest=manifest.digest,
+                directory=core.settings.program_dir(manifest.digest),
+                arena_offset_bytes=replica.home_bytes,
+                first_word=replica.first_word,
+                residency_epoch=replica.residency_epoch,
+                inputs=request.inputs,
+                reply_offset_bytes=request.reply_offset_bytes,
+                reply_bytes=request.reply_bytes,
+                plan=replica.plan,
+                landings=replica.landings.offsets if replica.landings is not None else (),
+                joined=tuple(map(_joined, requests[1:])),
+                is_timed=device.measuring == name,
+                is_code=is_code,
+                choosing=request.choosing,
+                sequence=request.sequence,
+                after=request.after,
+            ),
         )
         if owner.job is not None:
             activation.preempted = owner.job

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
-
-from msgspec.structs import replace
+from typing import Any, Literal
 
 from ...errors import PipeSwitchError
 from ...ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
-from ..events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
+from ..events import Address, Kill, Send, Span, Spans, Spawn, Token
 from ..policies import View
 from .device_owner import DeviceOwner
 from .fair_queue import Accounts
@@ -89,16 +87,21 @@ class DeviceState:
         """A worker of it is not reaped yet: it may still write what it could ever write."""
         return any(worker.is_alive for worker in self.workers.values())
 
-    def emit(self, command: OfDevice) -> None:
-        """To a process of this device, which is named here."""
-        self.core.emit(replace(command, device=self.index) if self.index else command)
+    @property
+    def daemon(self) -> Address:
+        """The memory daemon that lives, or died last."""
+        return Address("daemon", self.index, generation=self.daemon_generation)
 
-    def signal(self, slot: Slot, message: Message, commits_of: JobName | None = None) -> None:
-        """To a worker's termination thread, which no task keeps busy."""
-        self.core.emit(
-            ToWorker(slot=slot, message=message, channel="signal", commits_of=commits_of,
-                     device=self.index)
-        )  # fmt: skip
+    def address(self, slot: Slot) -> Address:
+        """The process in a worker's slot."""
+        return Address("worker", self.index, slot, self.workers[slot].generation)
+
+    def send(
+        self, slot: Slot, message: Message, channel: Literal["task", "signal"] = "task",
+        commits_of: JobName | None = None,
+    ) -> None:  # fmt: skip
+        """Send to a worker."""
+        self.core.out.append(Send(self.address(slot), message, channel, commits_of))
 
     def publish(self, topic: str, /, **body: Any) -> None:
         """An event on this device; where there are several it is named."""
@@ -179,7 +182,7 @@ class DeviceState:
         """A fresh process for its slot; the one that is there is killed."""
         self.reset(worker)
         self.core.touched |= WORKERS
-        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+        self.core.emit(Spawn(self.address(worker.slot)))
 
     @staticmethod
     def reset(worker: Worker) -> None:
@@ -209,8 +212,7 @@ class DeviceState:
         worker.runs_code = is_code
         if self.core.settings.separates_tenants and worker.tenant is None:
             worker.tenant = tenant
-            bind = BindTenant(tenant=tenant, is_code=is_code)
-            self.emit(ToWorker(slot=worker.slot, message=bind))
+            self.send(worker.slot, BindTenant(tenant=tenant, is_code=is_code))
 
     def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
         """Send to the memory daemon; to one that is not ready, nothing.
@@ -219,10 +221,10 @@ class DeviceState:
         twice and nothing is ordered from memory it has not taken yet.
         """
         if self.is_daemon_ready:
-            self.emit(ToDaemon(message=message, commits_of=commits_of))
+            self.core.emit(Send(self.daemon, message, commits_of=commits_of))
 
     def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
-        """SIGKILL once; its memory is reused when WorkerExited says it is reaped.
+        """Send SIGKILL once; its memory is reused when ``Exited`` says that it is reaped.
 
         ``blame``: for what it did itself, so that its death counts against its task.
         """
@@ -230,4 +232,4 @@ class DeviceState:
             worker.state.apply(WorkerEvent.KILLED, reason)
             worker.kill_reason, worker.is_blamed = reason, blame
             self.core.touched |= WORKERS | TURN
-            self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))
+            self.core.emit(Kill(self.address(worker.slot), reason))

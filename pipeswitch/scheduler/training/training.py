@@ -18,7 +18,6 @@ from ...ipc.messages import (
     Turn,
 )
 from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
-from ..events import ToWorker
 from ..memory.commits import Commits
 from ..memory.leases import Leases, Slices
 from ..policies.job_orders import JOB_ORDERS
@@ -171,28 +170,26 @@ class Training:
         worker.job = job.name
         worker.task_epoch = job.epoch
         self._holds_device(job)
-        self._device.emit(
-            ToWorker(
-                slot=worker.slot,
-                message=RunJob(
-                    epoch=job.epoch,
-                    turn=job.turn,
-                    job=job.name,
-                    entry=job.entry,
-                    args=job.args,
-                    log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
-                    log_bytes=core.settings.job_log_bytes,
-                    slot_bytes=job.commit_slot_bytes,
-                    commit_every_ms=core.settings.commit_every_ms,
-                    restarts=job.restarts,
-                    steps_recomputed=job.steps_recomputed,
-                    last_step=last_step,
-                    share=job.group,
-                    defaults=job.defaults,
-                    activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
-                ),
-                commits_of=job.name if job.commit_slot_bytes else None,
-            )
+        self._device.send(
+            worker.slot,
+            RunJob(
+                epoch=job.epoch,
+                turn=job.turn,
+                job=job.name,
+                entry=job.entry,
+                args=job.args,
+                log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
+                log_bytes=core.settings.job_log_bytes,
+                slot_bytes=job.commit_slot_bytes,
+                commit_every_ms=core.settings.commit_every_ms,
+                restarts=job.restarts,
+                steps_recomputed=job.steps_recomputed,
+                last_step=last_step,
+                share=job.group,
+                defaults=job.defaults,
+                activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
+            ),
+            commits_of=job.name if job.commit_slot_bytes else None,
         )
         self._device.publish(
             "job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step
@@ -207,7 +204,7 @@ class Training:
         job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
         self._holds_device(job)
-        device.signal(job.slot, GrantTurn(epoch=job.epoch, turn=job.turn))
+        device.send(job.slot, GrantTurn(epoch=job.epoch, turn=job.turn), "signal")
         device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
@@ -383,7 +380,7 @@ class Training:
             next_slot=next_slot,
             at_boundary=at_boundary,
         )
-        self._device.signal(job.slot, order)
+        self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: Parked) -> bool:
         """It computes no more; the caller passes the turn on. False for a late message.
@@ -458,7 +455,7 @@ class Training:
         core.counts["job_evictions"] += 1
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
-        self._device.signal(job.slot, EvictTask(epoch=job.epoch))
+        self._device.send(job.slot, EvictTask(epoch=job.epoch), "signal")
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:

@@ -1,0 +1,64 @@
+"""Processes by address: what becomes of a process's messages and of its exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..ipc.messages import Message
+from ..scheduler.events import Address, Event, Exited, Received
+from .processes import Child, Kind, Processes
+
+
+class Children:
+    """The processes that commands name.
+
+    Attributes:
+        by_address: Those that were forked and are not reaped.
+    """
+
+    def __init__(self, processes: Processes, take: Callable[[Event], None]) -> None:
+        """``take`` is called with each event, to be handled after the running one."""
+        self.processes = processes
+        self.by_address: dict[Address, Child] = {}
+        self._take = take
+
+    def fork(
+        self,
+        address: Address,
+        name: str,
+        settings: Message,
+        channel_count: int,
+        descriptors: Sequence[int],
+        on_message: Callable[[Message, list[int]], None] | None = None,
+        on_exit: Callable[[int], None] | None = None,
+        kind: Kind | None = None,
+    ) -> None:
+        """Fork a process; its messages and its exit become events.
+
+        Args:
+            on_message: Called with each message and its descriptors, in place of that event.
+            on_exit: Called with the exit status, in place of that event.
+            kind: What the fork server makes; None: what the address says.
+        """
+
+        def heard(message: Message, _: list[int]) -> None:
+            self._take(Received(address, message))
+
+        def exited(status: int) -> None:
+            self.by_address.pop(address, None)
+            if on_exit is None:
+                self._take(Exited(address, status))
+            else:
+                on_exit(status)
+
+        child = self.processes.fork(
+            kind or address.kind, name, settings, channel_count, descriptors,
+            on_message or heard, exited,
+        )  # fmt: skip
+        if child.exit_status is None:  # else it was not forked, and that was reported
+            self.by_address[address] = child
+
+    def kill(self, target: Address) -> None:
+        """Kill a process; one that is reaped, or was never forked, is left alone."""
+        if target in self.by_address:
+            self.processes.kill(self.by_address[target])
