@@ -24,7 +24,7 @@ USERS = {
 }
 LARGE = {
     "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87, "
-    "dispatch.Dispatch._begin 81, oip.decode_request 77, sequences.Sequences._make_room 72",
+    "dispatch.Dispatch._begin 81, sequences.Sequences._make_room 72",
     "parameters": "jobs.Jobs.restore 16, listing.Listing._row 13, infer.infer 12, "
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
     "recurrent._stft 10, inference.Inference.__init__ 9, jobs.Jobs.adopt 9, "
