@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
+
 from pipeswitch.errors import HostStoreFull, OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate
 
@@ -45,30 +47,32 @@ class Phase:
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
         state_bytes = state_area_bytes(objects, before)
+        layout = TrainingSlice(objects, state_bytes, place.past_bytes)
         try:
-            self._layout = self._lease(TrainingSlice(objects, state_bytes, place.past_bytes))
+            memory = self._lease(layout)
         except (OutOfDeviceMemory, HostStoreFull):
             if not place.drop_past(0):
                 raise
             self._warn_of_many_phases()
-            self._layout = self._lease(TrainingSlice(objects, state_bytes, place.past_bytes))
+            layout = TrainingSlice(objects, state_bytes, place.past_bytes)
+            memory = self._lease(layout)
+        self._layout = layout
+        layout.bind(memory)
         if "beginning" not in place.entry:
             self._compare_beginnings()
         self.committer = Committer(host, self._layout, place.past, host.device)
         self.optimizers = OptimizerSteps(self, gate)
         gate.before_unwind = self._commit_before_unwinding
 
-    def _lease(self, layout: TrainingSlice) -> TrainingSlice:
-        """Lease what ``layout`` needs and bind it; a refusal says when it is an optimizer's
-        history."""
+    def _lease(self, layout: TrainingSlice) -> torch.Tensor:
+        """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
         try:
-            layout.bind(self._host.lease(layout.slice_bytes, layout.image_bytes))
+            return self._host.lease(layout.slice_bytes, layout.image_bytes)
         except (OutOfDeviceMemory, HostStoreFull) as error:
             history = sum(map(history_bytes, self.objects.optimizers.values()))
             if 2 * history > layout.slice_bytes:
                 error.hint = f"LBFGS may keep {history} bytes of it: lower its history_size"
             raise
-        return layout
 
     def _moves(self, point: Point) -> bool:
         """Make room for the next commits, between two bodies; return True if everything has
@@ -96,12 +100,15 @@ class Phase:
         self._gate.leave()
         old.unbind()
         now_bytes, past_bytes = old.state.capacity_bytes, old.past.capacity_bytes
-        wanted_bytes = max(GROWTH * state_bytes, now_bytes)
+        layout = TrainingSlice(self.objects, max(GROWTH * state_bytes, now_bytes), past_bytes)
         try:
-            self._layout = self._lease(TrainingSlice(self.objects, wanted_bytes, past_bytes))
+            memory = self._lease(layout)
         except (OutOfDeviceMemory, HostStoreFull) as error:
             problem, sizes = error, (now_bytes, past_bytes, old.optimizer.capacity_bytes)
-            self._layout = self._lease(TrainingSlice(self.objects, *sizes))
+            layout = TrainingSlice(self.objects, *sizes)
+            memory = self._lease(layout)
+        self._layout = layout
+        layout.bind(memory)
         self.committer = Committer(self._host, self._layout, self.place.past, self._host.device)
         self.committer.committed = committed
         self.keep_parameters()
