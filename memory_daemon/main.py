@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeswitch.devices.kinds import kind_of
-from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.channel import Channel, name_event
 from pipeswitch.ipc.messages import DaemonSettings
 from pipeswitch.units import PrintableFormatter, printable
 
@@ -61,7 +61,8 @@ def log_to(path: str, max_bytes: int) -> None:
         handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
     except OSError as error:
         refusal = error.strerror or ""
-    handler.setFormatter(PrintableFormatter(logging.BASIC_FORMAT))
+    handler.setFormatter(PrintableFormatter("%(levelname)s:%(name)s:event=%(event)d %(message)s"))
+    handler.addFilter(name_event)
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     if refusal:
         log.warning("%s cannot be written: %s", path, refusal)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.failpoints import are_enabled, reach
-from pipeswitch.ipc.channel import Channel, channel_from
+from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import (
     Back,
@@ -92,7 +92,9 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
 def _log_to_stderr(slot: int) -> None:
     """Into the server's ``processes.log``; a script's own logging is left as it is."""
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter(f"worker={slot} %(levelname)s %(name)s %(message)s"))
+    form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
+    handler.setFormatter(PrintableFormatter(form))
+    handler.addFilter(name_event)
     ours = logging.getLogger("pipeswitch")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)

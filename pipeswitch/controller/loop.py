@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ from typing import Final
 
 from .. import failpoints
 from ..failpoints import reach
+from ..ipc.channel import cause
 from ..machine import FreedMemory
 from ..scheduler.events import DrainAsked, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
@@ -41,6 +43,7 @@ class Loop:
         self._is_announced = False
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
+        self._numbers = itertools.count(1)
         self._signals = 0
         self._signals_seen = 0
         self._wake_read, self._wake_write = socket.socketpair()
@@ -114,6 +117,7 @@ class Loop:
         if isinstance(event, Query) and event.what == "trace":
             self._server.tracer.ask(event.token, _now_ms() - event.seconds * 1000.0)
             return
+        cause.event = self._scheduler.core.event = next(self._numbers)
         if failpoints.is_on:
             reach("controller.event")
         for command in self._scheduler.decide(event, _now_ms()):

@@ -20,6 +20,7 @@ from ..config import Config
 from ..devices.kinds import choose_devices
 from ..errors import ConfigError, PipeSwitchError
 from ..frontend.listeners import Listeners
+from ..ipc.channel import name_event
 from ..machine import available_bytes
 from ..units import PrintableFormatter
 from ..watchdog import LoopWatchdog
@@ -160,7 +161,9 @@ def _locked(root: Path) -> Iterator[None]:
 def _log_to(path: Path, max_bytes: int) -> None:
     """The server's own log; bounded, traces of errors go here and not to clients."""
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
+    handler.setFormatter(PrintableFormatter(form))
+    handler.addFilter(name_event)
     root = logging.getLogger("pipeswitch")
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -1,4 +1,8 @@
-"""A channel between two of our processes: one packet for each message, with descriptors."""
+"""A channel between two of our processes: one packet for each message, with descriptors.
+
+Each packet begins with the number of the controller's event that caused it (``cause``), so that
+logs and the timeline of all processes can be read together.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import array
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import signal
 import socket
@@ -28,6 +33,29 @@ _CONTROL_BYTES: Final = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+
+EVENT_BYTES: Final = 8  # before the message: number of the event that caused it
+
+
+class Cause:
+    """What this process is working for.
+
+    Attributes:
+        event: number of the event that the controller handles; between two events, and in its
+            children, of the one that caused the last packet that was received; 0: none yet.
+    """
+
+    event = 0
+
+
+cause: Final = Cause()
+
+
+def name_event(record: logging.LogRecord) -> bool:
+    """Let a log line name the event that caused it: a filter for ``logging`` handlers."""
+    record.event = cause.event
+    return True
+
 
 _message_decoder = msgspec.msgpack.Decoder(msg.AnyMessage)
 
@@ -75,7 +103,7 @@ class Channel:
             BlockingIOError: a non-blocking channel's peer does not read: it hangs.
             LocalProtocolError: larger than a packet can be.
         """
-        data = encode_message(message)
+        data, number = encode_message(message), cause.event.to_bytes(EVENT_BYTES, "little")
         if failpoints.is_on and self.point:
             data = garbled(self.point, data)
         control = []
@@ -83,7 +111,7 @@ class Channel:
             packed = array.array("i", descriptors).tobytes()
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
         try:
-            self._socket.sendmsg([data], control, _NO_SIGNAL)
+            self._socket.sendmsg([number, data], control, _NO_SIGNAL)
         except ConnectionError as error:
             raise BrokenPipeError(error.errno, "peer is gone") from None
         except OSError as error:
@@ -116,7 +144,10 @@ class Channel:
         try:
             if flags & _CUT:
                 raise RemoteProtocolError("a packet was truncated")
-            return decode_message(memoryview(self._packet)[:size]), list(descriptors)
+            packet = memoryview(self._packet)
+            message = decode_message(packet[EVENT_BYTES:size])
+            cause.event = int.from_bytes(packet[:EVENT_BYTES], "little")
+            return message, list(descriptors)
         except RemoteProtocolError:
             for descriptor in descriptors:
                 os.close(descriptor)

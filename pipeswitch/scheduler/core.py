@@ -155,6 +155,7 @@ class Core:
     drain_tokens: list[Token] = field(default_factory=list)
     has_left: bool = False
     now_ms: float = 0.0
+    event: int = 0  # number of the event that is handled; whoever brings events counts them
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0

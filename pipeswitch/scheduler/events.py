@@ -447,6 +447,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     end_ms: float
     args: dict[str, Any] = {}
     flow: int = 0  # epoch: draws arrows request -> switch -> groups
+    event: int = 0  # number of the event that caused it
 
 
 class Spans(_Told, frozen=True):

@@ -127,7 +127,7 @@ def _complete(span: Span, track: int) -> dict[str, Any]:
         "name": span.name,
         "ts": span.begin_ms * 1000.0,
         "dur": (span.end_ms - span.begin_ms) * 1000.0,
-        "args": span.args,
+        "args": span.args | {"event": span.event} if span.event else span.args,
     }
 
 

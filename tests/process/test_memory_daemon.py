@@ -23,7 +23,7 @@ from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.files import load_commit
 from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.ipc.channel import channel_pair, encode_message
+from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
 
@@ -328,12 +328,12 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "packet", [b"\xc1", b"\x80", encode_message(msg.ForgetModel(model=MODEL))[:-1]], ids=repr
+    "packet", [b"\xc1", b"\x80", encode_message(msg.ForgetModel(model=MODEL))[:-1], b""], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
     """A client of what it asked would wait for ever: the next daemon gets it again."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
-    raw.send(packet)
+    raw.send(bytes(EVENT_BYTES) + packet)
     raw.close()
     assert daemon.control.receive() is None
     assert daemon.process.wait() == 1

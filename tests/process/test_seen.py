@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,3 +80,19 @@ def test_tritons_clients_read_settings_and_are_told_that_they_set_none(
             with pytest.raises(InferenceServerException, match=words):
                 change(client)
         client.close()
+
+
+def test_the_event_that_caused_a_run_is_named_by_the_log_and_by_the_timeline(
+    running: RunningServer,
+) -> None:
+    with running.client() as client:
+        client.unload("line")
+        client.infer("line", np.ones((1, 4), np.float32))
+        spans = [one for one in client.trace()["traceEvents"] if "event" in one.get("args", {})]
+    switch = next(one for one in reversed(spans) if one["name"].startswith("switch"))
+    run = next(one for one in reversed(spans) if one["name"] == switch["name"].split(" ", 1)[1])
+    assert run["args"]["event"] == switch["args"]["event"] > 0
+    numbers = [int(one) for one in re.findall(r" event=(\d+) ", running.log())]
+    assert max(numbers) > 0
+    registered = next(one for one in running.log().splitlines() if "model.registered" in one)
+    assert 0 < int(registered.split(" event=")[1].split()[0]) < run["args"]["event"]

@@ -41,8 +41,8 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # "What outsiders broke" took 3.6 thousand of 1.2 (tests 5.9 of 2), and "Precision" 0.95 of 0.9 so
 # far; "A smaller house", which pays for both, has given back 0.4 (tests 0.5) and is under way.
-MOST_PRODUCT_LINES = 72_450
-MOST_TEST_LINES = 69_150
+MOST_PRODUCT_LINES = 72_500
+MOST_TEST_LINES = 69_200
 
 
 def lines_of(*tops: str) -> int:

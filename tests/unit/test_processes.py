@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
 import subprocess
 import threading
 from pathlib import Path
+
+import pytest
 
 from pipeswitch.controller.processes import (
     LOOK_EVERY_S,
@@ -19,7 +22,7 @@ from pipeswitch.controller.processes import (
     open_log,
     rotate,
 )
-from pipeswitch.ipc.channel import channel_pair
+from pipeswitch.ipc.channel import cause, channel_pair, name_event
 from pipeswitch.ipc.messages import ChildExited, Epoch, Forked, Message, Pong
 from tests.open_files import open_files
 
@@ -42,6 +45,22 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
     for channel in (ours, theirs):
         channel.close()
     os.close(sent)
+
+
+@pytest.mark.parametrize("number", [1, 1 << 40])
+def test_the_receiver_of_a_packet_logs_the_event_that_caused_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = channel_pair()
+    monkeypatch.setattr(cause, "event", number)
+    left.send(Pong(epoch=Epoch(1)))
+    cause.event = 0
+    assert right.receive() == (Pong(epoch=Epoch(1)), [])
+    record = logging.makeLogRecord({})
+    assert name_event(record)
+    assert record.event == number  # type: ignore[attr-defined]
+    for channel in (left, right):
+        channel.close()
 
 
 def test_a_log_that_others_write_to_is_started_anew_and_they_go_on_at_its_end(

@@ -491,6 +491,7 @@ class Dispatch:
             batch=size,
             model=name,
             dispatched_at_ms=core.now_ms,
+            event=core.event,
             was_resident=_was_resident(replica),
             residency_epoch=replica.residency_epoch,
             kept_bytes=replica.kept_bytes if is_switch else 0,

@@ -291,10 +291,11 @@ def _trace(
           for one in requests],
         Span(track=scheduler, name=f"switch {name}", begin_ms=began_ms, flow=flow,
              end_ms=max(began_ms, message.first_group_at_ms),
-             args={"preempted": activation.preempted, "resident": activation.was_resident}),
+             args={"preempted": activation.preempted, "resident": activation.was_resident},
+             event=activation.event),
         Span(track=track, name=name, begin_ms=message.turn_at_ms, flow=flow,
              end_ms=max(message.turn_at_ms, message.ended_at_ms),
-             args={"stall_ms": message.stall_ms}),
+             args={"stall_ms": message.stall_ms}, event=activation.event),
         *[Span(track=track, name=f"group {index}", begin_ms=begin, end_ms=max(begin, end))
           for index, (begin, end) in enumerate(pairs)],
     ])  # fmt: skip

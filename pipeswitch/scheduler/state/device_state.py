@@ -110,7 +110,7 @@ class DeviceState:
         """A finished interval for the timeline, on a track of this device."""
         one = Span(
             track=self.track(track), name=name, begin_ms=begin_ms, end_ms=max(begin_ms, end_ms),
-            args=args, flow=flow,
+            args=args, flow=flow, event=self.core.event,
         )  # fmt: skip
         self.core.emit(Spans(spans=[one]))
 

@@ -440,6 +440,7 @@ class Activation:
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     charge: Charge | None = None
+    event: int = 0  # number of the event that caused the dispatch
 
     @property
     def turn(self) -> Turn:
