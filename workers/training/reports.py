@@ -23,18 +23,16 @@ class Reports:
 
     def __init__(self, host: JobHost) -> None:
         self._host = host
-        self.warned: set[str] = set()  # kinds of warnings
+        self.warned: set[str] = set()  # keys of warnings
         self._log: dict[str, float] = {}
         self._at_ms = 0.0
         self._away_ms: deque[float] = deque(maxlen=FETCHES)
 
-    def warn_once(
-        self, kind: str, text: str, category: type[Warning] = InexactResumeWarning
-    ) -> None:
-        """Show a warning of this kind to the script, the first time."""
-        if kind not in self.warned:
-            self.warned.add(kind)
-            warnings.warn(text, category, stacklevel=6)  # of the script that calls job.steps
+    def warn_once(self, key: str, text: str, kind: type[Warning] = InexactResumeWarning) -> None:
+        """Show a warning to the script, the first time."""
+        if key not in self.warned:
+            self.warned.add(key)
+            warnings.warn(text, kind, stacklevel=6)  # of the script that calls job.steps
 
     @property
     def are_due(self) -> bool:
