@@ -59,7 +59,7 @@ from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_log import Complaints, RequestLog, tell
 from .request_pool import RequestPool
 from .requests import Pending, Requests
-from .sequences import Sequences
+from .sequences import Sequences, longest
 from .uploads import CREDIT_CHUNKS, Uploads
 from .verbs import VERBS, LogPiece, Rules, ask
 
@@ -439,7 +439,7 @@ class Frontend:
                 hint=f"pipeswitch register {header.model} hf:NAME --generate",
             )
         told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        told["context"], told["piece"] = self.sequences.longest(announced.manifest)
+        told["context"], told["piece"] = longest(announced.manifest, self.pool.share_bytes)
         if told["context"] < 2:
             raise InvalidInput(
                 f'the request pool has no room for an answer of "{header.model}"',
@@ -464,13 +464,7 @@ class Frontend:
         def reply(error: PipeSwitchError | None) -> None:
             if error is not None:
                 error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
-            self._call_soon(
-                lambda: (
-                    self._outbox.reply(client, header.id, body=told, error=error)
-                    if not client.is_gone
-                    else None
-                )
-            )
+            self._call_soon(lambda: self._outbox.reply(client, header.id, body=told, error=error))
 
         self.inference.copier.put(read, reply)
 
@@ -589,9 +583,9 @@ class Frontend:
             generation = manifest.extra.get("generation") if manifest is not None else None
             if manifest is None or not generation:
                 continue
-            longest, context = self.sequences.longest(manifest)[0], generation["context"]
-            if longest < context:
-                most = f"{longest} tokens with its prompt, of {context}"
+            count, context = longest(manifest, self.pool.share_bytes)[0], generation["context"]
+            if count < context:
+                most = f"{count} tokens with its prompt, of {context}"
                 note = f"an answer has at most {most}: [server] pool has room for no more"
                 row["notes"] = [*row["notes"], note]
 

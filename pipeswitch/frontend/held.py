@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from ..errors import InvalidInput, TaskFailed
 from ..ipc.messages import Choosing, Epoch, SlabTensor
@@ -19,7 +20,7 @@ from ..units import printable
 from .admission import Admitted, Body
 from .clients import Client
 from .prefixes import History, Tokens, tokens_of
-from .request_pool import Room
+from .request_pool import RequestPool, Room
 
 MAX_ID: Final = 64
 
@@ -38,6 +39,13 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
     least: int  # that its input has: of zeros, until there are as many
     used: int = 0
     stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
+
+    def append(self, memory: memoryview, made: SlabTensor) -> None:
+        """Copy the rows that a step made behind those that the sequence has."""
+        at = self.room.input_offset_bytes + self.row_bytes * self.used
+        rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
+        memory[at : at + made.size_bytes] = rows
+        self.used += made.size_bytes // self.row_bytes
 
     def has_room_for(self, made: SlabTensor | None) -> bool:
         """Whether these are whole rows, no more than were foreseen."""
@@ -88,6 +96,52 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         """Its inputs, the outputs that they come from, and the dimension that grows by those."""
         found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return found
+
+    @property
+    def size_bytes(self) -> int:
+        """What it holds of the pool."""
+        grown = sum(one.room.held_bytes for one in self.grown.values())
+        replaced = [one for name, one in self.values.items() if name not in self.grown]
+        return grown + sum(one.size_bytes for one in replaced)
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return its row of ``pipeswitch sequences``."""
+        return {
+            "id": self.key[1],
+            "model": self.announced.base or self.announced.model,
+            "version": self.announced.version,
+            "tenant": self.key[0],
+            "steps": self.steps,
+            "bytes": self.size_bytes,
+            "idle_ms": 0.0 if self.is_busy else now_ms - self.used_at_ms,
+        }
+
+    def memory(self, pool: RequestPool) -> memoryview:
+        """Return the file in which it lies."""
+        return pool.memory_of_tenant(self.announced.tenant)
+
+    def copy(self, pool: RequestPool) -> None:
+        """Copy what its request needs to its place. Any thread may; ``Sequences.copied`` comes
+        next."""
+        memory = self.memory(pool)
+        for at, source, size in self.copies:
+            if isinstance(source, int):
+                source = memory[source : source + size]
+            memory[at : at + size] = bytes(size) if source is None else source
+
+    def give_rows_back(self) -> None:
+        """Leave the sequence as it was before its request, whose tokens are not its own."""
+        for grown in self.grown.values():
+            grown.stale = max(grown.stale, grown.used)
+            grown.used -= self.borrowed
+        self.borrowed, self.asked = 0, NO_TOKENS
+
+    def chosen_tokens(self, pool: RequestPool) -> Tokens[int]:
+        """Return the tokens that the worker chose."""
+        if self.chosen is None:
+            return NO_TOKENS
+        tokens = self.memory(pool)[self.chosen.offset_bytes :][: self.chosen.size_bytes]
+        return tokens_of(np.frombuffer(tokens, np.int64))
 
     def apart(self, admitted: Admitted) -> Admitted:
         """Less what is not copied into the request's own room. An operator's module may write to

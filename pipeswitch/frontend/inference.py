@@ -222,7 +222,7 @@ class Inference:
         state_bytes = 0 if held is None else held.copy_bytes
         if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
             if held is not None and state_bytes:
-                self._sequences.copy(held)
+                held.copy(self._pool)
                 self._sequences.copied(held)
             self._pool.fill(placed, payload, event.tenant)
             if pending.run is None:
@@ -372,7 +372,7 @@ class Inference:
 
         def copy() -> None:
             if held is not None:
-                self._sequences.copy(held)
+                held.copy(self._pool)
             self._pool.fill(placed, payload, tenant)
             self._call_soon(functools.partial(then, None))
 

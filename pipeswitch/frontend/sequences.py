@@ -136,7 +136,7 @@ class Sequences:
             kept = held.values.get(spec.name)
             if kept is not None:
                 shape = kept.shape
-                data: Any = self._memory(held)[kept.offset_bytes :][: kept.size_bytes]
+                data: Any = held.memory(self._pool)[kept.offset_bytes :][: kept.size_bytes]
             else:
                 shape = _beginning(spec, values, held)
                 data = bytes(ITEM_BYTES[spec.dtype] * math.prod(shape))
@@ -213,14 +213,6 @@ class Sequences:
             self._prefixes.remove(held.history)
         held.history, held.ahead, held.asked = None, NO_TOKENS, NO_TOKENS
 
-    def copy(self, held: Held) -> None:
-        """What its request needs, in its place. Any thread may; ``copied`` comes next."""
-        memory = self._memory(held)
-        for at, source, size in held.copies:
-            if isinstance(source, int):
-                source = memory[source : source + size]
-            memory[at : at + size] = bytes(size) if source is None else source
-
     def copied(self, held: Held) -> None:
         """What was copied from is needed no longer."""
         donors, held.donors, held.copies = held.donors, [], []
@@ -238,20 +230,14 @@ class Sequences:
             rooms += [grown.room for grown in held.grown.values()]
             held.grown = {}
         for room in rooms:
-            self._give(room)
+            self._pool.release_inputs(room)
+            self._pool.release_reply(room)
 
     def refused(self, held: Held) -> None:
         """The request was not accepted: one that it would have started holds nothing."""
-        self._give_rows_back(held)
+        held.give_rows_back()
         if self.held.get(held.key) is not held:
             self.drop(held)
-
-    def _give_rows_back(self, held: Held) -> None:
-        """The request's tokens are not the sequence's: it is as before."""
-        for grown in held.grown.values():
-            grown.stale = max(grown.stale, grown.used)
-            grown.used -= held.borrowed
-        held.borrowed, held.asked = 0, NO_TOKENS
 
     def begin(self, held: Held, asked: Asked) -> None:
         """Its request was accepted. One that starts replaces another of this name."""
@@ -265,7 +251,7 @@ class Sequences:
         """Its request is over, and the room of the reply is this one's to give back."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
-        chosen = self._chosen(held) if is_ok else NO_TOKENS
+        chosen = held.chosen_tokens(self._pool) if is_ok else NO_TOKENS
         if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
             model = held.announced.model
             self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
@@ -273,7 +259,7 @@ class Sequences:
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
-                self._append(held, grown, made.pop(name))
+                grown.append(held.memory(self._pool), made.pop(name))
             if held.history is not None:
                 fed = held.asked + chosen[:-1]
                 self._prefixes.extend(held.history, fed)
@@ -288,7 +274,7 @@ class Sequences:
             held.steps += 1
             self._steps += 1
         elif is_here:
-            self._give_rows_back(held)
+            held.give_rows_back()
             if not held.steps or not is_sent or is_last:
                 self._retire(held)
         if room is not None:
@@ -344,7 +330,7 @@ class Sequences:
         for held in (*self.held.values(), *self.spare.values()):
             row = found.setdefault(held.announced.model, dict(nothing))
             is_spare = id(held) in self.spare
-            row["spare_bytes" if is_spare else "sequence_bytes"] += _bytes(held)
+            row["spare_bytes" if is_spare else "sequence_bytes"] += held.size_bytes
             row["sequences"] += not is_spare
         return found
 
@@ -358,30 +344,12 @@ class Sequences:
                 if not held.is_busy:
                     self.drop(held)
 
-    def longest(self, manifest: Manifest) -> tuple[int, int]:
-        """Return the maximum number of tokens of a language model's answer with its prompt, and of
-        a step, such that its cache and request fit a caller's share of the pool."""
-        high = {dim.name: dim.high for dim in manifest.dims}
-        (cache,) = [one for one in manifest.inputs if one.name == CACHE]
-        row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
-        rows = (self._pool.share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
-        piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
-        beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
-        return min(high["past"], max(0, rows - beside)), piece
-
     def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
         """Return whether another answer of this caller continues, besides the given ones."""
         return any(
             key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
             for key, one in self.held.items()
         )
-
-    def _give(self, room: Room) -> None:
-        self._pool.release_inputs(room)
-        self._pool.release_reply(room)
-
-    def _memory(self, held: Held) -> memoryview:
-        return self._pool.memory_of_tenant(held.announced.tenant)
 
     def _make_room(
         self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
@@ -424,29 +392,9 @@ class Sequences:
         if held.choosing is not None:
             wanted = max(wanted, min(held.choosing.rows, most))
         if grown is None or wanted > grown.capacity:
-            if manifest.extra.get("generation"):
-                most = max(wanted, self.longest(manifest)[0])
-            rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
-            capacity = min(aligned(wanted, rows_more), most)
-            size = 0 if grown is None else row_bytes * grown.capacity
-            beside = TOKEN_BYTES * capacity if manifest.extra.get("generation") else 0
-            if grown is not None and self._pool.grow(grown.room, row_bytes * capacity, beside):
-                room = grown.room
-            else:
-                tenant = held.announced.tenant
-                room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant, beside)
-            at = room.input_offset_bytes
-            if grown is not None and room is not grown.room:  # with what lies ahead
-                held.copies.append((at, grown.room.input_offset_bytes, size))
-                held.leaving.append(grown.room)
-            held.copies.append((at + size, None, row_bytes * capacity - size))
-            if first is not None:
-                held.copies.append((at, first, len(first)))
-            grown = Grown(
-                room=room, row_bytes=row_bytes, capacity=capacity, least=numbers[axis], used=used,
-                stale=grown.stale if grown is not None else 0,
-            )  # fmt: skip
+            grown = self._larger(held, grown, row_bytes, wanted, most, first)
             held.grown[spec.name] = grown
+            grown.least, grown.used = numbers[axis], used
         rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
         if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
             rows = min(aligned(rows + more, ROWS_STEP), grown.capacity)
@@ -456,20 +404,32 @@ class Sequences:
             offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
         )  # fmt: skip
 
-    def _chosen(self, held: Held) -> Tokens[int]:
-        """Return the tokens that the worker chose."""
-        if held.chosen is None:
-            return NO_TOKENS
-        tokens = self._memory(held)[held.chosen.offset_bytes :][: held.chosen.size_bytes]
-        return tokens_of(np.frombuffer(tokens, np.int64))
-
-    def _append(self, held: Held, grown: Grown, made: SlabTensor) -> None:
-        """Copy the rows that a step made behind those that the sequence has."""
-        memory = self._memory(held)
-        at = grown.room.input_offset_bytes + grown.row_bytes * grown.used
-        rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
-        memory[at : at + made.size_bytes] = rows
-        grown.used += made.size_bytes // grown.row_bytes
+    def _larger(
+        self, held: Held, grown: Grown | None, row_bytes: int, wanted: int, most: int, first: Any
+    ) -> Grown:
+        """Return room for the ``wanted`` rows and some more, ``most`` at most, with what it copies
+        noted; raises as ``_make_room``."""
+        manifest, tenant, token_bytes = held.announced.manifest, held.announced.tenant, 0
+        if manifest.extra.get("generation"):
+            token_bytes = TOKEN_BYTES
+            most = max(wanted, longest(manifest, self._pool.share_bytes)[0])
+        rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
+        capacity = min(aligned(wanted, rows_more), most)
+        size = 0 if grown is None else row_bytes * grown.capacity
+        beside = token_bytes * capacity
+        if grown is not None and self._pool.grow(grown.room, row_bytes * capacity, beside):
+            room = grown.room
+        else:
+            room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant, beside)
+        at = room.input_offset_bytes
+        if grown is not None and room is not grown.room:  # with what lies ahead
+            held.copies.append((at, grown.room.input_offset_bytes, size))
+            held.leaving.append(grown.room)
+        held.copies.append((at + size, None, row_bytes * capacity - size))
+        if first is not None:
+            held.copies.append((at, first, len(first)))
+        stale = grown.stale if grown is not None else 0
+        return Grown(room=room, row_bytes=row_bytes, capacity=capacity, least=0, stale=stale)
 
     def forget(self, client: Client) -> None:
         """Of a client that is gone: those without a request; the others end with it."""
@@ -512,25 +472,22 @@ class Sequences:
         self.expire()
         now_ms = self._now_ms()
         return [
-            {
-                "id": held.key[1],
-                "model": held.announced.base or held.announced.model,
-                "version": held.announced.version,
-                "tenant": held.key[0],
-                "steps": held.steps,
-                "bytes": _bytes(held),
-                "idle_ms": 0.0 if held.is_busy else now_ms - held.used_at_ms,
-            }
+            held.row(now_ms)
             for held in self.held.values()
             if caller is None or held.key[0] == caller
         ]
 
 
-def _bytes(held: Held) -> int:
-    """Of the pool."""
-    grown = sum(one.room.held_bytes for one in held.grown.values())
-    replaced = [one for name, one in held.values.items() if name not in held.grown]
-    return grown + sum(one.size_bytes for one in replaced)
+def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
+    """Return the maximum number of tokens of a language model's answer with its prompt, and of
+    a step, such that its cache and request fit a caller's share of the pool."""
+    high = {dim.name: dim.high for dim in manifest.dims}
+    (cache,) = [one for one in manifest.inputs if one.name == CACHE]
+    row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
+    rows = (share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
+    piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
+    beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
+    return min(high["past"], max(0, rows - beside)), piece
 
 
 def _ids_of(

@@ -140,30 +140,13 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         TooLarge: too much of it is JSON.
     """
     whole = memoryview(body)
-    if json_bytes is not None and not 0 <= json_bytes <= len(whole):
-        raise InvalidInput(
-            f"Inference-Header-Content-Length is {json_bytes}, the body has {len(whole)} bytes"
-        )
     end = len(whole) if json_bytes is None else json_bytes
-    head, rest = whole[:end], whole[end:]
-    if len(head) > MAX_JSON_BYTES:
-        raise TooLarge(
-            f"{format_bytes(len(head))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
-            hint=f"send tensors as binary data; /v2 lists the extension: {BINARY_EXTENSION}",
-        )
-    try:
-        asked = _parsed(head)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(
-            f"the body is no inference request: {error}",
-            hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
-        ) from None
+    asked, rest = _parsed(whole, end), whole[end:]
     check_count(len(asked.inputs))
     if asked.outputs:
         check_outputs(asked.outputs)
     check_parameters(asked.parameters)
-    tensors: list[WireTensor] = []
-    frames: list[Any] = []
+    tensors, frames = list[WireTensor](), list[Any]()
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
@@ -207,7 +190,18 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
     )
 
 
-def _parsed(text: memoryview) -> _Body:
+def _parsed(whole: memoryview, end: int) -> _Body:
+    """Return what the JSON says, which is the first ``end`` bytes; raises as ``decode_request``."""
+    if not 0 <= end <= len(whole):
+        raise InvalidInput(
+            f"Inference-Header-Content-Length is {end}, the body has {len(whole)} bytes"
+        )
+    text = whole[:end]
+    if len(text) > MAX_JSON_BYTES:
+        raise TooLarge(
+            f"{format_bytes(len(text))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
+            hint=f"send tensors as binary data; /v2 lists the extension: {BINARY_EXTENSION}",
+        )
     if len(text) > LONG_BYTES:
         raw = bytes(text)
         if any(raw.count(mark) > MAX_MARKS for mark in MARKS):
@@ -218,15 +212,22 @@ def _parsed(text: memoryview) -> _Body:
     try:  # as ``check_memory`` does, without a call more
         mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
         return _decoder.decode(text)
-    except (msgspec.DecodeError, OSError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         # Python's parser reads NaN, Infinity and 1e999, which clients write, and without memory.
-        with contextlib.suppress(ValueError, msgspec.ValidationError):
-            asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
-            named = [(one.name, one.parameters) for one in (*asked.inputs, *(asked.outputs or ()))]
-            # It reads halves of characters too, which no answer could repeat.
-            json.dumps([asked.id, asked.parameters, named], ensure_ascii=False).encode()
-            return asked
-        raise
+        if isinstance(error, msgspec.DecodeError | OSError):
+            with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
+                asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+                inputs = (*asked.inputs, *(asked.outputs or ()))
+                named = [(one.name, one.parameters) for one in inputs]
+                # It reads halves of characters too, which no answer could repeat.
+                json.dumps([asked.id, asked.parameters, named], ensure_ascii=False).encode()
+                return asked
+        if isinstance(error, OSError):
+            raise
+        raise InvalidInput(
+            f"the body is no inference request: {error}",
+            hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
+        ) from None
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:

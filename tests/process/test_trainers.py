@@ -361,7 +361,7 @@ def live(host: FakeHost, path: Path, out: Path, lives: int, dice: random.Random)
 
     def poke() -> None:
         if gate.countdown < 0 and next(left, None) is None:
-            session._over = True  # no more commits, whatever is closed on the way out
+            session.place.is_over = True  # no more commits, whatever is closed on the way out
             raise Crashed
 
     session = begun(host, gate, commit_every_ms=9.0)

@@ -375,7 +375,7 @@ def attempt(
         script(result, poke=lambda: disturb(gate), **variant)
     except (TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
-            session._over = True  # no more commits; the hooks must go, this process stays
+            session.place.is_over = True  # no more commits; the hooks must go, this process stays
             host.crash()
         session.close()
         host.charged = 0  # the process is reaped

@@ -161,7 +161,7 @@ class World:
 
     def carry(self, request: Request) -> None:
         request.is_copying = False
-        self.sequences.copy(request.held)
+        request.held.copy(self.pool)
         self.sequences.copied(request.held)
 
     def answer(self, key: Key, how: str, chosen: Sequence[int] = (1,)) -> None:

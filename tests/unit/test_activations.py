@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.ipc.gate import Gate, GateState
-from workers.training.activations import Activations, Place
+from workers.training.activations import Activations
 from workers.training.copy_lane import CopyLanes
+from workers.training.saved import Place
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Grads = list[torch.Tensor]
@@ -147,7 +148,7 @@ class Ticking(Activations):
         self.ticks += 1
         there = [one.size_bytes for one in self._alive
                  if one.device is not None or one.place is Place.COMING]  # fmt: skip
-        assert sum(there) <= self._held <= self._budget
+        assert sum(there) <= self.room.held <= self.room.budget
         away = [one.size_bytes for one in self._alive
                 if one.host is not None or one.place is Place.LEAVING]  # fmt: skip
         assert sum(away) == self._on_host <= self._charged
@@ -213,13 +214,13 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
     plain = train(make, None, autocast=autocast)
     all_of_it = limited("none", 1 << 40)
     assert same(train(make, all_of_it, autocast=autocast), plain)
-    total = all_of_it.peak_bytes
+    total = all_of_it.room.peak_bytes
     most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # one layer takes the rest
     for offload, share in (("auto", 1), ("auto", 1.5), ("auto", most), ("all", most), ("all", 0)):
         limit = limited(offload, int(total / share) if share else None)
         assert same(train(make, limit, autocast=autocast), plain), (offload, share)
         limit.drain()
-        assert limit._held == limit._on_host == 0, "bytes that nobody uses are counted"
+        assert limit.room.held == limit._on_host == 0, "bytes that nobody uses are counted"
         assert limit.ticks > 20
         figures = limit.figures
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
@@ -264,7 +265,7 @@ def test_a_second_backward_finds_everything_again() -> None:
         limit = limited(offload, 300_000)
         assert same(twice(limit), twice(None))
         limit.drain()
-        assert limit._held == 0  # what the script holds on to is the script's
+        assert limit.room.held == 0  # what the script holds on to is the script's
 
 
 def test_gradients_of_gradients() -> None:
@@ -342,9 +343,9 @@ def test_a_step_over_its_budget_is_told_by_how_much() -> None:
     whole = limited("none", 1 << 40)
     train(vgg, whole)
     with pytest.raises(OutOfDeviceMemory, match="too much") as caught:
-        train(vgg, limited("none", whole.peak_bytes - 1000))
-    assert caught.value.requested_bytes == whole.peak_bytes
-    assert caught.value.largest_free_bytes == whole.peak_bytes - 1000
+        train(vgg, limited("none", whole.room.peak_bytes - 1000))
+    assert caught.value.requested_bytes == whole.room.peak_bytes
+    assert caught.value.largest_free_bytes == whole.room.peak_bytes - 1000
     assert 'offload="auto"' in caught.value.hint
     with pytest.raises(OutOfDeviceMemory, match="too much"):
         train(vgg, limited("auto", 30_000))
@@ -354,7 +355,7 @@ def test_forward_alone_may_save_more_than_fits() -> None:
     limit = limited("none", 10_000)
     with limit.body(()):
         vgg()(torch.randn(8, 3, 16, 16))
-    assert limit.peak_bytes <= 10_000
+    assert limit.room.peak_bytes <= 10_000
 
 
 # ------------------------------------------------------------------------------- the lane

@@ -69,8 +69,6 @@ def test_garbage_in_circles_and_free_lists_is_given_back() -> None:
     del circle, small
     held_bytes = memory._private_bytes() - memory._own_bytes
     memory.give_back(memory._next_s)
-    left_bytes = (
-        memory._private_bytes() - memory._own_bytes
-    )
+    left_bytes = memory._private_bytes() - memory._own_bytes
     assert left_bytes < held_bytes / 4
     memory.close()

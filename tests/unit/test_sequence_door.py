@@ -66,7 +66,7 @@ def offer(
         raise
     assert keep
     world.sequences.begin(held, asked)
-    world.sequences.copy(held)
+    held.copy(world.pool)
     world.sequences.copied(held)
     return held, header
 

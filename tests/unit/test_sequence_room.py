@@ -22,7 +22,7 @@ from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.frontend.sequences import IDLE_MS, Sequences
+from pipeswitch.frontend.sequences import IDLE_MS, Sequences, longest
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName, SlabTensor
 from pipeswitch.programs.answer import Ending
@@ -148,7 +148,7 @@ class Rig:
             deadline_ms=None,
         )
         self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
-        self.longest = self.sequences.longest(MANIFEST)
+        self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.lost = self.waits = 0
 

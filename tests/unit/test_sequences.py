@@ -83,7 +83,7 @@ class Rig:
             return True
         room = self.pool.reserve(caller, 32, BYTES + 3 * length)
         self.sequences.begin(held, asked)
-        self.sequences.copy(held)
+        held.copy(self.pool)
         self.sequences.copied(held)
         _, h, cache = header.inputs
         state, rows = bytes(frames[h.frame]), bytes(frames[cache.frame])

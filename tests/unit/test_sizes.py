@@ -18,21 +18,20 @@ LIMITS = {"lines": 60, "parameters": 7, "methods": 25}
 
 # The users' interface: each parameter is a keyword that programs write.
 USERS = {
-    "lines": "client.Client.register 109, session.TrainingSession.steps 63",
+    "lines": "client.Client.register 109, session.TrainingSession.steps 62",
     "parameters": "client.Client.register 22, client.Client.generate 9, client.Client.train 8, "
-    "job.Session.steps 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
+    "job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
 LARGE = {
     "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87, "
-    "dispatch.Dispatch._begin 81, oip.decode_request 77, sequences.Sequences._make_room 72",
+    "dispatch.Dispatch._begin 81",
     "parameters": "jobs.Jobs.restore 16, listing.Listing._row 13, infer.infer 12, "
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
     "recurrent._stft 10, inference.Inference.__init__ 9, jobs.Jobs.adopt 9, "
     "recurrent._shapes 9",
-    "methods": "session.TrainingSession 51, activations.Activations 37, bindings.Cuda 37, "
-    "http.Connection 37, actors.Placement 34, cluster.ClusterConnection 33, world.World 33, "
-    "view.PoolView 32, sequences.Sequences 31, frontend.Frontend 30, jobs.Jobs 29, "
-    "training.Training 29, device_state.DeviceState 26, registry.Registry 26",
+    "methods": "bindings.Cuda 37, http.Connection 37, actors.Placement 34, "
+    "cluster.ClusterConnection 33, world.World 33, view.PoolView 32, frontend.Frontend 30, "
+    "jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, registry.Registry 26",
 }
 
 

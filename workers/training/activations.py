@@ -20,13 +20,10 @@ than what is saved now counts, and travels, as a new one.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -36,65 +33,21 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from pipeswitch.devices.view import HostCopies
-from pipeswitch.errors import OutOfDeviceMemory
+from pipeswitch.devices.view import HostCopies, now_ms
 from pipeswitch.ipc.gate import Gate, Where
-from pipeswitch.planning.swaps import (
-    LEAST_BYTES,
-    Event,
-    Forecast,
-    Lane,
-    Step,
-    What,
-    least_bytes,
-    plan,
-)
-from pipeswitch.units import format_bytes
+from pipeswitch.planning.swaps import LEAST_BYTES
 
 from .copy_lane import Copy, CopyLanes
 from .host import JobHost
+from .saved import UNLIMITED, Place, Room, Saved, StepPlan
 from .tiles import TILE_BYTES, Tiles
 from .torch_private import root, version
 
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
                        nn.ConvTranspose3d)  # fmt: skip
-STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
-SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
-UNLIMITED: Final = 1 << 62
 WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
-LOOK_AGAIN_S: Final = 0.01  # for room that others give up
 CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
 AskedFor = tuple[str, int | None]  # ``offload``, and the budget
-
-
-class Place(Enum):
-    """Of a storage's bytes; on the device, and counted, in all but HOST and REFUSED."""
-
-    DEVICE = "device"
-    LEAVING = "leaving"
-    HOST = "host"
-    COMING = "coming"
-    REFUSED = "refused"  # there was no room: it is only counted, for what the error says
-    GONE = "gone"  # not needed any more, and a copy that was under way has not stopped yet
-
-
-@dataclass(eq=False, slots=True)
-class _Saved:
-    """A storage that autograd keeps."""
-
-    number: int  # in its step
-    size_bytes: int
-    layer: int
-    may_leave: bool
-    place: Place = Place.DEVICE
-    device: torch.Tensor | None = None  # all its bytes
-    host: torch.Tensor | None = None
-    copy: Copy | None = None  # under way
-    roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-    """What was saved of it: views of which tensor, at which version."""
-    handles: int = 0
-    is_used: bool = False
-    end: weakref.finalize[..., Any] | None = None  # of bytes that were in use when they left
 
 
 class _Handle:
@@ -102,7 +55,7 @@ class _Handle:
 
     __slots__ = ("dtype", "ended", "offset", "saved", "shape", "stride", "version", "witness")
 
-    def __init__(self, saved: _Saved, tensor: torch.Tensor, ended: deque[_Saved]) -> None:
+    def __init__(self, saved: Saved, tensor: torch.Tensor, ended: deque[Saved]) -> None:
         self.saved, self.ended = saved, ended
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
@@ -146,6 +99,30 @@ class _Storages:
         return self._known.get(id(storage), (None, None))[1]
 
 
+class _Layers:
+    """Which layer computes, counted in each body."""
+
+    def __init__(self, keep: Callable[[Iterable[torch.Tensor]], None], lanes: CopyLanes) -> None:
+        self._keep, self._lanes = keep, lanes
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.number, self.is_convolution = 0, False
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled has no layers
+        self.number += 1
+        self.is_convolution = isinstance(module, CONVOLUTIONS)
+        if module not in self._seen:
+            self._seen.add(module)
+            self._keep(module.parameters(recurse=False))
+            self._keep(module.buffers(recurse=False))
+        self._lanes.go_on()
+
+    def leave(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.is_convolution = False
+
+
 class Activations:
     """Of one loop. ``body`` goes around each of its bodies; ``figures`` are those of the last.
 
@@ -159,33 +136,21 @@ class Activations:
         self, offload: str, budget_bytes: int | None, copies: HostCopies, gate: Gate,
         charge: Callable[[int], None] = lambda _: None, tiles: Tiles | None = None,
     ) -> None:  # fmt: skip
-        self._charge, self._charged, self._tiles = charge, 0, tiles
+        self._charge, self._charged = charge, 0
         self._offload, self.asked_for = offload, (offload, budget_bytes)
-        self._is_limited = budget_bytes is not None or tiles is not None
-        self._budget = UNLIMITED if budget_bytes is None else budget_bytes
-        if tiles is not None:
-            self._budget = min(self._budget, tiles.total_bytes)
         self._lanes, self._gate = CopyLanes(copies, gate), gate
+        self.room = Room(budget_bytes, tiles, gate)
+        self.plan = StepPlan(offload, gate, self._lanes)
+        self._layers = _Layers(self.keep, self._lanes)
         self._own = _Storages()  # parameters, buffers, the batch
         self._table = _Storages()  # those that are saved
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles_ended: deque[_Saved] = deque()
+        self._handles_ended: deque[Saved] = deque()
         self._bytes_ended: deque[int] = deque()
-        self._held = self._refused = self._needed = 0
-        self._alive: dict[_Saved, None] = {}
-        self._layer, self._is_convolution = 0, False
-        self._ahead: list[_Saved] | None = None  # to be used, the next one last; None in forward
-        self._plan: Forecast | None = None
-        self._planned = 0  # storages of the step that was measured
-        self._rank: Mapping[int, int] = {}  # by its number there: when it is used
-        self._measuring = STEPS_MEASURED if offload == "auto" else 0
-        self._events: list[Event] = []
-        self._of_step: list[_Saved] = []
-        self._event_at_ms = self._event_waited_ms = self._waited_ms = self.away_ms = 0.0
-        self._began_ms = self.compute_ms = 0.0  # of this body; of the measured one, without waits
-        self._moved = self._asked_ahead = self._asked_late = self.peak_bytes = 0
+        self._alive: dict[Saved, None] = {}
+        self._ahead: list[Saved] | None = None  # to be used, the next one last; None in forward
+        self.away_ms = 0.0
+        self._moved = self._asked_ahead = self._asked_late = 0
         self._on_host = self._host_peak = 0
-        self.measured: Step | None = None
         self.figures: dict[str, Any] = {}
 
     @classmethod
@@ -213,9 +178,9 @@ class Activations:
         """What is saved meanwhile is an activation."""
         self.keep(_tensors_in(batch))
         self._begin()
-        hooks = [register_module_forward_pre_hook(self._enter_layer)]
+        hooks = [register_module_forward_pre_hook(self._layers.enter)]
         if self._offload == "conv":
-            hooks.append(register_module_forward_hook(self._leave_layer, always_call=True))
+            hooks.append(register_module_forward_hook(self._layers.leave, always_call=True))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -235,95 +200,29 @@ class Activations:
         """Nothing is used any more."""
         self._lanes.close()
 
-    # -- a body ----------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         self._settle()
         self.away_ms = 0.0
-        if self._tiles is not None:
-            self._await(lambda tiles: tiles.may_begin)
-            self._tiles.enter_step()
-        self._layer, self._ahead = 0, None
-        self._of_step, self._events = [], []
-        self._waited_ms = self._event_waited_ms = 0.0
-        self._event_at_ms = self._began_ms = _now_ms()
-        self._moved = self._asked_ahead = self._asked_late = self._needed = 0
+        self.room.begin()
+        self._layers.number, self._ahead = 0, None
+        self.plan.begin()
+        self._moved = self._asked_ahead = self._asked_late = 0
         self._lanes.go_on()
 
     def _end(self) -> None:
         self._settle()
-        took_ms, planned = _now_ms() - self._began_ms, self._plan
+        room, plan = self.room, self.plan
         self.figures = {
-            "budget_bytes": self._budget if self._is_limited else None,
-            "peak_bytes": self.peak_bytes,
-            "saved_bytes": sum(one.size_bytes for one in self._of_step),
+            "budget_bytes": room.budget if room.is_limited else None,
+            "peak_bytes": room.peak_bytes,
             "offloaded_bytes": self._moved,
             "host_bytes": self._host_peak,
             "fetched_ahead": self._asked_ahead,
             "fetched_late": self._asked_late,
-            "waited_ms": round(self._waited_ms, 3),
-            "planned_wait_ms": None if planned is None else round(planned.wait_ms, 3),
-            "step_ms": round(took_ms, 3),
-            "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
-            "device_peak_bytes": self._tiles and self._tiles.most * TILE_BYTES,
+            "waited_ms": round(room.waited_ms, 3),
+            "device_peak_bytes": room.tiles and room.tiles.most * TILE_BYTES,
+            **plan.end(room),
         }
-        if self._offload == "auto" and not self._measuring and len(self._of_step) > self._planned:
-            self._measuring = STEPS_MEASURED  # another model's loop
-        elif self._measuring and self._of_step:
-            self._measuring -= 1
-            self.compute_ms = took_ms - self._waited_ms
-            self._make_plan()
-        if self._tiles is not None:
-            self._learn_least(self._tiles)
-            self._tiles.enter_step(is_in=False)
-
-    def _learn_least(self, tiles: Tiles) -> None:
-        """What a step can be finished with; as long as it is measured, it has the device alone."""
-        if self._offload != "auto":
-            tiles.learn(self.peak_bytes)
-        elif self._measuring or self.measured is None:
-            tiles.forget()
-        elif not tiles.is_known:
-            tiles.learn(least_bytes(self.measured))
-
-    def _make_plan(self) -> None:
-        sizes = [one.size_bytes for one in self._of_step]
-        self._planned = len(sizes)
-        self.measured = step = Step(sizes_bytes=sizes, events=self._events)
-        uses = [event.storage for event in self._events if event.what == "use"]
-        self._rank = {storage: rank for rank, storage in enumerate(uses)}
-        out, back = (Lane(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False))
-        until_ms = _now_ms() + SEARCH_MS
-        self._plan = plan(
-            step, self._budget, (out, back),
-            is_over=lambda: self._gate.asked or _now_ms() > until_ms,
-        )  # fmt: skip
-
-    def _note(self, what: What, saved: _Saved) -> None:
-        of_step = self._of_step
-        if self._measuring and saved.number < len(of_step) and of_step[saved.number] is saved:
-            now_ms = _now_ms()
-            waited_ms = self._waited_ms - self._event_waited_ms
-            compute_ms = max(0.0, now_ms - self._event_at_ms - waited_ms)
-            self._events.append(Event(what, saved.number, compute_ms))
-            self._event_at_ms, self._event_waited_ms = now_ms, self._waited_ms
-
-    # -- layers ----------------------------------------------------------------------------------
-
-    def _enter_layer(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # what is compiled has no layers
-        self._layer += 1
-        self._is_convolution = isinstance(module, CONVOLUTIONS)
-        if module not in self._seen:
-            self._seen.add(module)
-            self.keep(module.parameters(recurse=False))
-            self.keep(module.buffers(recurse=False))
-        self._lanes.go_on()
-
-    def _leave_layer(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._is_convolution = False
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -338,34 +237,36 @@ class Activations:
         saved = self._table.get(storage)
         if saved not in self._alive or (_may_be_copied(saved) and not _is_as_saved(saved, tensor)):
             saved = self._admit(storage)
-        if self._is_convolution and self._offload == "conv":
+        if self._layers.is_convolution and self._offload == "conv":
             self._send_once(saved)
         saved.roots.append((weakref.ref(root(tensor)), version(tensor)))
         saved.handles += 1
         return _Handle(saved, tensor, self._handles_ended)
 
-    def _admit(self, storage: torch.UntypedStorage) -> _Saved:
+    def _admit(self, storage: torch.UntypedStorage) -> Saved:
         """1. of a storage's life, and 2."""
         self._ahead = None
         size_bytes = storage.nbytes()
         may_leave = size_bytes >= LEAST_BYTES and self._offload in ("auto", "all")
-        saved = _Saved(len(self._of_step), size_bytes, self._layer, may_leave)
-        self._of_step.append(saved)
+        saved = Saved(len(self.plan.of_step), size_bytes, self._layers.number, may_leave)
+        self.plan.of_step.append(saved)
         has_room = self._make_room(size_bytes, "forward")
         self._alive[saved] = None
-        self._note("save", saved)
+        self.plan.note("save", saved, self.room.waited_ms)
         if not has_room:
             saved.place = Place.REFUSED
-            self._refused += size_bytes
-            self._needed = max(self._needed, self._held + size_bytes)
+            self.room.refused += size_bytes
+            self.room.needed = max(self.room.needed, self.room.held + size_bytes)
             return saved
-        self._hold(size_bytes)
-        self._bind(saved, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-        if self._offload == "all" or (self._plan and saved.number in self._plan.leaving):
+        self.room.hold(size_bytes)
+        saved.device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._table.put(saved.device.untyped_storage(), saved)
+        leaving = self.plan.forecast.leaving if self.plan.forecast is not None else ()
+        if self._offload == "all" or saved.number in leaving:
             self._send_once(saved)
         return saved
 
-    def _send_once(self, saved: _Saved) -> None:
+    def _send_once(self, saved: Saved) -> None:
         if saved.place is Place.DEVICE and saved.host is None and saved.size_bytes >= LEAST_BYTES:
             saved.may_leave = True
             self._send(saved)
@@ -390,12 +291,12 @@ class Activations:
         self._bring(handle.saved)
         return handle.tensor()
 
-    def _bring(self, saved: _Saved) -> None:
+    def _bring(self, saved: Saved) -> None:
         """4. and 5. of a storage's life: after this its bytes are on the device."""
-        if self._refused:
-            raise self._over_budget()
+        if self.room.refused:
+            raise self.room.over_budget(self._offload)
         if not saved.is_used:
-            self._note("use", saved)
+            self.plan.note("use", saved, self.room.waited_ms)
             if saved.host is not None:
                 is_late = saved.place is Place.HOST
                 self._asked_late += is_late
@@ -403,99 +304,45 @@ class Activations:
         self._stay(saved)
         if saved.place is Place.HOST:
             if not self._make_room(saved.size_bytes, "backward"):
-                self._needed = self._held + saved.size_bytes
-                raise self._over_budget()
+                self.room.needed = self.room.held + saved.size_bytes
+                raise self.room.over_budget(self._offload)
             self._ask_back(saved)
         saved.is_used = True
         self._look_ahead(saved)
         while saved.place is Place.COMING:
             self._wait("backward", saved.size_bytes, lambda: saved.place is not Place.COMING)
 
-    def _look_ahead(self, current: _Saved) -> None:
+    def _look_ahead(self, current: Saved) -> None:
         """Ask back what is used next, as far as there is room; without a budget, of one layer."""
         if self._ahead is None:
             away = [one for one in self._alive if one.place in (Place.HOST, Place.LEAVING)
                     and not one.is_used]  # fmt: skip
-            away.sort(key=lambda one: (-self._rank.get(one.number, 0), one.number))
+            away.sort(key=lambda one: (-self.plan.rank.get(one.number, 0), one.number))
             self._ahead = away
         layers = {current.layer}
         while self._ahead:
             saved = self._ahead[-1]
-            if not self._is_limited and saved.layer not in layers:
+            if not self.room.is_limited and saved.layer not in layers:
                 if len(layers) > 1:
                     return
                 layers.add(saved.layer)
             self._stay(saved)
             if saved.place is Place.HOST and saved.handles and not saved.is_used:
-                if self._held + saved.size_bytes > self._room:
+                if not self.room.fits(saved.size_bytes):
                     return
                 self._ask_back(saved)
             self._ahead.pop()
 
-    def _over_budget(self) -> OutOfDeviceMemory:
-        needed = self._needed
-        if self._offload in ("none", "conv"):  # nothing else could have left
-            needed = max(needed, self._held + self._refused)
-        more = "" if self._offload == "auto" else ' or offload="auto"'
-        return OutOfDeviceMemory(
-            f"the step's activations take {format_bytes(needed)} of the device at once and may "
-            f"take {format_bytes(self._budget)}: {format_bytes(needed - self._budget)} too much",
-            hint=f'activation_memory="{-(-needed >> 20)}MiB"{more}; or a smaller batch',
-            requested_bytes=needed,
-            largest_free_bytes=self._budget,
-        )
-
-    # -- room ------------------------------------------------------------------------------------
-
-    def _hold(self, size_bytes: int) -> None:
-        self._holds(self._held + size_bytes)
-        self.peak_bytes = max(self.peak_bytes, self._held)
-        assert self._held <= self._budget
-
-    def _holds(self, size_bytes: int) -> None:
-        self._held = size_bytes
-        if self._tiles is not None:
-            self._tiles.hold(size_bytes)
-
-    @property
-    def _room(self) -> int:
-        """What may be held now."""
-        return self._budget if self._tiles is None else min(self._budget, self._tiles.free_bytes)
-
-    def _await(self, is_there: Callable[[Tiles], bool]) -> None:
-        """Give the device up until others have let go of enough; they ring no bell."""
-        tiles, began_ms = self._tiles, _now_ms()
-        assert tiles is not None
-        while not is_there(tiles):
-            self._gate.leave("copies")
-            self._gate.pause(LOOK_AGAIN_S)
-            self._gate.enter()
-        self._waited_ms += _now_ms() - began_ms
-
-    def _outlast_others(self, size_bytes: int) -> bool:
-        """A step that needs more than the measured ones did waits for the ends of the others'.
-        False: it does not fit, or they wait for this one's."""
-        tiles, needed = self._tiles, self._held + size_bytes
-        if tiles is None or needed > self._budget or self._gate.in_optimizer_step:
-            return False
-        tiles.is_stuck = True
-        tiles.hold(self._held)
-        self._await(lambda tiles: needed <= tiles.free_bytes or not tiles.can_wait)
-        is_there = needed <= tiles.free_bytes
-        self._planned = 0  # it is measured anew
-        tiles.is_stuck = False
-        return is_there
-
     def _make_room(self, size_bytes: int, where: Where) -> bool:
         """Wait for copies under way, drop what is on the host as well, send what may leave."""
-        while self._held + size_bytes > self._room:
+        while not self.room.fits(size_bytes):
             if self._lanes.is_busy:
-                self._wait(where, size_bytes, lambda: self._held + size_bytes <= self._room)
+                self._wait(where, size_bytes, lambda: self.room.fits(size_bytes))
             elif not (
                 self._drop_a_copy()
                 or self._send_another()
                 or self._settle()
-                or self._outlast_others(size_bytes)
+                or self.room.outlast_others(size_bytes, self.plan)
             ):
                 return False
         return True
@@ -513,7 +360,7 @@ class Activations:
 
     def _send_another(self) -> bool:
         """The one that was saved first: its use is the farthest."""
-        if self._budget < UNLIMITED:
+        if self.room.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is Place.DEVICE and saved.may_leave and saved.host is None:
                     self._send(saved)
@@ -522,11 +369,7 @@ class Activations:
 
     # -- places ----------------------------------------------------------------------------------
 
-    def _bind(self, saved: _Saved, everything: torch.Tensor) -> None:
-        saved.device = everything
-        self._table.put(everything.untyped_storage(), saved)
-
-    def _send(self, saved: _Saved) -> None:
+    def _send(self, saved: Saved) -> None:
         assert saved.device is not None
         on_host = self._on_host + saved.size_bytes
         if on_host > self._charged:
@@ -537,13 +380,13 @@ class Activations:
         saved.place = Place.LEAVING
         saved.copy = self._lanes.submit(saved, saved.device, to_host=True)
 
-    def _ask_back(self, saved: _Saved) -> None:
+    def _ask_back(self, saved: Saved) -> None:
         assert saved.host is not None
-        self._hold(saved.size_bytes)
+        self.room.hold(saved.size_bytes)
         saved.place = Place.COMING
         saved.copy = self._lanes.submit(saved, saved.host, to_host=False)
 
-    def _stay(self, saved: _Saved) -> None:
+    def _stay(self, saved: Saved) -> None:
         """Its copy out has not ended: it need not leave."""
         if saved.place is Place.LEAVING:
             assert saved.copy is not None
@@ -551,7 +394,7 @@ class Activations:
             self._on_host -= saved.size_bytes
             saved.copy, saved.place = None, Place.DEVICE
 
-    def _forget_bytes(self, saved: _Saved) -> None:
+    def _forget_bytes(self, saved: Saved) -> None:
         """They are on the host. What autograd may be computing with counts until it is gone."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
@@ -560,30 +403,30 @@ class Activations:
             saved.end = weakref.finalize(storage, self._bytes_ended.append, saved.size_bytes)
             saved.end.atexit = False
         else:
-            self._holds(self._held - saved.size_bytes)
+            self.room.change(-saved.size_bytes)
 
     def _wait(self, where: Where, size_bytes: int, is_over: Callable[[], bool]) -> None:
         """For a copy, or (a long one, in a step whose times are known) until ``is_over`` without
         the device."""
         gate, lanes = self._gate, self._lanes
-        may_leave = gate.lets_copy and not (self._measuring or gate.in_optimizer_step)
+        may_leave = gate.lets_copy and not (self.plan.measuring or gate.in_optimizer_step)
         is_long = size_bytes > WORTH_MS * lanes.bytes_per_ms(to_host=where == "forward")
-        if self._tiles is None or not (may_leave and is_long):
-            self._waited_ms += lanes.wait(where)
+        if self.room.tiles is None or not (may_leave and is_long):
+            self.room.waited_ms += lanes.wait(where)
             self._settle()
             return
-        began_ms = _now_ms()
+        began_ms = now_ms()
         gate.leave("copies")
         try:
             while lanes.is_busy and lanes.wait_away():
                 self._settle()
                 if is_over():
                     break
-            self.away_ms += _now_ms() - began_ms
+            self.away_ms += now_ms() - began_ms
         finally:
             gate.enter()
         lanes.go_on()
-        self._waited_ms += _now_ms() - began_ms
+        self.room.waited_ms += now_ms() - began_ms
 
     def _settle(self) -> bool:
         """Take what the queues hold; whether there was anything."""
@@ -599,18 +442,18 @@ class Activations:
                 self._drop(saved)
         while self._bytes_ended:
             has_changed = True
-            self._holds(self._held - self._bytes_ended.popleft())
+            self.room.change(-self._bytes_ended.popleft())
         return has_changed
 
-    def _copied(self, copy: Copy, saved: _Saved) -> None:
+    def _copied(self, copy: Copy, saved: Saved) -> None:
         if saved.place is Place.GONE:
-            self._holds(self._held - saved.size_bytes)
+            self.room.change(-saved.size_bytes)
         elif copy is saved.copy:
             saved.copy = None
             if copy.error is not None:
                 saved.place = Place.DEVICE if copy.to_host else Place.HOST
                 self._on_host -= saved.size_bytes if copy.to_host else 0
-                self._holds(self._held - (0 if copy.to_host else saved.size_bytes))
+                self.room.change(-(0 if copy.to_host else saved.size_bytes))
                 raise copy.error
             assert copy.target is not None
             if copy.to_host:
@@ -618,29 +461,26 @@ class Activations:
                 saved.host = copy.target
                 self._forget_bytes(saved)
             else:
-                self._bind(saved, copy.target)
+                saved.device = copy.target
+                self._table.put(copy.target.untyped_storage(), saved)
                 saved.place = Place.DEVICE
 
-    def _drop(self, saved: _Saved) -> None:
+    def _drop(self, saved: Saved) -> None:
         """Autograd has let go of it."""
-        self._note("release", saved)
+        self.plan.note("release", saved, self.room.waited_ms)
         self._alive.pop(saved, None)
         copy, saved.copy = saved.copy, None
         if saved.host is not None or saved.place is Place.LEAVING:
             self._on_host -= saved.size_bytes
         if saved.place is Place.REFUSED:
-            self._refused -= saved.size_bytes
+            self.room.refused -= saved.size_bytes
         elif copy is not None and not self._lanes.cancel(copy):
             saved.place = Place.GONE
         elif saved.place is not Place.HOST:
-            self._holds(self._held - saved.size_bytes)
+            self.room.change(-saved.size_bytes)
         if saved.end is not None and saved.end.detach():
-            self._holds(self._held - saved.size_bytes)  # the script holds it still: not counted
+            self.room.change(-saved.size_bytes)  # the script holds it still: not counted
         saved.host = saved.device = None
-
-
-def _now_ms() -> float:
-    return time.monotonic() * 1e3
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -652,12 +492,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def _may_be_copied(saved: _Saved) -> bool:
+def _may_be_copied(saved: Saved) -> bool:
     """A copy of it was begun, perhaps before the last write to it."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 
-def _is_as_saved(saved: _Saved, tensor: torch.Tensor) -> bool:
+def _is_as_saved(saved: Saved, tensor: torch.Tensor) -> bool:
     """It, or another view of the same tensor, was saved before, and nothing was written since.
 
     Pieces that torch has cut without telling (``unsafe_chunk``, in recurrent cells) are written in

@@ -206,7 +206,7 @@ class Feed:
 
     def skip(self, batches: int) -> Feed:
         """Begin the next epoch behind these, unless a commit says where."""
-        if self._loop.session.upcoming() is None:
+        if self._loop.session.place.upcoming() is None:
             self._behind = batches
         return self
 

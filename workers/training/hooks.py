@@ -74,24 +74,3 @@ def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
                 register: Any = trained.register_post_accumulate_grad_hook  # untyped in torch
                 handles.append(register(look_at_the_gate_in_backward))
     return handles
-
-
-def hook_optimizer(
-    optimizer: torch.optim.Optimizer,
-    before: Callable[[], None],
-    before_closure: Callable[[Closure], Closure],
-    after: Callable[[], None],
-) -> list[RemovableHandle]:
-    """Call ``before`` and ``after`` around every ``optimizer.step()``; where that was given a
-    closure, ``before_closure`` instead, which says what to run in its place."""
-
-    def pre(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        closure = keywords.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            return before()
-        return args[:1], {**keywords, "closure": before_closure(closure)}
-
-    return [
-        optimizer.register_step_pre_hook(pre),
-        optimizer.register_step_post_hook(lambda *_: after()),
-    ]

@@ -46,7 +46,7 @@ class LightningLoop(TrainerLoop):
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """``Trainer.fit``; a commit of this job goes before a checkpoint of the script."""
-        upcoming, self.feed = self.session.upcoming(), None
+        upcoming, self.feed = self.session.place.upcoming(), None
         call = inspect.signature(self._fit).bind(*args, **options)
         self.was_over = upcoming is not None and upcoming[1]
         if upcoming is not None:

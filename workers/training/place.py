@@ -82,12 +82,19 @@ class ScriptPlace:
     def __init__(self, image: memoryview | None) -> None:
         self.saved = None if image is None else SavedImage(image)  # until it was resumed
         self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
+        self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
+        self.is_over = False  # the script has ended: nothing more is committed
         self.phase = -1  # of the newest loop
         self.in_epochs = False
         self.position = Position(0, -1, 0, 0, False, "", 0)  # the last finished body's
         self.step = 0  # finished ones, over all loops
         self.entry: dict[str, Any] = {}  # states at the start of script, epoch and loop
         self._epoch, self._loop = -1, 0
+
+    @property
+    def may_commit(self) -> bool:
+        """Return whether the script runs, and has come to the place of its last commit."""
+        return self.saved is None and not self.is_over
 
     def begin_epochs(self, count: int) -> SavedImage | None:
         """A ``job.epochs`` begins, and with it a phase; the image to take it up from.
@@ -134,6 +141,14 @@ class ScriptPlace:
     def end_body(self) -> None:
         self.step += 1
         self.position = replace(self.position, batches=self.position.batches + 1, step=self.step)
+
+    def steps_left(self, length: int | None) -> int:
+        """Return the steps until the last of ``epochs`` ends; -1: the loader has no ``length``."""
+        if length is None:
+            return -1
+        epoch = self.position.epoch
+        loops = self.entry["epochs"] - epoch if epoch >= 0 else 1
+        return int(loops * length - self.position.batches)
 
     def end_loop(self) -> None:
         """Nothing of this loop is left to do."""

@@ -23,7 +23,8 @@ from pipeswitch.devices.view import HostCopies
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
 
-from .activations import STEPS_MEASURED, Activations
+from .activations import Activations
+from .saved import STEPS_MEASURED
 from .script import run_entry
 from .snapshot import named
 
@@ -54,16 +55,17 @@ class Rehearsal(job_api._PlainSession):
         for batch in super().steps(loader):
             with activations.body(batch):
                 yield batch
-            if activations.measured is not None:
+            if activations.plan.measured is not None:
                 measured += 1
                 self._write(activations)
             if measured == STEPS_MEASURED:
                 raise TaskPreempted("it is measured")
 
     def _write(self, activations: Activations) -> None:
-        assert activations.measured is not None
+        plan = activations.plan
+        assert plan.measured is not None
         rates = [_bytes_per_ms(self._copies, self._device, to_host=way) for way in (True, False)]
-        found = {"step": asdict(activations.measured), "compute_ms": activations.compute_ms,
+        found = {"step": asdict(plan.measured), "compute_ms": plan.compute_ms,
                  "lanes": [{"bytes_per_ms": rate} for rate in rates]}  # fmt: skip
         with open(self._out, "w") as file:
             json.dump(found, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.job import as_number
+from pipeswitch.job import InexactResumeWarning, as_number
 
 from .host import JobHost
 
@@ -22,9 +23,16 @@ class Reports:
 
     def __init__(self, host: JobHost) -> None:
         self._host = host
+        self.warned: set[str] = set()  # keys of warnings
         self._log: dict[str, float] = {}
         self._at_ms = 0.0
         self._away_ms: deque[float] = deque(maxlen=FETCHES)
+
+    def warn_once(self, key: str, text: str, kind: type[Warning] = InexactResumeWarning) -> None:
+        """Show a warning to the script, the first time."""
+        if key not in self.warned:
+            self.warned.add(key)
+            warnings.warn(text, kind, stacklevel=6)  # of the script that calls job.steps
 
     @property
     def are_due(self) -> bool:

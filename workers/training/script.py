@@ -51,7 +51,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         keep_freed_memory()
         reach("job.start")
         session.begin()
-        host.resumes_at(session.kept_step)
+        saved = session.place.saved
+        host.resumes_at(0 if saved is None else saved.position.step)
         with _clean_exit():
             run_entry(message.entry, message.args)
         if not gate.is_evicting:

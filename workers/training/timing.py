@@ -7,6 +7,7 @@ from typing import Final
 
 FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time: the copy costs memory bandwidth
+LEAST_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
 
 
 class CommitTiming:
@@ -19,6 +20,8 @@ class CommitTiming:
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
         self.committed_at_ms = now_ms()  # the last commit; before that the start
         self._next_at_ms = self.committed_at_ms + self._gap_ms
+        self.grows_at_ms = 0.0  # the state area, after it found no room
+        self._evicted_at_ms: float | None = None  # seen in a body that cannot end without loss
 
     @property
     def is_due(self) -> bool:
@@ -37,6 +40,15 @@ class CommitTiming:
         """The commit under way may be of two states: the next one is due now."""
         self._next_at_ms = self._now_ms()
 
+    def waits_for_step(self) -> bool:
+        """Return whether an evicted job may still wait for its next point: no longer than the
+        steps since the last commit took, since that is the time that it saves."""
+        now_ms = self._now_ms()
+        if self._evicted_at_ms is None:
+            self._evicted_at_ms = now_ms
+        since_commit_ms = self._evicted_at_ms - self.committed_at_ms
+        return now_ms - self._evicted_at_ms < max(LEAST_WAIT_FOR_STEP_MS, since_commit_ms)
+
 
 class WriteWatch:
     """Do the script's bodies write parameters before the optimizer does?
@@ -52,11 +64,12 @@ class WriteWatch:
     def __init__(self, was_watched: bool, writes_unseen: bool) -> None:
         self.was_watched = was_watched  # a body left its parameters alone, bit by bit
         self.writes_unseen = writes_unseen  # one did not, and no version counter told
+        self.is_in_body = False
         self._is_clean = False  # the last body wrote nothing before its step
         self._sum: int | None = None  # at the last point; None: this body is not watched
 
     def begin_body(self) -> None:
-        self._is_clean = False
+        self._is_clean, self.is_in_body = False, True
 
     def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
         """A point was captured: watch the next body, where that is worth a pass."""
@@ -83,6 +96,11 @@ class WriteWatch:
     def is_trusted(self) -> bool:
         """A point may be committed while a body runs."""
         return self.was_watched and not self.writes_unseen
+
+    @property
+    def may_commit(self) -> bool:
+        """Return whether a point may be committed now."""
+        return self.is_trusted or not self.is_in_body
 
     @property
     def may_overlap(self) -> bool:

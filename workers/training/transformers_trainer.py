@@ -53,7 +53,7 @@ class TransformersLoop(TrainerLoop):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """``Trainer.train``; a commit of this job goes before a checkpoint of the script."""
-        upcoming, self.was_over = self.session.upcoming(), False
+        upcoming, self.was_over = self.session.place.upcoming(), False
         if upcoming is None:
             return self._train(resume_from_checkpoint, *args, **options)
         saved, self.was_over = upcoming

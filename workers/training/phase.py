@@ -1,0 +1,369 @@
+"""One phase of a script: its objects in a leased slice, its commit points and their commits."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.errors import HostStoreFull, OutOfDeviceMemory
+from pipeswitch.ipc.gate import Gate
+
+from .activations import Activations
+from .commits import Committer, Point, state_area_bytes
+from .hooks import Closure, hook_modules
+from .host import JobHost
+from .layout import history_bytes
+from .objects import TrainedObjects
+from .place import SavedImage, ScriptPlace
+from .reports import Reports
+from .slice import TrainingSlice
+from .snapshot import DataPosition
+from .timing import CommitTiming, WriteWatch
+
+MOST_BODIES_TO_A_POINT: Final = 64
+GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
+GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
+
+
+class Phase:
+    """The objects that one phase trains, bound to memory that is leased here.
+
+    Raises:
+        OutOfDeviceMemory, HostStoreFull: there is no room for its slice.
+    """
+
+    def __init__(
+        self, host: JobHost, gate: Gate, place: ScriptPlace, reports: Reports,
+        timing: CommitTiming, watch: WriteWatch, objects: TrainedObjects,
+    ) -> None:  # fmt: skip
+        self._host, self._gate, self.place, self._reports = host, gate, place, reports
+        self._timing, self._watch = timing, watch
+        self.number, self.objects = place.phase, objects
+        self.point: Point | None = None
+        self.has_stepped = False  # an optimizer, since the last point
+        self.data: DataPosition  # of the loop that runs
+        self.activations: Activations | None = None
+        saved = place.saved
+        before = 0 if saved is None else int(saved.values["state_capacity"])
+        state_bytes = state_area_bytes(objects, before)
+        layout = TrainingSlice(objects, state_bytes, place.past_bytes)
+        try:
+            memory = self._lease(layout)
+        except (OutOfDeviceMemory, HostStoreFull):
+            if not place.drop_past(0):
+                raise
+            self._warn_of_many_phases()
+            layout = TrainingSlice(objects, state_bytes, place.past_bytes)
+            memory = self._lease(layout)
+        self._layout = layout
+        layout.bind(memory)
+        if "beginning" not in place.entry:
+            self._compare_beginnings()
+        self.committer = Committer(host, self._layout, place.past, host.device)
+        self.optimizers = OptimizerSteps(self, gate)
+        gate.before_unwind = self._commit_before_unwinding
+
+    def _lease(self, layout: TrainingSlice) -> torch.Tensor:
+        """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
+        try:
+            return self._host.lease(layout.slice_bytes, layout.image_bytes)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            history = sum(map(history_bytes, self.objects.optimizers.values()))
+            if 2 * history > layout.slice_bytes:
+                error.hint = f"LBFGS may keep {history} bytes of it: lower its history_size"
+            raise
+
+    def _moves(self, point: Point) -> bool:
+        """Make room for the next commits, between two bodies; return True if everything has
+        moved."""
+        if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
+            return False
+        try:
+            self._grow(self.committer.outgrown_bytes(point))
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            self._timing.grows_at_ms = self._host.now_ms() + GROWS_AGAIN_MS
+            self._commit_failed(error)
+        return True
+
+    def _grow(self, state_bytes: int) -> None:
+        """Move into a larger slice: extra_state or an optimizer has outgrown the current one.
+
+        Call this only between two bodies. The caller captures the state again.
+
+        Raises:
+            OutOfDeviceMemory, HostStoreFull: there is no room; the slice is as before.
+        """
+        old, problem = self._layout, None
+        self.finish_commit()
+        committed = self.committer.committed
+        self._gate.leave()
+        old.unbind()
+        now_bytes, past_bytes = old.state.capacity_bytes, old.past.capacity_bytes
+        layout = TrainingSlice(self.objects, max(GROWTH * state_bytes, now_bytes), past_bytes)
+        try:
+            memory = self._lease(layout)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            problem, sizes = error, (now_bytes, past_bytes, old.optimizer.capacity_bytes)
+            layout = TrainingSlice(self.objects, *sizes)
+            memory = self._lease(layout)
+        self._layout = layout
+        layout.bind(memory)
+        self.committer = Committer(self._host, self._layout, self.place.past, self._host.device)
+        self.committer.committed = committed
+        self.keep_parameters()
+        if problem is not None:
+            raise problem
+
+    def keep_parameters(self) -> None:
+        """Tell the activations which tensors are none."""
+        if self.activations is not None:
+            objects = self.objects
+            self.activations.keep((*objects.parameters.values(), *objects.buffers.values()))
+
+    def leave(self) -> None:
+        """Leave the slice for the next phase's; keep the end of this one among the past ones."""
+        self.finish_commit()
+        if self.place.saved is None:
+            if self.committer.committed is None:
+                self.end(force=True)
+            image = self._host.restore()
+            assert image is not None  # the end of a phase was committed
+            if not self.place.keep_past(self.number, image):
+                self._warn_of_many_phases()
+        self.optimizers.remove()
+        self._layout.unbind()
+
+    def _compare_beginnings(self) -> None:
+        """Every life of a script makes the same models, unless it loads what it saved itself."""
+        now = self._layout.sum_of_parameters()
+        saved = self.place.saved
+        first = now if saved is None else saved.values["beginning"]
+        self.place.entry["beginning"] = first
+        if first != now:
+            self._reports.warn_once(
+                "beginning",
+                "the models began with other values than in this job's first life. If the script "
+                "loads a checkpoint of its own, it must not skip epochs or loops by it as well: "
+                "job resumes where it stopped",
+            )
+
+    def _warn_of_many_phases(self) -> None:
+        self._reports.warn_once(
+            "phases",
+            "the ends of the first loops (of job.epochs, or of job.steps outside of it) are no "
+            "longer kept: a resumed script finds a later loop's weights there, and what it "
+            "computes behind them again, as metrics, is of those. Write such results to a file "
+            "in the loop that makes them, or give each model a job of its own",
+        )
+
+    def capture(self) -> None:
+        """Capture the current state as the last point."""
+        self.finish_commit()
+        entry = {
+            **self.place.entry,
+            "bodies": (self._watch.was_watched, self._watch.writes_unseen),
+            "has_updated": self.place.has_updated,
+        }
+        now = self.place.position, self.data.capture(), entry, self.point
+        try:
+            self.point = self.committer.capture(*now)
+            outgrown_bytes = self.committer.outgrown_bytes(self.point)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            outgrown_bytes = 0
+            self.point = self.committer.capture(*now)
+        if outgrown_bytes and self._moves(self.point):
+            self.point = self.committer.capture(*now)
+        self.has_stepped = False
+        self._watch.at_point(self.committer.sum_of_parameters, is_due=self._timing.is_due)
+
+    def restore(self, saved: SavedImage) -> None:
+        """Put the state of ``saved`` back into the objects."""
+        try:
+            self.committer.restore(saved)
+        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+            self._grow(0)
+            self.committer.restore(saved)
+
+    def is_at_point(self, *, is_counted: bool) -> bool:
+        """Return whether this boundary is a commit point.
+
+        Args:
+            is_counted: what counts bodies otherwise than by ``job.step`` begins anew at an update,
+                as accelerate and trainers do. Before the first update each boundary is a point.
+        """
+        assert self.point is not None
+        bodies = self.place.step - self.point.position.step
+        is_free = not (is_counted or self.place.has_updated)
+        return self.has_stepped or is_free or bodies >= MOST_BODIES_TO_A_POINT
+
+    def is_whole(self) -> bool:
+        """Return whether there is a point and nothing has moved since it was captured."""
+        return (
+            self.point is not None and self.point.position == self.place.position
+            and not self.has_stepped and self.committer.is_intact(self.point)
+        )  # fmt: skip
+
+    def watch_writes(self) -> None:
+        """Check whether the body itself wrote parameters: no optimizer has stepped in it yet."""
+        if self.point is not None:
+            is_intact = self.committer.parameters_are_intact(self.point)
+            if not self._watch.before_optimizer(is_intact, self.committer.sum_of_parameters):
+                self._timing.hurry()
+
+    def end(self, *, force: bool = False) -> None:
+        """Commit the last point, for whatever the script does next.
+
+        Where code behind the last loop has written parameters, the point is gone. Then the last
+        commit stays, and a resume recomputes from there; unless ``force``: commit what is now.
+        """
+        if self.activations is not None:
+            self.activations.give_back()
+        if self.point is None or not self.place.may_commit:
+            return
+        if force and not self.is_whole():
+            self.place.end_loop()
+            self.capture()
+        self.commit_point()
+
+    @property
+    def committed_step(self) -> int | None:
+        """Return the step of the last commit; None: nothing is committed."""
+        committed = self.committer.committed
+        return None if committed is None else committed.position.step
+
+    def commit_point(self) -> None:
+        """Commit the last point, unless it is committed or cannot be; waits."""
+        self.finish_commit()
+        point = self.point
+        if self._watch.may_commit and point is not None and self.committer.committed is not point:
+            if not self.has_stepped:
+                self.begin_commit()
+            self.finish_commit()
+
+    def begin_commit(self, *, may_grow: bool = True) -> None:
+        """Start the commit of the last point, if it is still intact."""
+        assert self.point is not None
+        if self.committer.is_intact(self.point):
+            try:
+                self.committer.begin(self.point)
+            except OutOfDeviceMemory as error:
+                if may_grow and not self._watch.is_in_body and self._moves(self.point):
+                    self.capture()
+                    self.begin_commit(may_grow=False)
+                else:
+                    self._commit_failed(error)
+
+    def finish_commit(self) -> None:
+        """Wait for the commit under way, if any, and report it."""
+        if self.committer.is_in_flight:
+            try:
+                self.committer.finish()
+            except Exception as error:
+                self._commit_failed(error)
+                return
+            took_ms = self.committer.last_duration_ms
+            self._timing.committed(took_ms)
+            self._host.report("committed", step=self.committed_step, duration_ms=took_ms)
+
+    def _commit_failed(self, error: Exception) -> None:
+        """Report a failed commit: the previous one stays valid, and training continues."""
+        step = self.place.step
+        self._timing.failed()
+        self._host.report("commit_failed", step=step, text=str(error))
+        text = f"the state after step {step} was not kept: {error}. Training continues; a "
+        text += "resumed script starts from the last saved step"
+        self._reports.warn_once("commit", text, UserWarning)
+
+    def _commit_before_unwinding(self) -> None:
+        """The gate calls this once, on the main thread, before the first ``TaskPreempted``."""
+        if not self.place.may_commit:
+            return
+        step = self.place.step
+        try:
+            self.commit_point()
+        except Exception as error:  # the last commit stands; unwinding must go on
+            self._host.report("commit_failed", step=step, text=str(error))
+        self._host.report("evicting", step=step, committed_step=self.committed_step)
+
+    def goes_to_point(self) -> bool:
+        """Return whether an eviction now would lose finished steps that the next commit point
+        saves."""
+        point = self.point
+        if point is None or not self.place.may_commit:
+            return False
+        kept_step = self.committed_step or 0
+        may_commit = self._watch.may_commit and not self.has_stepped
+        if may_commit and self.committer.is_intact(point):
+            kept_step = point.position.step
+        return self.place.step > kept_step and self._timing.waits_for_step()
+
+
+class OptimizerSteps:
+    """The ``optimizer.step()`` calls of one phase, and all hooks of its models and optimizers."""
+
+    def __init__(self, phase: Phase, gate: Gate) -> None:
+        self._phase, self._gate = phase, gate
+        self._depth = 0  # an optimizer may call another one's step
+        self._hooks = hook_modules(phase.objects.models.values())
+        for optimizer in phase.objects.optimizers.values():
+            # Closures, not methods: a copy of the optimizer must not copy what is behind them.
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after()))
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def reset(self) -> None:
+        """No optimizer steps now: one may have raised in its step."""
+        self._depth, self._gate.in_optimizer_step = 0, False
+
+    def _before_step(self, _: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        closure = keywords.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self._before()
+        return args[:1], {**keywords, "closure": self._before_closure(closure)}
+
+    def _before(self) -> None:
+        """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
+        if self._depth == 0:
+            self._gate.check("backward")
+            if not self._phase.has_stepped:
+                self._phase.watch_writes()
+            self._phase.finish_commit()
+            self._gate.in_optimizer_step = True
+        self._depth += 1
+
+    def _before_closure(self, closure: Closure) -> Closure:
+        """As long as nothing is updated the first run of ``closure`` is a body as any other: in
+        Lightning's loop forward and backward lie in there."""
+        self._gate.check("boundary")
+        self._phase.finish_commit()
+        self._gate.in_optimizer_step = True
+        self._depth += 1
+        is_first = self._depth == 1
+
+        def compute(*args: Any, **keywords: Any) -> Any:
+            nonlocal is_first
+            point = self._phase.point
+            assert point is not None
+            may_stop = is_first and self._phase.committer.parameters_are_intact(point)
+            is_first = False
+            if not may_stop:
+                return closure(*args, **keywords)
+            self._gate.in_optimizer_step = False
+            value = closure(*args, **keywords)
+            self._depth = 0
+            self._before()
+            return value
+
+        return compute
+
+    def _after(self) -> None:
+        self._phase.has_stepped = self._phase.place.has_updated = True
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._gate.in_optimizer_step = False

@@ -1,0 +1,201 @@
+"""The storages that a step saves for backward: the device memory that they may hold, and which of
+them shall leave the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.devices.view import now_ms
+from pipeswitch.errors import OutOfDeviceMemory
+from pipeswitch.ipc.gate import Gate
+from pipeswitch.planning.swaps import Event, Forecast, Lane, Step, What, least_bytes, plan
+from pipeswitch.units import format_bytes
+
+from .copy_lane import Copy, CopyLanes
+from .tiles import Tiles
+
+STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
+SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
+UNLIMITED: Final = 1 << 62
+LOOK_AGAIN_S: Final = 0.01  # for room that others give up
+
+
+class Place(Enum):
+    """Of a storage's bytes; on the device, and counted, in all but HOST and REFUSED."""
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    HOST = "host"
+    COMING = "coming"
+    REFUSED = "refused"  # there was no room: it is only counted, for what the error says
+    GONE = "gone"  # not needed any more, and a copy that was under way has not stopped yet
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """A storage that autograd keeps."""
+
+    number: int  # in its step
+    size_bytes: int
+    layer: int
+    may_leave: bool
+    place: Place = Place.DEVICE
+    device: torch.Tensor | None = None  # all its bytes
+    host: torch.Tensor | None = None
+    copy: Copy | None = None  # under way
+    roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    """What was saved of it: views of which tensor, at which version."""
+    handles: int = 0
+    is_used: bool = False
+    end: weakref.finalize[..., Any] | None = None  # of bytes that were in use when they left
+
+
+class StepPlan:
+    """The measured step of a loop (``offload="auto"``), and the plan that was made of it."""
+
+    def __init__(self, offload: str, gate: Gate, lanes: CopyLanes) -> None:
+        self._is_auto, self._gate, self._lanes = offload == "auto", gate, lanes
+        self.forecast: Forecast | None = None
+        self.planned = 0  # storages of the step that was measured
+        self.rank: Mapping[int, int] = {}  # by its number there: when it is used
+        self.measuring = STEPS_MEASURED if self._is_auto else 0
+        self.of_step: list[Saved] = []
+        self._events: list[Event] = []
+        self._began_ms = self._event_at_ms = self._event_waited_ms = 0.0
+        self.compute_ms = 0.0  # of the measured body, without waits
+        self.measured: Step | None = None
+
+    def begin(self) -> None:
+        """A body begins."""
+        self.of_step, self._events, self._event_waited_ms = [], [], 0.0
+        self._event_at_ms = self._began_ms = now_ms()
+
+    def note(self, what: What, saved: Saved, waited_ms: float) -> None:
+        """Note an event of the step, while it is measured."""
+        of_step = self.of_step
+        if self.measuring and saved.number < len(of_step) and of_step[saved.number] is saved:
+            at_ms, waited_ms_since = now_ms(), waited_ms - self._event_waited_ms
+            compute_ms = max(0.0, at_ms - self._event_at_ms - waited_ms_since)
+            self._events.append(Event(what, saved.number, compute_ms))
+            self._event_at_ms, self._event_waited_ms = at_ms, waited_ms
+
+    def end(self, room: Room) -> dict[str, Any]:
+        """Return the figures of a body that has ended, and plan the next ones if it was
+        measured."""
+        took_ms, planned = now_ms() - self._began_ms, self.forecast
+        figures = {
+            "saved_bytes": sum(one.size_bytes for one in self.of_step),
+            "planned_wait_ms": None if planned is None else round(planned.wait_ms, 3),
+            "step_ms": round(took_ms, 3),
+            "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
+        }
+        if self._is_auto and not self.measuring and len(self.of_step) > self.planned:
+            self.measuring = STEPS_MEASURED  # another model's loop
+        elif self.measuring and self.of_step:
+            self.measuring -= 1
+            self.compute_ms = took_ms - room.waited_ms
+            self._make(room.budget)
+        if (tiles := room.tiles) is not None:  # what a step can be finished with
+            if not self._is_auto:
+                tiles.learn(room.peak_bytes)
+            elif self.measuring or self.measured is None:
+                tiles.forget()  # while it is measured, it has the device alone
+            elif not tiles.is_known:
+                tiles.learn(least_bytes(self.measured))
+            tiles.enter_step(is_in=False)
+        return figures
+
+    def _make(self, budget_bytes: int) -> None:
+        sizes = [one.size_bytes for one in self.of_step]
+        self.planned = len(sizes)
+        self.measured = step = Step(sizes_bytes=sizes, events=self._events)
+        uses = [event.storage for event in self._events if event.what == "use"]
+        self.rank = {storage: rank for rank, storage in enumerate(uses)}
+        out, back = (Lane(bytes_per_ms=self._lanes.bytes_per_ms(to_host=w)) for w in (True, False))
+        until_ms = now_ms() + SEARCH_MS
+        self.forecast = plan(
+            step, budget_bytes, (out, back),
+            is_over=lambda: self._gate.asked or now_ms() > until_ms,
+        )  # fmt: skip
+
+
+class Room:
+    """Device memory that a job's saved storages hold, within its budget and the device's tiles."""
+
+    def __init__(self, budget_bytes: int | None, tiles: Tiles | None, gate: Gate) -> None:
+        self.is_limited = budget_bytes is not None or tiles is not None
+        self.budget = UNLIMITED if budget_bytes is None else budget_bytes
+        if tiles is not None:
+            self.budget = min(self.budget, tiles.total_bytes)
+        self.tiles, self._gate = tiles, gate
+        self.held = self.refused = self.needed = self.peak_bytes = 0
+        self.waited_ms = 0.0  # in this body
+
+    def begin(self) -> None:
+        """A body begins, once it is sure that it can end."""
+        if self.tiles is not None:
+            self._await(lambda tiles: tiles.may_begin)
+            self.tiles.enter_step()
+        self.waited_ms, self.needed = 0.0, 0
+
+    def fits(self, size_bytes: int) -> bool:
+        """Return whether so much more may be held now."""
+        tiles = self.tiles
+        most = self.budget if tiles is None else min(self.budget, tiles.free_bytes)
+        return self.held + size_bytes <= most
+
+    def hold(self, size_bytes: int) -> None:
+        """Hold so much more."""
+        self.change(size_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.held)
+        assert self.held <= self.budget
+
+    def change(self, size_bytes: int) -> None:
+        """Hold so much more, or less if it is negative."""
+        self.held += size_bytes
+        if self.tiles is not None:
+            self.tiles.hold(self.held)
+
+    def _await(self, is_there: Callable[[Tiles], bool]) -> None:
+        """Give the device up until others have let go of enough; they ring no bell."""
+        tiles, began_ms = self.tiles, now_ms()
+        assert tiles is not None
+        while not is_there(tiles):
+            self._gate.leave("copies")
+            self._gate.pause(LOOK_AGAIN_S)
+            self._gate.enter()
+        self.waited_ms += now_ms() - began_ms
+
+    def outlast_others(self, size_bytes: int, plan: StepPlan) -> bool:
+        """Wait for the ends of the others' steps, in a step that needs more than the measured ones
+        did. Return False if it does not fit, or they wait for this one's."""
+        tiles, needed = self.tiles, self.held + size_bytes
+        if tiles is None or needed > self.budget or self._gate.in_optimizer_step:
+            return False
+        tiles.is_stuck = True
+        tiles.hold(self.held)
+        self._await(lambda tiles: needed <= tiles.free_bytes or not tiles.can_wait)
+        is_there = needed <= tiles.free_bytes
+        plan.planned = 0  # it is measured anew
+        tiles.is_stuck = False
+        return is_there
+
+    def over_budget(self, offload: str) -> OutOfDeviceMemory:
+        """Return the error of a step that needs more than the budget."""
+        needed = self.needed
+        if offload in ("none", "conv"):  # nothing else could have left
+            needed = max(needed, self.held + self.refused)
+        more = "" if offload == "auto" else ' or offload="auto"'
+        return OutOfDeviceMemory(
+            f"the step's activations take {format_bytes(needed)} of the device at once and may "
+            f"take {format_bytes(self.budget)}: {format_bytes(needed - self.budget)} too much",
+            hint=f'activation_memory="{-(-needed >> 20)}MiB"{more}; or a smaller batch',
+            requested_bytes=needed,
+            largest_free_bytes=self.budget,
+        )
