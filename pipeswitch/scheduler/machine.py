@@ -40,11 +40,6 @@ class Machine:
         )
         self.jobs.place = self.placing.job
 
-    @property
-    def names(self) -> list[str]:
-        """The devices'."""
-        return self.jobs.names
-
     def stream_of(self, model: Model) -> dict[str, Any] | None:
         """What a pass costs where a model is larger than the arena of a device that may serve it;
         None: nowhere."""

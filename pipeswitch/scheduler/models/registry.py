@@ -75,7 +75,7 @@ class Registry:
                 f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
-        unknown = placing.refusal(event.devices, self._machine.names)
+        unknown = placing.refusal(event.devices, self._machine.jobs.names)
         if unknown is not None and not event.is_known:
             raise unknown
         most = core.settings.max_models_per_client
@@ -139,7 +139,7 @@ class Registry:
             base=base,
             version=version,
             tenant=event.tenant,
-            devices=placing.limit(event.devices, machine.names),
+            devices=placing.limit(event.devices, machine.jobs.names),
             manifest=event.restored,
             stage=event.stage,
         )

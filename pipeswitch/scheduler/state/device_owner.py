@@ -97,7 +97,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         elif task is self.yielded:
             self.apply(OwnerEvent.YIELDED_ENDED, cause)
             self.yielded = None
-        else:
+        elif task is self.pending:
             self.pending = None
 
     def lose_tasks(self, cause: str) -> None:
