@@ -478,8 +478,7 @@ class Dispatch:
         epoch = core.next_epoch()
         for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        tenant = core.tenant_of(replica.model.tenant)
-        device.claim(worker, is_code=is_code, tenant=tenant)
+        device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1
