@@ -35,7 +35,7 @@ def write_weights(order: dict[str, Any]) -> None:
     from pipeswitch.errors import RegistrationRefused
     from pipeswitch.programs.build.module_mode import build_module
     from pipeswitch.programs.build.sources import example_specs
-    from pipeswitch.programs.requests import random_inputs
+    from pipeswitch.programs.interface.requests import random_inputs
     from pipeswitch.programs.spec import save_manifest
 
     from . import plain

@@ -26,7 +26,7 @@ import psutil
 
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
-from pipeswitch.programs.generation import METADATA_KEY
+from pipeswitch.programs.decoding.generation import METADATA_KEY
 from pipeswitch.testing import server
 
 from .gateway import INFER, SMALL, infer_message, json_request

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeswitch.devices.cpu.memory import CHUNK_BYTES
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import load_manifest, weights_file
 
 from .trials import Numbers, now_ms

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipeswitch.programs.build.sources import Loaded, _constructor, load_source
+from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.programs.values import flatten_outputs
 
 Order = dict[str, Any]
 """What ``baselines.Setting.order`` says: source, inputs, seed, threads and paths."""

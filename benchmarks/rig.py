@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
-from pipeswitch.ipc import messages as ipc
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.programs.layout import REGION_ALIGN_BYTES, aligned
+from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
+from pipeswitch.programs.interface.layout import REGION_ALIGN_BYTES, aligned
 
 from .lane import fill, packed
 from .setting import Setting, end, read_line, spawn, tell
@@ -26,7 +27,7 @@ from .trials import Numbers, now_ms
 
 WORDS: Final = 4096  # more than any model has layers
 REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
-MODEL: Final = ipc.ModelName("rig")
+MODEL: Final = ModelName("rig")
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ class Engine:
         self.store_bytes = aligned(size_bytes, REGION_ALIGN_BYTES)
         self.bell, self.store = new_bell(), sealed_memfd("bench-store", self.store_bytes)
         self.epoch = 0
-        self.ended: queue.SimpleQueue[ipc.TransmitEnded] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
         self.memory = self.allocate()
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
         """Return an arena for the model, its pages taken."""
-        settings = ipc.DaemonSettings(
+        settings = DaemonSettings(
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
             store_bytes=self.store_bytes,
@@ -99,7 +100,7 @@ class Engine:
     def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
         """Send groups (offset and size in bytes); ``ended`` has a record when all have arrived."""
         copies = tuple(
-            ipc.GroupCopy(
+            GroupCopy(
                 store_offset_bytes=offset_bytes,
                 arena_offset_bytes=REGION_BYTES + offset_bytes,
                 size_bytes=size_bytes,
@@ -107,8 +108,8 @@ class Engine:
             )
             for word, (offset_bytes, size_bytes) in enumerate(groups)
         )
-        order = ipc.TransmitModel(
-            model=MODEL, epoch=ipc.Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
+        order = TransmitModel(
+            model=MODEL, epoch=Epoch(self.epoch), arena_offset_bytes=REGION_BYTES,
             region_bytes=self.store_bytes, groups=copies,
         )  # fmt: skip
         self.memory.transmit(order, self.ended.put)

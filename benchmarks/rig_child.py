@@ -12,12 +12,13 @@ import msgspec
 import torch
 
 from pipeswitch.devices.cpu.view import CpuPoolView
-from pipeswitch.ipc.messages import Epoch, Slot, WorkerSettings
+from pipeswitch.ipc.messages.base import Epoch, Slot
+from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.build.program import build
-from pipeswitch.programs.bundle import read_bundle
-from pipeswitch.programs.executor import BoundGraph, GraphProgram
-from pipeswitch.programs.layout import GroupSpec
-from pipeswitch.programs.partition import layers_of_graph
+from pipeswitch.programs.graphs.bundle import read_bundle
+from pipeswitch.programs.graphs.partition import layers_of_graph
+from pipeswitch.programs.interface.layout import GroupSpec
+from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
 
 from . import plain

@@ -13,9 +13,9 @@ import torchvision  # noqa: F401 - the fork server imports it once, for all work
 from torch import nn
 
 from pipeswitch.devices.cpu.windows import MADV_POPULATE_READ
-from pipeswitch.programs.executor import ModuleProgram
-from pipeswitch.programs.layout import TensorSpec
-from pipeswitch.programs.views import bytes_over, tensor_over
+from pipeswitch.programs.interface.layout import TensorSpec
+from pipeswitch.programs.running.executor import ModuleProgram
+from pipeswitch.programs.running.views import bytes_over, tensor_over
 
 from . import plain
 from .lane import bytes_of, copy_in_pieces, open_mapping, packed

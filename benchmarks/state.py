@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from pipeswitch.planning.grouping import bucket, spans
-from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, aligned
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
 
 from .lane import PlainCopy
 from .models import MIB

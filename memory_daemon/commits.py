@@ -14,11 +14,12 @@ from pipeswitch.devices.orders import check_pieces, check_range
 from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
-from pipeswitch.ipc import messages as msg
+from pipeswitch.ipc.messages.base import Epoch, JobName, StepCommitted
+from pipeswitch.ipc.messages.daemon import CommitCopy, CommitPersisted, OpenCommits, PersistCommit
 
 log = logging.getLogger(__name__)
 
-NO_COPY: Final = (msg.Epoch(0), 0)
+NO_COPY: Final = (Epoch(0), 0)
 """Epoch and number of the last copy of a job that has ordered none."""
 
 PERSIST_TRIES = 3
@@ -35,12 +36,10 @@ class Commits:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        self._areas: dict[msg.JobName, CommitArea] = {}
-        self._newest: dict[
-            msg.JobName, tuple[msg.Epoch, int]
-        ] = {}  # epoch and number of its last copy
+        self._areas: dict[JobName, CommitArea] = {}
+        self._newest: dict[JobName, tuple[Epoch, int]] = {}  # epoch and number of its last copy
 
-    def open(self, order: msg.OpenCommits, descriptor: int) -> None:
+    def open(self, order: OpenCommits, descriptor: int) -> None:
         """Map a job's area; a second one of the same job takes the first one's place.
 
         Raises:
@@ -48,12 +47,12 @@ class Commits:
         """
         self._areas[order.job] = CommitArea(descriptor, order.slot_bytes, is_writer=True)
 
-    def close(self, job: msg.JobName) -> None:
+    def close(self, job: JobName) -> None:
         """Forget it; unmapped when nothing under way uses it."""
         self._areas.pop(job, None)
         self._newest.pop(job, None)
 
-    def was_accepted(self, order: msg.CommitCopy) -> bool:
+    def was_accepted(self, order: CommitCopy) -> bool:
         """Whether this copy, or a later one of its epoch, was ordered before.
 
         The first order is answered, or was. By now the slice's owner may write it again.
@@ -61,7 +60,7 @@ class Commits:
         epoch, number = self._newest.get(order.job, NO_COPY)
         return order.epoch == epoch and order.number <= number
 
-    def area_for(self, order: msg.CommitCopy | msg.PersistCommit) -> CommitArea:
+    def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
         """The area an order may work on.
 
         Raises:
@@ -70,7 +69,7 @@ class Commits:
         area = self._areas.get(order.job)
         if area is None:
             raise RemoteProtocolError(f"job {order.job!r} has no open commit area")
-        if isinstance(order, msg.PersistCommit):
+        if isinstance(order, PersistCommit):
             return area
         newest, _ = self._newest.get(order.job, NO_COPY)
         if order.epoch < newest:
@@ -81,7 +80,7 @@ class Commits:
         self._newest[order.job] = (order.epoch, order.number)
         return area
 
-    def copy(self, order: msg.CommitCopy, area: CommitArea) -> msg.StepCommitted:
+    def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
         """Write the commit (CommitArea.write). Blocks; called on the device-to-host thread."""
         began_at_ms = now_ms()
         size_bytes = sum(piece.size_bytes for piece in order.ranges)
@@ -97,7 +96,7 @@ class Commits:
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
         reach("commit.acknowledge")
-        return msg.StepCommitted(
+        return StepCommitted(
             job=order.job,
             epoch=order.epoch,
             number=order.number,
@@ -106,7 +105,7 @@ class Commits:
             error=error,
         )
 
-    def persist(self, order: msg.PersistCommit, area: CommitArea) -> msg.CommitPersisted:
+    def persist(self, order: PersistCommit, area: CommitArea) -> CommitPersisted:
         """Write the newest commit to disk. Blocks; called on the disk thread.
 
         It reads the live image. New commits go on meanwhile: the next one writes the other slot,
@@ -142,4 +141,4 @@ class Commits:
         except Exception as problem:  # a bug: training goes on, and the next one is tried
             log.exception("job=%s not persisted", order.job)
             error = f"{type(problem).__name__}: {problem}"
-        return msg.CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)
+        return CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)

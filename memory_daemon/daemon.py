@@ -18,8 +18,24 @@ from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
-from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages.base import Epoch, Exit, Message, Ping, Pong
+from pipeswitch.ipc.messages.daemon import (
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    DaemonFault,
+    DaemonReady,
+    ModelStored,
+    OpenCommits,
+    PersistCommit,
+    Scrub,
+    Scrubbed,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
 from pipeswitch.lane import Lane
 
 from .commits import Commits
@@ -57,7 +73,7 @@ class Daemon:
         what waits for it could not be told. The controller starts the next daemon instead.
         """
         reach("daemon.start")
-        ready = msg.DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
+        ready = DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
         self._send(ready, self._device.export_descriptors())
         while True:
             try:
@@ -69,51 +85,51 @@ class Daemon:
                 log.error("controller=gone, leaving")
                 return False
             message, descriptors = packet
-            if isinstance(message, msg.Exit):
+            if isinstance(message, Exit):
                 self._finish()
                 return True
             try:
                 self._handle(message, descriptors)
             except RemoteProtocolError as error:
-                self._refuse(getattr(message, "epoch", msg.Epoch(0)), error.message)
+                self._refuse(getattr(message, "epoch", Epoch(0)), error.message)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)  # mappings keep their memory without it
 
-    def _handle(self, message: msg.Message, descriptors: list[int]) -> None:
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
         """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
         reach("daemon.message")
         match message:
-            case msg.TransmitModel():
+            case TransmitModel():
                 for descriptor in descriptors:
                     self._device.open_tenant(message.tenant, descriptor)
                 self._transmit(message)
-            case msg.CancelTransmit(epoch=epoch):
+            case CancelTransmit(epoch=epoch):
                 self._device.cancel(epoch)
-            case msg.StoreModel():
+            case StoreModel():
                 self._put(self._store_lane, message.epoch, lambda: self._store(message))
-            case msg.Scrub():
+            case Scrub():
                 limit_bytes = self._device.arena_bytes
                 check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
                 self._put(self._to_host_lane, message.epoch, lambda: self._scrub(message))
-            case msg.OpenCommits():
+            case OpenCommits():
                 if len(descriptors) != 1:
                     raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
                 self._commits.open(message, descriptors[0])
-            case msg.CloseCommits(job=job):
+            case CloseCommits(job=job):
                 self._commits.close(job)
-            case msg.CommitCopy():
+            case CommitCopy():
                 self._commit(message)
-            case msg.Ping(epoch=epoch):
-                self._send(msg.Pong(epoch=epoch))
-            case msg.PersistCommit():
+            case Ping(epoch=epoch):
+                self._send(Pong(epoch=epoch))
+            case PersistCommit():
                 area = self._commits.area_for(message)
                 persist = functools.partial(self._commits.persist, message, area)
                 self._put(self._disk_lane, message.epoch, persist)
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
 
-    def _commit(self, order: msg.CommitCopy) -> None:
+    def _commit(self, order: CommitCopy) -> None:
         if self._commits.was_accepted(order):
             # Not refused: a fault names the epoch, and would end the copy that goes on under it.
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
@@ -121,11 +137,11 @@ class Daemon:
         area = self._commits.area_for(order)
         self._put(self._to_host_lane, order.epoch, lambda: self._commits.copy(order, area))
 
-    def _put(self, lane: Lane, epoch: msg.Epoch, work: Callable[[], msg.Message]) -> None:
+    def _put(self, lane: Lane, epoch: Epoch, work: Callable[[], Message]) -> None:
         """Run work on a lane and send its answer, or a fault with the order's epoch if it fails."""
         lane.put(lambda: self._send(work()), lambda error: self._refuse(epoch, error.message))
 
-    def _transmit(self, order: msg.TransmitModel) -> None:
+    def _transmit(self, order: TransmitModel) -> None:
         self._guard.accept(order)
         try:
             self._device.transmit(order, self._on_transmit_end)
@@ -133,11 +149,11 @@ class Daemon:
             self._guard.end(order.epoch)
             raise
 
-    def _on_transmit_end(self, ended: msg.TransmitEnded) -> None:
+    def _on_transmit_end(self, ended: TransmitEnded) -> None:
         self._guard.end(ended.epoch)  # before the news: the range may be asked for again at once
         self._send(ended)
 
-    def _store(self, order: msg.StoreModel) -> msg.Message:
+    def _store(self, order: StoreModel) -> Message:
         began_at_ms = now_ms()
         try:
             reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
@@ -149,21 +165,21 @@ class Daemon:
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)
-            return msg.StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
+            return StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
         load_ms = now_ms() - began_at_ms
         log.info("model=%s store=loaded ms=%.1f", order.model, load_ms)
-        return msg.ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
+        return ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
 
-    def _scrub(self, order: msg.Scrub) -> msg.Message:
+    def _scrub(self, order: Scrub) -> Message:
         reach("daemon.scrub")
         self._device.scrub(order.offset_bytes, order.size_bytes)
-        return msg.Scrubbed(epoch=order.epoch)
+        return Scrubbed(epoch=order.epoch)
 
-    def _refuse(self, epoch: msg.Epoch, reason: str) -> None:
+    def _refuse(self, epoch: Epoch, reason: str) -> None:
         log.warning("epoch=%d refused cause=%s", epoch, reason)
-        self._send(msg.DaemonFault(epoch=epoch, reason=reason))
+        self._send(DaemonFault(epoch=epoch, reason=reason))
 
-    def _send(self, message: msg.Message, descriptors: list[int] | None = None) -> None:
+    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         try:
             self._control.send(message, descriptors or ())
         except BrokenPipeError:

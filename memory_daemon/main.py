@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.ipc.channel import Channel, name_event
-from pipeswitch.ipc.messages import DaemonSettings
+from pipeswitch.ipc.messages.daemon import DaemonSettings
 from pipeswitch.units import PrintableFormatter, printable
 
 from .daemon import Daemon

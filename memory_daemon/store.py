@@ -1,6 +1,7 @@
 """Loading a built program's tensors into the host store, checked byte for byte.
 
-A model's image in the store is its region (programs/layout.py): tensors at their offsets, zeros
+A model's image in the store is its region (programs/interface/layout.py): tensors at their
+offsets, zeros
 between and behind them. So a layer group is one contiguous copy, and the digest of the image is
 the digest of what a worker will see.
 """
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs.bundle import read_bundle
-from pipeswitch.programs.claims import check_tensors
-from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.programs.graphs.bundle import read_bundle
+from pipeswitch.programs.graphs.claims import check_tensors
+from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 
 PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from pipeswitch.devices.orders import check_order
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.ipc.messages import Epoch, TransmitModel
+from pipeswitch.ipc.messages.base import Epoch
+from pipeswitch.ipc.messages.daemon import TransmitModel
 
 
 class _Span(NamedTuple):

@@ -25,8 +25,13 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
-from .ipc import messages as msg
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
+from .ipc.messages.base import Exit, Message
+from .ipc.messages.builder import BuildSettings
+from .ipc.messages.daemon import DaemonSettings
+from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
+from .ipc.messages.stage import CheckStage, StageSettings
+from .ipc.messages.worker import WorkerSettings
 from .sandbox.calls import PR_SET_NAME
 from .sandbox.environment import take_environment
 
@@ -100,18 +105,18 @@ class ForkServer:
         if received is None:
             return False
         message, descriptors = received
-        if isinstance(message, msg.Exit):
+        if isinstance(message, Exit):
             return False
-        if isinstance(message, msg.Fork):
+        if isinstance(message, Fork):
             self._fork(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
-    def _fork(self, order: msg.Fork, descriptors: Sequence[int]) -> None:
+    def _fork(self, order: Fork, descriptors: Sequence[int]) -> None:
         reach("fork.order")
         settings = decode_message(order.settings)
-        if isinstance(settings, msg.BuildSettings) and not self._is_whole:
+        if isinstance(settings, BuildSettings) and not self._is_whole:
             from .programs.build.builder import exports
 
             if exports(settings):
@@ -130,7 +135,7 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             pid = 0
-        self._channel.send(msg.Forked(ticket=order.ticket, pid=pid))
+        self._channel.send(Forked(ticket=order.ticket, pid=pid))
 
     def _import_later(self) -> None:
         self._is_whole = True
@@ -146,7 +151,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # whom it has started; until it is reaped its number
             os.killpg(pid, signal.SIGKILL)  # is nobody else's
         _, status = os.waitpid(pid, 0)
-        self._channel.send(msg.ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+        self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
 
 def import_for_children(names: Sequence[str]) -> None:
@@ -158,7 +163,7 @@ def import_for_children(names: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _child(name: str, settings: msg.Message, descriptors: Sequence[int]) -> NoReturn:
+def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
     """The forked side: keep our own descriptors, run, leave without unwinding the parent."""
     status = 70
     try:
@@ -190,31 +195,31 @@ def close_others(descriptors: Sequence[int]) -> None:
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
-def _run(settings: msg.Message, descriptors: Sequence[int]) -> int:
+def _run(settings: Message, descriptors: Sequence[int]) -> int:
     match settings:
-        case msg.WorkerSettings():
+        case WorkerSettings():
             from workers.main import run as run_worker
 
             return run_worker(settings, descriptors)
-        case msg.DaemonSettings():
+        case DaemonSettings():
             from memory_daemon.main import run as run_daemon
 
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
-        case msg.BuildSettings():
+        case BuildSettings():
             from .programs.build.builder import run as run_builder
 
             channel, *environment = descriptors
             for descriptor in environment:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
-        case msg.StageSettings():
+        case StageSettings():
             from workers.stage import run as run_stage
 
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
-        case msg.CheckStage():
+        case CheckStage():
             from workers.stage import check
 
             channel, owners = descriptors
@@ -235,7 +240,7 @@ def main(descriptor: int) -> None:
     began = time.monotonic()
     import_for_children(FIRST)
     channel.send(
-        msg.ForkServerReady(
+        ForkServerReady(
             pid=os.getpid(),
             import_ms=(time.monotonic() - began) * 1000.0,
         )

@@ -19,7 +19,7 @@ def _settings() -> Any:
     """torch's settings now; None while this process has not imported torch."""
     if "torch" not in sys.modules:
         return None
-    from pipeswitch.programs.torch_settings import TorchSettings
+    from pipeswitch.programs.running.torch_settings import TorchSettings
 
     return TorchSettings.now()
 

@@ -22,28 +22,24 @@ from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
-from pipeswitch.ipc.messages import (
+from pipeswitch.ipc.messages.base import Exit, Message, Ping, Pong, StepCommitted
+from pipeswitch.ipc.messages.worker import (
     Back,
     BindTenant,
     Cleaned,
     EvictTask,
-    Exit,
     ForgetModel,
     GrantTurn,
     HostGranted,
     LeaseGranted,
     LeaseRefused,
-    Message,
     ModelPrepared,
     Parked,
-    Ping,
-    Pong,
     PrepareModel,
     PublishAnswered,
     PublishCopied,
     RunInference,
     RunJob,
-    StepCommitted,
     StopTask,
     WorkerReady,
     WorkerSettings,

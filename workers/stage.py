@@ -25,17 +25,16 @@ import torch
 from pipeswitch.errors import InvalidInput
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import (
+from pipeswitch.ipc.messages.base import Epoch, SlabTensor
+from pipeswitch.ipc.messages.stage import (
     CheckStage,
-    Epoch,
     RunStage,
-    SlabTensor,
     StageDone,
     StageFailed,
     StageReady,
     StageSettings,
 )
-from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
 from pipeswitch.texts import BYTES, packed, unpacked
 from pipeswitch.units import nearest

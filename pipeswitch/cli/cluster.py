@@ -57,7 +57,8 @@ def up(
     if scale and local:
         raise InvalidInput("--scale is of machines that Ray brings: without --local",
                            hint="pipeswitch cluster up --scale 1 4")  # fmt: skip
-    from ..cluster.actors import machines, start_nodes
+    from ..cluster.placement_actor import start_nodes
+    from ..cluster.ray_nodes import machines
 
     folder = os.path.abspath(state_dir or Path(Config().server.state_dir) / "cluster")
     if local:
@@ -100,7 +101,7 @@ def _check_token(path: Path) -> None:
 
 
 def _wait_for_its_end(ray: Any) -> None:
-    from ..cluster.actors import node_names
+    from ..cluster.ray_nodes import node_names
 
     stopped = False
 
@@ -142,7 +143,7 @@ def status(address: str, as_json: bool) -> None:
 @json_option
 def down(address: str, drain: float, as_json: bool) -> None:
     """Stop all nodes: each finishes what it accepted; models and jobs stay in their folders."""
-    from ..cluster.actors import node_names
+    from ..cluster.ray_nodes import node_names
 
     ray = connect_ray(address)
     names = node_names(ray)
@@ -156,7 +157,8 @@ def down(address: str, drain: float, as_json: bool) -> None:
 @json_option
 def drain(node: str, address: str, as_json: bool) -> None:
     """Move a node's models and jobs elsewhere, let it finish, and stop it."""
-    from ..cluster.actors import STOP_S, stop_nodes
+    from ..cluster.placement_actor import STOP_S
+    from ..cluster.ray_nodes import stop_nodes
 
     ray = connect_ray(address)
     missed = told(ray, placement_of(ray).drain.remote(node))
@@ -167,7 +169,7 @@ def drain(node: str, address: str, as_json: bool) -> None:
 
 
 def _stop(ray: Any, names: list[str], drain_s: float) -> None:
-    from ..cluster.actors import RESOURCE, request_machines, stop_nodes
+    from ..cluster.ray_nodes import RESOURCE, request_machines, stop_nodes
 
     with contextlib.suppress(Exception):
         ray.kill(placement_of(ray))

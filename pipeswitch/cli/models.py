@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
-from ..programs.packing import PRECISIONS
+from ..programs.interface.packing import PRECISIONS
 from ..units import format_bytes, printed
 from . import common, views
 
@@ -30,7 +30,7 @@ def _signature(
     _: click.Context, option: click.Parameter, declared: tuple[str, ...]
 ) -> dict[str, Any]:
     """What ``--input``, ``--raw`` or ``--returns`` says, as it travels."""
-    from ..programs.signature import parse_input
+    from ..programs.interface.signature import parse_input
 
     texts = option.name != "inputs"
     try:

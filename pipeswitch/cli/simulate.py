@@ -29,7 +29,7 @@ from ..errors import InvalidInput
 from ..planning import profile as profiles
 from ..planning.fit import MIB, percentile
 from ..policies import find_policy
-from ..programs.layout import Batching
+from ..programs.interface.layout import Batching
 from ..scheduler.timeline import Timeline
 from ..simulator import arrivals
 from ..simulator.costs import Costs, Link

@@ -13,7 +13,7 @@ from .tensors import Result
 from .verbs import Awaited, AwaitedVerbs, awaited
 
 if TYPE_CHECKING:
-    from ..programs.generating import Token
+    from ..programs.decoding.generating import Token
 
 
 class AsyncClient(AwaitedVerbs[Client]):

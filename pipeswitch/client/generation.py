@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidInput, SequenceNotFound
-from ..programs.answer import Ending
-from ..programs.generating import Facts, Generating, Token, tokenizer_of
-from ..programs.generation import TOKENS
-from ..programs.sampling import Sampling
+from ..programs.decoding.answer import Ending
+from ..programs.decoding.generating import Facts, Generating, Token, tokenizer_of
+from ..programs.decoding.generation import TOKENS
+from ..programs.decoding.sampling import Sampling
 from .sequence import Sequenced
 
 

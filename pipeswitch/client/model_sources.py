@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidInput, RegistrationRefused
-from ..programs.nesting import Tree, flatten
+from ..programs.interface.nesting import Tree, flatten
 from ..wire.register_request import RegisterRequest
 from .verbs import Progress
 

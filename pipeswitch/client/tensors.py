@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
-from ..programs.dims import Dim, at_batch, batch_range
-from ..programs.layout import ITEM_BYTES, ValueSpec
-from ..programs.nesting import Tree, check_tree, flatten, unflatten
+from ..programs.interface.dims import Dim, at_batch, batch_range
+from ..programs.interface.layout import ITEM_BYTES, ValueSpec
+from ..programs.interface.nesting import Tree, check_tree, flatten, unflatten
 from ..texts import BYTES, packed, unpacked
 from ..wire.bill import Bill
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
@@ -97,7 +97,7 @@ class Signature:
             seed: the same inputs for the same seed.
             extents: of other dimensions, by name (``length=7``); default: 128, or the nearest.
         """
-        from ..programs.requests import random_value
+        from ..programs.interface.requests import random_value
 
         chosen = {**at_batch(self.dims, batch or self.batch_min), **extents}
         values = [(spec, random_value(spec, chosen, seed)) for spec in self.inputs]

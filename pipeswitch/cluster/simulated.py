@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, Final
 
 from ..client.holders import choose, left_ms
-from ..ipc.messages import ModelName
+from ..ipc.messages.base import ModelName
 from ..simulator.arrivals import Arrival
 from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
 from .placement import COPIES, MISSED_S, ROUND_S, Decision, Node, Nodes

@@ -19,11 +19,14 @@ import msgspec
 
 from ..errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..failpoints import reach
-from ..ipc import messages as msg
+from ..ipc.messages.base import Message
+from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
+from ..ipc.messages.stage import CheckStage, StageFailed, StageReady
 from ..planning import files as profile_files
 from ..programs.build.builder import work_prefix
-from ..programs.claims import check_claims
-from ..programs.layout import Manifest
+from ..programs.graphs.claims import check_claims
+from ..programs.interface.layout import Manifest
+from ..programs.interface.stages import Stage
 from ..programs.spec import (
     BuildSpec,
     files_of,
@@ -36,7 +39,6 @@ from ..programs.spec import (
     save_manifest,
     stage_of,
 )
-from ..programs.stages import Stage
 from ..scheduler.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device import Ground
 from .folders import DIGEST
@@ -56,7 +58,7 @@ def _copied_bytes(spec: bytes) -> int:
 _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
 
 
-def without_folders(failed: msg.BuildFailed) -> msg.BuildFailed:
+def without_folders(failed: BuildFailed) -> BuildFailed:
     """Of absolute paths their last names: where a server keeps its files is not for clients."""
 
     def cut(value: Any) -> Any:
@@ -68,7 +70,7 @@ def without_folders(failed: msg.BuildFailed) -> msg.BuildFailed:
     )  # fmt: skip
 
 
-def _builder(command: StartBuild | msg.BuildDone) -> Address:
+def _builder(command: StartBuild | BuildDone) -> Address:
     return Address("builder", generation=command.epoch)
 
 
@@ -91,7 +93,7 @@ class Builds:
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
-                self._built(msg.BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+                self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
                 # No process, no exit; but the next build waits for it.
                 self._take(Exited(_builder(command), 0))
                 return
@@ -108,15 +110,15 @@ class Builds:
 
     def _check(self, command: StartBuild, spec: bytes, stage: Stage) -> None:
         """Build, if the function can be called: a process like those that will call it says so."""
-        said: list[msg.Message] = []
+        said: list[Message] = []
         functions = tuple(one for one in (stage.function, stage.after) if one)
 
         def on_exit(status: int) -> None:
             match said:
-                case [msg.StageReady()] if status == 0:
+                case [StageReady()] if status == 0:
                     self._build(command, spec)
                     return
-                case [msg.StageFailed(reason=text)]:
+                case [StageFailed(reason=text)]:
                     reason = ""
                 case _ if status == -signal.SIGALRM:
                     reason = "importing it took longer than [preprocess] max_time allows"
@@ -129,7 +131,7 @@ class Builds:
             self._refuse(command, RegistrationRefused(part, text))
             self._take(Exited(_builder(command), status))
 
-        settings = msg.CheckStage(
+        settings = CheckStage(
             functions=functions,
             inputs=tuple(one.name for one in stage.inputs),
             timeout_s=self._sizes.stage_timeout_s,
@@ -140,17 +142,17 @@ class Builds:
         )  # fmt: skip
 
     def _build(self, command: StartBuild, spec: bytes) -> None:
-        done: list[msg.BuildDone] = []
+        done: list[BuildDone] = []
         builder = _builder(command)
 
-        def on_message(message: msg.Message, _: list[int]) -> None:
+        def on_message(message: Message, _: list[int]) -> None:
             # It may have been taken over by what it builds: it speaks of its own build, no other.
-            if isinstance(message, msg.BuildDone):
+            if isinstance(message, BuildDone):
                 done.append(message)  # what it claims is looked at when it can write no more
                 self._children.kill(builder)
-            elif isinstance(message, msg.BuildProgress | msg.BuildFailed):
+            elif isinstance(message, BuildProgress | BuildFailed):
                 own = {"model": command.model, "epoch": command.epoch}
-                if command.tenant and isinstance(message, msg.BuildFailed):
+                if command.tenant and isinstance(message, BuildFailed):
                     message = without_folders(message)
                 self._take(Received(builder, msgspec.structs.replace(message, **own)))
             else:
@@ -164,7 +166,7 @@ class Builds:
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(Exited(_builder(command), status))
 
-        settings = msg.BuildSettings(
+        settings = BuildSettings(
             model=command.model,
             epoch=command.epoch,
             spec=spec,
@@ -191,7 +193,7 @@ class Builds:
 
     def _refuse(self, command: StartBuild, error: PipeSwitchError) -> None:
         wire = to_wire(error)
-        failed = msg.BuildFailed(
+        failed = BuildFailed(
             model=command.model, epoch=command.epoch, error=wire["type"],
             message=wire["message"], hint=wire["hint"], data=wire["data"],
         )  # fmt: skip
@@ -208,7 +210,7 @@ class Builds:
         manifest = self.manifest_of(digest)
         return manifest is None or is_checked(manifest)
 
-    def _publish(self, command: StartBuild, message: msg.BuildDone, spec: bytes) -> None:
+    def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """A builder of a client's program may say anything: it is looked at as a stranger's.
 
         Its digest names the program among its tenant's alone (``Places.name_for``).
@@ -251,13 +253,13 @@ class Builds:
         else:
             self._built(message)
 
-    def _built(self, message: msg.BuildDone) -> None:
+    def _built(self, message: BuildDone) -> None:
         builder = _builder(message)
         reach("build.done")
         try:
             manifest = load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
-            failed = msg.BuildFailed(
+            failed = BuildFailed(
                 model=message.model, epoch=message.epoch, error="RegistrationRefused",
                 message=error.message, data=error.data,
             )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..ipc.messages import Message
+from ..ipc.messages.base import Message
 from ..scheduler.events import Address, Event, Exited, Received
 from .processes import Child, Kind, Processes
 

@@ -13,8 +13,24 @@ from msgspec.structs import replace
 
 from ..commits.files import remove_unnamed
 from ..frontend.frontend import Frontend
-from ..ipc import messages as msg
 from ..ipc.board import ring
+from ..ipc.messages.base import Epoch, Message, ModelName
+from ..ipc.messages.daemon import (
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    DaemonSettings,
+    PersistCommit,
+    TransmitModel,
+)
+from ..ipc.messages.worker import (
+    BindTenant,
+    ForgetModel,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    WorkerSettings,
+)
 from ..scheduler import events as ev
 from .children import Children
 from .folders import Places
@@ -54,7 +70,7 @@ class DeviceEffects:
         self._children, self._take = ground.children, ground.take
         self._daemon_has: set[str] = set()  # tenants' files of the arena
         self._bound: dict[ev.Address, str] = {}  # the tenant of each worker that has one
-        self._handed: dict[ev.Address, dict[msg.ModelName, str]] = {}  # programs' digests
+        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # programs' digests
         # The files of the program that was handed over last; before that, as many of nothing.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
@@ -90,10 +106,10 @@ class DeviceEffects:
             descriptors = self._commits_of(command)
             files = self._files_for(target, command.message)
             match command.message:
-                case msg.BindTenant(tenant=tenant):
+                case BindTenant(tenant=tenant):
                     self._bound[target] = tenant
                     descriptors += self._memory_for(command.message)
-                case msg.RunJob(share=group) if group:
+                case RunJob(share=group) if group:
                     reader = self._index, target.slot, target.generation
                     descriptors.append(self._memory.ring_of(group, reader))
         except OSError as error:  # as where it cannot be forked: it is tried again
@@ -115,21 +131,21 @@ class DeviceEffects:
             raise OSError(errno.ENOENT, f"job {command.commits_of} has no memory for its commits")
         return [self._memory.commits[command.commits_of]]
 
-    def _memory_for(self, message: msg.BindTenant) -> list[int]:
+    def _memory_for(self, message: BindTenant) -> list[int]:
         """What one tenant's worker maps; training slices where it may run scripts."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
-    def _files_for(self, target: ev.Address, message: msg.Message) -> list[int]:
+    def _files_for(self, target: ev.Address, message: Message) -> list[int]:
         """What comes last with a message, and once for each program: for code the environment; for
         a worker in the sandbox, which opens none, the program's files."""
         handed = self._handed[target]
         match message:
-            case msg.RunJob():
+            case RunJob():
                 return [self._memory.environment]
-            case msg.ForgetModel(model=model):
+            case ForgetModel(model=model):
                 handed.pop(model, None)
-            case msg.PrepareModel() | msg.RunInference():
+            case PrepareModel() | RunInference():
                 if handed.get(message.model) == message.digest:
                     return []
                 handed[message.model] = message.digest
@@ -156,11 +172,11 @@ class DeviceEffects:
             return
         try:
             descriptors = self._commits_of(command)
-            if self._sizes.separates_tenants and isinstance(command.message, msg.TransmitModel):
+            if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
                 descriptors += self._arena_for(command.message.tenant)
         except OSError as error:  # it is tried again
-            epoch = getattr(command.message, "epoch", msg.Epoch(0))
-            fault = msg.DaemonFault(epoch=epoch, reason=str(error))
+            epoch = getattr(command.message, "epoch", Epoch(0))
+            fault = DaemonFault(epoch=epoch, reason=str(error))
             self._take(ev.Received(command.target, fault))
             return
         self._children.processes.send(child, 0, command.message, descriptors)
@@ -176,7 +192,7 @@ class DeviceEffects:
     def _has_no_disk(self, command: ev.Send) -> bool:
         """A commit that the disk's budget has no room for: the older one on disk stays."""
         message = command.message
-        if not isinstance(message, msg.PersistCommit):
+        if not isinstance(message, PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
         disk, what = self._ground.frontend.disk, f'a commit of "{message.job}"'
@@ -185,21 +201,19 @@ class DeviceEffects:
             refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
             return False
-        failed = msg.CommitPersisted(
-            job=message.job, epoch=message.epoch, step=-1, error=str(refusal)
-        )
+        failed = CommitPersisted(job=message.job, epoch=message.epoch, step=-1, error=str(refusal))
         self._take(ev.Received(command.target, failed))
         return True
 
     # -- processes -----------------------------------------------------------------------------
 
     def _spawn_daemon(self, target: ev.Address) -> None:
-        def on_message(message: msg.Message, descriptors: list[int]) -> None:
-            if isinstance(message, msg.DaemonReady):
+        def on_message(message: Message, descriptors: list[int]) -> None:
+            if isinstance(message, DaemonReady):
                 self._share.take_arena(descriptors, message.handle)
             self._take(ev.Received(target, message))
 
-        settings = msg.DaemonSettings(
+        settings = DaemonSettings(
             device=self._device,
             arena_bytes=self._sizes.arena_bytes,
             store_bytes=self._sizes.store_bytes,
@@ -229,7 +243,7 @@ class DeviceEffects:
         self._children.kill(replace(target, generation=target.generation - 1))
         self._handed[target] = {}
         self._share.board.write_begun(slot, 0)
-        settings = msg.WorkerSettings(
+        settings = WorkerSettings(
             slot=slot,
             device=self._device,
             arena_bytes=self._sizes.arena_bytes,

@@ -25,10 +25,7 @@ from ..errors import (
     ServerUnavailable,
 )
 from ..failpoints import reach
-from ..ipc.messages import (
-    JobName,
-    ModelName,
-)
+from ..ipc.messages.base import JobName, ModelName
 from ..lane import Lane
 from ..planning import files as profile_files
 from ..planning.profile import Profile

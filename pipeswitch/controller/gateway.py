@@ -28,7 +28,7 @@ from typing import Final
 from ..config import GatewayConfig
 from ..errors import ConfigError, PipeSwitchError
 from ..ipc.channel import Channel, channel_pair
-from ..ipc.messages import GatewaySettings, KeyedSettings
+from ..ipc.messages.gateway import GatewaySettings, KeyedSettings
 from ..wire.addresses import is_loopback
 from ..wire.tokens import OWNER_FILE, owner_token, read_tokens
 from .processes import open_log

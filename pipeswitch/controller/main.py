@@ -19,7 +19,7 @@ from .. import failpoints
 from ..config import Config
 from ..devices.kinds import choose_devices
 from ..errors import ConfigError, PipeSwitchError
-from ..frontend.listeners import Listeners
+from ..frontend.transport.listeners import Listeners
 from ..ipc.channel import name_event
 from ..machine import available_bytes
 from ..units import PrintableFormatter

@@ -22,7 +22,8 @@ from typing import IO, Literal
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
-from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
+from ..ipc.messages.base import Exit, Message
+from ..ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
 from ..launch import command, without_threads
 from ..machine import SHORTAGES
 from ..sandbox.environment import harmless

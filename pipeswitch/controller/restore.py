@@ -12,9 +12,9 @@ from ..commits.progress import SUFFIX, read_life
 from ..config import ModelConfig
 from ..errors import PipeSwitchError
 from ..frontend.registration import registration
-from ..ipc.messages import JobName, ModelName
-from ..programs.chains import Chain
-from ..programs.signature import parse_input
+from ..ipc.messages.base import JobName, ModelName
+from ..programs.interface.chains import Chain
+from ..programs.interface.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..scheduler.events import ChainAsked, RegisterAsked, Token
 from ..scheduler.state.versions import split_name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..inputs.table import SHARERS_BYTE
 from ..ipc.board import Board, new_bell, sealed_memfd
-from ..ipc.messages import JobName
+from ..ipc.messages.base import JobName
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
 

@@ -7,7 +7,8 @@ import os
 from typing import Final
 
 from ..ipc.board import sealed_memfd
-from ..ipc.messages import Slot, StageSettings
+from ..ipc.messages.base import Slot
+from ..ipc.messages.stage import StageSettings
 from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
 from .device import Ground
 

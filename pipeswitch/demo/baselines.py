@@ -46,7 +46,7 @@ def _ready(plan: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from ..programs.build.sources import load_source
-    from ..programs.values import flatten_outputs
+    from ..programs.running.values import flatten_outputs
 
     models, inputs, differences = {}, {}, {}
     for name in plan["models"]:

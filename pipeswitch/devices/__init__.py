@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ..ipc.messages import DaemonSettings, WorkerSettings
+from ..ipc.messages.daemon import DaemonSettings
+from ..ipc.messages.worker import WorkerSettings
 from .memory import DeviceMemory
 from .view import PoolView
 

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 
 from ..errors import RemoteProtocolError
 from ..ipc.board import Board, ring
-from ..ipc.messages import ByteRange, DaemonSettings, Epoch, TransmitEnded, TransmitModel
+from ..ipc.messages.base import ByteRange, Epoch
+from ..ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel
 from .orders import WORD_BYTES, check_range
 from .view import now_ms
 

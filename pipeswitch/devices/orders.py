@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..errors import RemoteProtocolError
-from ..ipc.messages import ByteRange, TransmitModel
+from ..ipc.messages.base import ByteRange
+from ..ipc.messages.daemon import TransmitModel
 
 WORD_BYTES = 4
 WORD_MASK = 0xFFFF_FFFF

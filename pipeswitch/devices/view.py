@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
-from ..ipc.messages import Epoch
-from ..programs.layout import TensorSpec
+from ..ipc.messages.base import Epoch
+from ..programs.interface.layout import TensorSpec
 from .orders import WORD_BYTES, WORD_MASK
 
 if TYPE_CHECKING:
     import torch
 
-    from ..programs.executor import BoundProgram, PackedKernels
+    from ..programs.running.executor import BoundProgram, PackedKernels
 
 
 def now_ms() -> float:

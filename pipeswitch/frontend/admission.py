@@ -15,10 +15,10 @@ import msgspec
 
 from ..config import NAME_PATTERN, PRIORITIES
 from ..errors import InvalidInput, ModelNotFound, PermissionDenied
-from ..programs.dims import NoExtent, Values, match, values_text
-from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
-from ..programs.nesting import Tree, argument_names
-from ..programs.signature import signature_text
+from ..programs.interface.dims import NoExtent, Values, match, values_text
+from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
+from ..programs.interface.nesting import Tree, argument_names
+from ..programs.interface.signature import signature_text
 from ..roles import ANYONE
 from ..scheduler.events import Announce
 from ..texts import BYTES, LENGTH_BYTES

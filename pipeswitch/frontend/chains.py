@@ -1,7 +1,7 @@
 """Chains' requests: what is asked of the models, step by step, and the one answer. Pure.
 
 The scheduler sees an ordinary request of each step's model, with the token of the whole
-(``Inference`` asks). The declaration: ``programs/chains.py``.
+(``Inference`` asks). The declaration: ``programs/interface/chains.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
-from ..ipc.messages import SlabTensor
-from ..programs.chains import Chain, Step
+from ..ipc.messages.base import SlabTensor
+from ..programs.interface.chains import Chain, Step
 from ..scheduler.events import Announce, Answer, InferArrived, Token
 from ..wire.bill import of_steps
 from ..wire.frames import VERSION, RequestHeader, WireTensor

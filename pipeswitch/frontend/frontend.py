@@ -38,8 +38,8 @@ from ..errors import (
     ServerUnavailable,
 )
 from ..failpoints import reach
-from ..programs.bundle import read_bundle
-from ..programs.layout import BUNDLE_FILE
+from ..programs.graphs.bundle import read_bundle
+from ..programs.interface.layout import BUNDLE_FILE
 from ..roles import Role, Standing, in_order, parse_roles
 from ..scheduler import events as ev
 from ..units import nearest
@@ -47,19 +47,19 @@ from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
 from . import admission
 from .admission import Body
-from .clients import Client
-from .connections import Connections
 from .disk import Disk
 from .inference import Inference
 from .job_files import read_piece
-from .listeners import Listeners, open_listeners
-from .outbox import Outbox, Readers
-from .peers import POOL_PARTS, Peers, Shares, StreamPeer
-from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_log import Complaints, RequestLog, tell
 from .request_pool import RequestPool
 from .requests import Pending, Requests
-from .sequences import Sequences, longest
+from .sequences.manager import Sequences, longest
+from .transport.clients import Client
+from .transport.connections import Connections
+from .transport.listeners import Listeners, open_listeners
+from .transport.outbox import Outbox, Readers
+from .transport.peers import POOL_PARTS, Peers, Shares, StreamPeer
+from .transport.replies import envelope_id, reply_frames, told, wrong_version
 from .uploads import CREDIT_CHUNKS, Uploads
 from .verbs import VERBS, LogPiece, Rules, ask
 

@@ -17,7 +17,7 @@ import msgspec
 from .. import failpoints
 from ..errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import Epoch, ModelName, SlabTensor
+from ..ipc.messages.base import Epoch, ModelName, SlabTensor
 from ..lane import Lane
 from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
@@ -36,11 +36,11 @@ from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
-from .clients import Client
-from .held import Held, Key, asked_of
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
-from .sequences import Sequences
+from .sequences.held import Held, Key, asked_of
+from .sequences.manager import Sequences
+from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..commits.files import read_record
 from ..errors import ModelNotFound, RemoteProtocolError
-from ..ipc.messages import JobName
+from ..ipc.messages.base import JobName
 from ..ipc.sparse import kept_from, open_plain
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages

@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidInput
-from ..ipc.messages import ModelName
-from ..programs.layout import ITEM_BYTES
-from ..programs.nesting import check_takes
-from ..programs.packing import PRECISIONS
+from ..ipc.messages.base import ModelName
+from ..programs.interface.layout import ITEM_BYTES
+from ..programs.interface.nesting import check_takes
+from ..programs.interface.packing import PRECISIONS
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
 from ..roles import OWNER, URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import RegisterAsked, Token

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from ..errors import QueueFull
-from ..ipc.messages import SlabTensor
+from ..ipc.messages.base import SlabTensor
 from ..ipc.sparse import give_back, keep_only
-from ..programs.layout import aligned
+from ..programs.interface.layout import aligned
 from ..shares import Shares
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .admission import CheckedInput

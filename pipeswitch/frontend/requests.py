@@ -18,17 +18,17 @@ import msgspec
 from .. import failpoints
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
-from ..ipc.messages import ModelName, SlabTensor
-from ..programs.chains import Chain
+from ..ipc.messages.base import ModelName, SlabTensor
+from ..programs.interface.chains import Chain
 from ..scheduler.events import Answer, InferArrived, Token
 from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
-from .clients import Client, Counters, Outcome, Outgoing
-from .held import Held
-from .replies import answer_frames, output_outside
 from .request_log import RequestLog
 from .request_pool import RequestPool, Room
-from .sequences import Sequences
+from .sequences.held import Held
+from .sequences.manager import Sequences
+from .transport.clients import Client, Counters, Outcome, Outgoing
+from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import InvalidInput
-from ..ipc.messages import JobName, ModelName
+from ..ipc.messages.base import JobName, ModelName
 from ..job import known_offload, size_of
-from ..programs.chains import Sources, Steps
+from ..programs.interface.chains import Sources, Steps
 from ..roles import Role, Standing
 from ..scheduler import events as ev
 from ..units import printable

@@ -27,8 +27,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..errors import ConfigError, PipeSwitchError, RemoteProtocolError
-from ..frontend.connections import ROUND_S, Connection, Connections
-from ..ipc.messages import KeyedSettings
+from ..frontend.transport.connections import ROUND_S, Connection, Connections
+from ..ipc.messages.gateway import KeyedSettings
 from ..roles import Standing, in_order, parse_roles
 from ..wire import sockets
 from ..wire.frames import (
@@ -42,7 +42,7 @@ from ..wire.frames import (
 )
 from ..wire.keys import AllowList, KeyFolder
 from ..wire.stream import Stream
-from .upstream import Upstream
+from .serving.upstream import Upstream
 
 log = logging.getLogger(__name__)
 

@@ -26,24 +26,24 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
-from ..ipc.messages import GatewaySettings
+from ..ipc.messages.gateway import GatewaySettings
 from ..machine import RETURN_S, FreedMemory
 from ..roles import parse_roles
 from ..tracing import open_tracer
 from ..units import PrintableFormatter
 from ..wire.keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
-from .api import Api
+from .admin.api import Api
+from .admin.ui import Page
 from .callers import Callers
-from .feed import Feed
-from .http import HttpServer, Limits
+from .http.feed import Feed
+from .http.server import HttpServer, Limits
 from .keyed import KeyedDoor
-from .regions import Regions
 from .rest import Rest
-from .service import Service
+from .serving.regions import Regions
+from .serving.service import Service
+from .serving.upstream import Upstream
 from .sharing import Shared, started_pool
-from .ui import Page
-from .upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
@@ -135,7 +135,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.grpc:
             # Its event engine takes ten switches of threads for a call, the poller before it six.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-            from .grpc import open_server  # its library is an extra
+            from .kserve.grpc import open_server  # its library is an extra
 
             grpc = await open_server(service, callers, settings, shared)
             stack.push_async_callback(grpc.stop, DRAIN_S)
@@ -154,7 +154,7 @@ async def _listen(
     listening = socket.socket(fileno=descriptor)
     protocol: Callable[[], asyncio.BaseProtocol] = http
     if settings.tls_cert:
-        from .tls import Secured, context_of
+        from .http.tls import Secured, context_of
 
         protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
     server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)

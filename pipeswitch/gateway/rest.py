@@ -14,18 +14,18 @@ from msgspec.structs import replace
 from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from ..units import nearest
-from . import oip
-from .api import PREFIX, Api
+from .admin.api import PREFIX, Api
+from .admin.ui import Page
 from .callers import Callers
-from .completions import PREFIX as TEXT_PREFIX
-from .completions import Completions, refused
 from .decoding import decode_json
-from .http import Answer, Head, Work, answered, json_answer, refusal
+from .http.server import Answer, Head, Work, answered, json_answer, refusal
+from .openai.completions import PREFIX as TEXT_PREFIX
+from .openai.completions import Completions, refused
 from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
-from .service import Service
+from .serving import oip
+from .serving.service import Service
+from .serving.tally import PHASES
 from .sharing import Aside
-from .tally import PHASES
-from .ui import Page
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")

@@ -24,7 +24,10 @@ from .. import failpoints
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
-from . import messages as msg
+from .messages.any_message import AnyMessage
+from .messages.base import Message
+from .messages.builder import BuildFailed
+from .messages.worker import InferenceFailed, JobReport, LeaseRefused
 
 MAX_DESCRIPTORS: Final = 64
 PR_SET_PDEATHSIG: Final = 1
@@ -57,21 +60,21 @@ def name_event(record: logging.LogRecord) -> bool:
     return True
 
 
-_message_decoder = msgspec.msgpack.Decoder(msg.AnyMessage)
+_message_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def encode_message(message: msg.Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     """msgpack of an internal message."""
     encoder.encode_into(message, data := bytearray())  # as ``encoded`` does, without a call more
     return bytes(data)
 
 
-def decode_message(data: bytes | memoryview) -> msg.Message:
+def decode_message(data: bytes | memoryview) -> Message:
     """Inverse of ``encode_message``; RemoteProtocolError on anything else."""
-    message: msg.Message = decode_with(_message_decoder, data, "internal message")
-    if isinstance(message, msg.JobReport):
+    message: Message = decode_with(_message_decoder, data, "internal message")
+    if isinstance(message, JobReport):
         refuse_deep(message.values, "a report")
-    elif isinstance(message, msg.InferenceFailed | msg.LeaseRefused | msg.BuildFailed):
+    elif isinstance(message, InferenceFailed | LeaseRefused | BuildFailed):
         refuse_deep(message.data, "an error's data")
     return message
 
@@ -96,7 +99,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: msg.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send one message; ``descriptors`` are duplicated into the peer.
 
         Raises:
@@ -122,7 +125,7 @@ class Channel:
                 ) from None
             raise
 
-    def receive(self) -> tuple[msg.Message, list[int]] | None:
+    def receive(self) -> tuple[Message, list[int]] | None:
         """The next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:

@@ -1,6 +1,7 @@
 """A profile: what one program costs on one device, layer by layer. Data and its checks, pure.
 
-A *layer* is the finest cut of a program (programs/layout.py). Times are milliseconds; each is a
+A *layer* is the finest cut of a program (programs/interface/layout.py). Times are milliseconds;
+each is a
 median over trials with its spread, the distance between the quartiles. A profile says what it was
 measured on: one of another program, device or version is not used.
 """

@@ -15,15 +15,15 @@ from typing import Final
 import msgspec
 
 from ..errors import RegistrationRefused
-from .bundle import check_signature, check_trees
-from .dims import extent_text
-from .layout import BUNDLE_FILE as BUNDLE_FILE
-from .layout import Manifest
-from .nesting import Tree
-from .operators import checked_by
-from .packing import DERIVED_FILE
-from .signature import signature_text
-from .stages import Stage, stage
+from .graphs.bundle import check_signature, check_trees
+from .graphs.operators import checked_by
+from .interface.dims import extent_text
+from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
+from .interface.layout import Manifest
+from .interface.nesting import Tree
+from .interface.packing import DERIVED_FILE
+from .interface.signature import signature_text
+from .interface.stages import Stage, stage
 
 DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # of a language model in one step

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import Epoch, ModelName
+from ..ipc.messages.base import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Asked, Command, Publish, Token
 from .policies.guard import Judge

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from ..ipc import messages as msg
+from ..ipc.messages.base import Epoch, Message, Pong, StepCommitted
+from ..ipc.messages.daemon import CommitPersisted, DaemonFault, DaemonReady, Scrubbed, TransmitEnded
+from ..ipc.messages.worker import (
+    Back,
+    Cleaned,
+    CommitStep,
+    HostRequest,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobReport,
+    LeaseRequest,
+    ModelPrepared,
+    Parked,
+    SteppedAside,
+    WorkerReady,
+)
 from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
 from .events import Address, Exited, Received
 from .memory.commits import Commits
@@ -65,50 +81,50 @@ class Device:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
-            case msg.InferenceDone() as message:
+            case InferenceDone() as message:
                 self.endings.done(worker, message)
                 self.turns.give()
                 self.fleet.served_well()
                 if message.is_clean:
                     self._cleaned(worker, message.epoch)
-            case msg.InferenceFailed() as message:
+            case InferenceFailed() as message:
                 self.endings.failed(worker, message)
                 self.turns.give()
-            case msg.Cleaned(epoch=epoch):
+            case Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
-            case msg.SteppedAside(epoch=epoch):
+            case SteppedAside(epoch=epoch):
                 self.turns.stepped_aside(worker, epoch)
                 self.turns.give()
-            case msg.Parked() as message:
+            case Parked() as message:
                 if self.training.parked(worker, message):
                     self.turns.passed(message.next_turn)
                 self.turns.give()
-            case msg.Back() as message:
+            case Back() as message:
                 self.training.back(worker, message)
-            case msg.WorkerReady(pid=pid):
+            case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
-            case msg.Pong(epoch=epoch):
+            case Pong(epoch=epoch):
                 self.health.worker_answered(worker, epoch)
-            case msg.ModelPrepared() as message:
+            case ModelPrepared() as message:
                 self.fleet.prepared(worker, message)
-            case msg.LeaseRequest() as message:
+            case LeaseRequest() as message:
                 self.leases.requested(worker, message)
-            case msg.HostRequest() as message:
+            case HostRequest() as message:
                 self.leases.host_requested(worker, message)
-            case msg.CommitStep() as message:
+            case CommitStep() as message:
                 self.commits.commit(worker, message)
-            case msg.JobReport() as message:
+            case JobReport() as message:
                 job = self.state.job_of(worker, message.epoch)
                 if job is not None:
                     self.jobs.report(job, message)
                     self.training.reported(job)
-            case msg.JobEnded() as message:
+            case JobEnded() as message:
                 self.training.ended(worker, message)
                 self.turns.give()
             case _:
                 self.state.kill(worker, f"it sent a {type(event.message).__name__}")
 
-    def _cleaned(self, worker: Worker, epoch: msg.Epoch) -> None:
+    def _cleaned(self, worker: Worker, epoch: Epoch) -> None:
         if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
             worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
@@ -116,24 +132,24 @@ class Device:
         """Return whether this is the daemon that lives now."""
         return source == self.state.daemon and self.fleet.is_daemon_alive
 
-    def from_daemon(self, message: msg.Message) -> None:
+    def from_daemon(self, message: Message) -> None:
         """What the daemon that lives says of this device."""
         match message:
-            case msg.TransmitEnded():
+            case TransmitEnded():
                 self.residents.transmit_ended(message)
-            case msg.DaemonReady(pid=pid):
+            case DaemonReady(pid=pid):
                 self.fleet.daemon_ready(pid)
                 self.commits.daemon_ready()
-            case msg.Scrubbed(epoch=epoch):
+            case Scrubbed(epoch=epoch):
                 self.slices.scrubbed(epoch)
-            case msg.StepCommitted():
+            case StepCommitted():
                 self.commits.committed(message)
                 self.fleet.served_well()
-            case msg.Pong(epoch=epoch):
+            case Pong(epoch=epoch):
                 self.health.daemon_answered(epoch)
-            case msg.CommitPersisted():
+            case CommitPersisted():
                 self.commits.persisted(message)
-            case msg.DaemonFault():
+            case DaemonFault():
                 self.core.counts["daemon_faults"] += 1
                 self.slices.refused(message.epoch)
                 self.residents.refused(message.epoch, message.reason)

@@ -16,11 +16,12 @@ from typing import Any, Literal, NewType
 import msgspec
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import Choosing, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+from ..ipc.messages.base import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+from ..ipc.messages.worker import Choosing
 from ..planning.profile import Found, Profile
-from ..programs.chains import Chain, Step
-from ..programs.layout import Manifest
-from ..programs.stages import Stage
+from ..programs.interface.chains import Chain, Step
+from ..programs.interface.layout import Manifest
+from ..programs.interface.stages import Stage
 from ..wire.bill import Bill
 
 Token = NewType("Token", int)

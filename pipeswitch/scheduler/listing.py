@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidInput, ModelNotFound
-from ..ipc.messages import ModelName
-from ..programs.dims import extent_text
-from ..programs.layout import Manifest, ValueSpec
+from ..ipc.messages.base import ModelName
+from ..programs.interface.dims import extent_text
+from ..programs.interface.layout import Manifest, ValueSpec
 from .core import Core, takes
 from .device import Device
 from .events import Query

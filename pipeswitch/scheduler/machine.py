@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..ipc.messages import ModelName
+from ..ipc.messages.base import ModelName
 from ..planning.profile import Profile
-from ..programs.chains import Chain
+from ..programs.interface.chains import Chain
 from .core import Core, SchedulerSettings
 from .device import Device
 from .memory.ledgers import Store

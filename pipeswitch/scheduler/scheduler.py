@@ -13,7 +13,26 @@ from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
 from ..errors import InvalidTransition, PipeSwitchError, ServerUnavailable
-from ..ipc import messages as msg
+from ..ipc.messages.base import Pong
+from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from ..ipc.messages.daemon import (
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    ModelStored,
+    StoreFailed,
+    TransmitEnded,
+)
+from ..ipc.messages.worker import (
+    Back,
+    Cleaned,
+    CommitStep,
+    InferenceDone,
+    InferenceFailed,
+    JobReport,
+    Parked,
+    PublishStep,
+)
 from . import events as ev
 from .core import (
     ALL,
@@ -52,15 +71,15 @@ CHANGES: Final[Mapping[type, int]] = {
     ev.Tick: 0,
     ev.PrefetchHint: 0,
     ev.PingAsked: PINGS,
-    msg.Pong: PINGS,
-    msg.InferenceDone: QUEUE | TURN,
-    msg.InferenceFailed: QUEUE | TURN,
-    msg.Cleaned: TURN,
-    msg.TransmitEnded: 0,
-    msg.JobReport: 0,
-    msg.CommitStep: 0,
-    msg.Parked: TURN | WORKERS | JOBS,
-    msg.Back: JOBS,
+    Pong: PINGS,
+    InferenceDone: QUEUE | TURN,
+    InferenceFailed: QUEUE | TURN,
+    Cleaned: TURN,
+    TransmitEnded: 0,
+    JobReport: 0,
+    CommitStep: 0,
+    Parked: TURN | WORKERS | JOBS,
+    Back: JOBS,
 }
 
 
@@ -210,7 +229,7 @@ class Scheduler:
                 self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
-            case ev.Received(ev.Address("worker", index), msg.PublishStep() as message) if (
+            case ev.Received(ev.Address("worker", index), PublishStep() as message) if (
                 worker := machine.devices[index].speaker(event.source)
             ):
                 self.publishing.script_asked(machine.devices[index].state, worker, message)
@@ -257,16 +276,16 @@ class Scheduler:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
-            case msg.ModelStored() as message:
+            case ModelStored() as message:
                 self.registry.stored(message)
-            case msg.CommitPersisted() as message if self.publishing.persisted(message):
+            case CommitPersisted() as message if self.publishing.persisted(message):
                 pass
-            case msg.StoreFailed() as message:
+            case StoreFailed() as message:
                 self.registry.store_failed(message)
-            case msg.DaemonReady() as message:
+            case DaemonReady() as message:
                 device.from_daemon(message)
                 self.registry.daemon_ready()
-            case msg.DaemonFault() as message:
+            case DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
                 self.publishing.refused(message.epoch, message.reason)
@@ -276,12 +295,12 @@ class Scheduler:
 
     def _from_builder(self, event: ev.Received) -> None:
         match event.message:
-            case msg.BuildProgress() as message:
+            case BuildProgress() as message:
                 self.registry.progress(message)
-            case msg.BuildDone() as message:
+            case BuildDone() as message:
                 assert event.manifest is not None
                 self.registry.built(message, event.manifest, event.profiles)
-            case msg.BuildFailed() as message:
+            case BuildFailed() as message:
                 self.registry.build_failed(message)
             case _:
                 self.core.counts["stale_messages"] += 1

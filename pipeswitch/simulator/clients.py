@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
-from ..ipc.messages import JobName, ModelName
+from ..ipc.messages.base import JobName, ModelName
 from ..scheduler import events as ev
 from .costs import Training
 from .device import require

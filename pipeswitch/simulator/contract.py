@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from ..ipc.messages import ModelName
+from ..ipc.messages.base import ModelName
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
 from ..scheduler.policies.guard import settings_of

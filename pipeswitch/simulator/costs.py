@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..ipc.messages import ByteRange
+from ..ipc.messages.base import ByteRange
 
 
 @dataclass(frozen=True, kw_only=True)

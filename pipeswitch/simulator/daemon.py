@@ -7,23 +7,18 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from ..ipc.messages import (
+from ..ipc.messages.base import Epoch, JobName, Message, Ping, Pong, StepCommitted
+from ..ipc.messages.daemon import (
     CancelTransmit,
     CloseCommits,
     CommitCopy,
     CommitPersisted,
     DaemonReady,
-    Epoch,
-    JobName,
-    Message,
     ModelStored,
     OpenCommits,
     PersistCommit,
-    Ping,
-    Pong,
     Scrub,
     Scrubbed,
-    StepCommitted,
     StoreFailed,
     StoreModel,
     TransmitEnded,

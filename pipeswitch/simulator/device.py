@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..ipc.messages import Epoch, GroupCopy, ModelName, RunInference, TransmitModel
+from ..ipc.messages.base import Epoch, ModelName
+from ..ipc.messages.daemon import GroupCopy, TransmitModel
+from ..ipc.messages.worker import RunInference
 from ..scheduler.state.device_state import WORD_BYTES
 from .programs import Program
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from ..ipc.messages import BuildDone, BuildFailed, BuildProgress, Epoch, JobName, Message, ModelName
+from ..ipc.messages.base import Epoch, JobName, Message, ModelName
+from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ..scheduler.events import Address, StartBuild
 from .clock import Clock, Move, Plans
 from .costs import Costs, Training

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..planning.profile import Found
-from ..programs.groups import cut
-from ..programs.layout import Batching, LayerSpec, Manifest, TensorSpec
+from ..programs.interface.groups import cut
+from ..programs.interface.layout import Batching, LayerSpec, Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 512
 

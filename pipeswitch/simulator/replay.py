@@ -11,12 +11,12 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from ..ipc.messages import JobName, ModelName
+from ..ipc.messages.base import JobName, ModelName
 from ..planning.fit import MIB, percentile
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
-from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
+from ..programs.interface.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.memory.commits import HEADER_BYTES

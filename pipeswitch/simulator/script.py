@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 
 from ..errors import TaskPreempted
 from ..ipc.gate import Gate, GateState, Where
-from ..ipc.messages import (
+from ..ipc.messages.base import Message, StepCommitted, Turn
+from ..ipc.messages.worker import (
     Back,
     CommitStep,
     EvictTask,
@@ -21,12 +22,9 @@ from ..ipc.messages import (
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
-    Message,
     Parked,
     RunJob,
-    StepCommitted,
     StopTask,
-    Turn,
 )
 from .clock import Move
 from .device import ZEROS, Image, Span, Violation, after_step, image_of, require

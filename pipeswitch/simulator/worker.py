@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..ipc.messages import (
+from ..ipc.messages.base import Epoch, Message, Ping, Pong, SlabTensor, Turn
+from ..ipc.messages.worker import (
     Cleaned,
-    Epoch,
     EvictTask,
     ForgetModel,
     GrantTurn,
@@ -15,17 +15,12 @@ from ..ipc.messages import (
     JoinedRequest,
     LeaseGranted,
     LeaseRefused,
-    Message,
     ModelPrepared,
-    Ping,
-    Pong,
     PrepareModel,
     RunInference,
     RunJob,
-    SlabTensor,
     SteppedAside,
     StopTask,
-    Turn,
     WorkerReady,
 )
 from ..scheduler.events import Address

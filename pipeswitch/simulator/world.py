@@ -11,21 +11,10 @@ from typing import Any
 
 import msgspec
 
-from ..ipc.messages import (
-    BuildDone,
-    CancelTransmit,
-    JobName,
-    LeaseGranted,
-    Message,
-    OpenCommits,
-    PrepareModel,
-    RunInference,
-    RunJob,
-    Scrub,
-    Slot,
-    StoreModel,
-    TransmitModel,
-)
+from ..ipc.messages.base import JobName, Message, Slot
+from ..ipc.messages.builder import BuildDone
+from ..ipc.messages.daemon import CancelTransmit, OpenCommits, Scrub, StoreModel, TransmitModel
+from ..ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob
 from ..scheduler import events as ev
 from ..scheduler.scheduler import Scheduler
 from .clients import SimulatedClients

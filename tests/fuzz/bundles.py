@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs import bundle
+from pipeswitch.programs.graphs import bundle
 
 from .target import Codec, Target, join_frames, split_frames
 

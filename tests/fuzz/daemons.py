@@ -17,8 +17,20 @@ from memory_daemon import daemon as daemon_module
 from memory_daemon.daemon import Daemon
 from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.messages.base import ByteRange, Epoch, Exit, JobName, Message, ModelName, Ping
+from pipeswitch.ipc.messages.daemon import (
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    GroupCopy,
+    OpenCommits,
+    PersistCommit,
+    Scrub,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
 from pipeswitch.lane import Failed, Work
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
@@ -39,9 +51,7 @@ class _Pages:
     def __init__(self) -> None:
         self._arena = bytearray(ARENA_BYTES)
         self._store = bytearray(STORE_BYTES)
-        self._live: dict[
-            msg.Epoch, tuple[msg.TransmitModel, Callable[[msg.TransmitEnded], None]]
-        ] = {}
+        self._live: dict[Epoch, tuple[TransmitModel, Callable[[TransmitEnded], None]]] = {}
 
     def export_descriptors(self) -> list[int]:
         return []
@@ -57,9 +67,7 @@ class _Pages:
     def open_tenant(self, tenant: str, descriptor: int) -> None:
         raise RemoteProtocolError("tenants share this arena")
 
-    def transmit(
-        self, order: msg.TransmitModel, on_end: Callable[[msg.TransmitEnded], None]
-    ) -> None:
+    def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
         """The first half of the groups now; the rest when it is cancelled or finished."""
         for group in order.groups:
             _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
@@ -69,7 +77,7 @@ class _Pages:
                 raise AssertionError("a copy over the arrival words")
         self._live[order.epoch] = (order, on_end)
 
-    def cancel(self, epoch: msg.Epoch) -> None:
+    def cancel(self, epoch: Epoch) -> None:
         if epoch in self._live:
             self._end(epoch, is_complete=False)
 
@@ -77,17 +85,15 @@ class _Pages:
         for epoch in list(self._live):
             self._end(epoch, is_complete=True)
 
-    def _end(self, epoch: msg.Epoch, *, is_complete: bool) -> None:
+    def _end(self, epoch: Epoch, *, is_complete: bool) -> None:
         order, on_end = self._live.pop(epoch)
-        ended = msg.TransmitEnded(
+        ended = TransmitEnded(
             model=order.model, epoch=epoch, is_complete=is_complete, group_count=len(order.groups),
             copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
         )  # fmt: skip
         on_end(ended)
 
-    def read_slice(
-        self, offset_bytes: int, ranges: Sequence[msg.ByteRange], into: memoryview
-    ) -> None:
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
         position = 0
         for piece in ranges:
             start = offset_bytes + piece.offset_bytes
@@ -130,19 +136,19 @@ class _Control:
         self.packets: list[bytes] = []
         self.send_count = 0
 
-    def send(self, message: msg.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         encode_message(message)
         self.send_count += 1
 
-    def receive(self) -> tuple[msg.Message, list[int]] | None:
+    def receive(self) -> tuple[Message, list[int]] | None:
         if not self.packets:
             return None
         message = decode_message(self.packets.pop(0))
-        if isinstance(message, msg.PersistCommit | msg.StoreModel):
+        if isinstance(message, PersistCommit | StoreModel):
             # Nothing is read or written but what cannot be there; its odd characters stay.
             odd = message.directory[-64:].replace("/", "")
             message = msgspec.structs.replace(message, directory=f"{NOWHERE}/{odd}")
-        is_open = isinstance(message, msg.OpenCommits)
+        is_open = isinstance(message, OpenCommits)
         return message, [os.dup(_area())] if is_open else []
 
 
@@ -167,42 +173,42 @@ def run(data: bytes) -> None:
         raise AssertionError("a transmission that has ended is still taken for live")
 
 
-def _input(*messages: msg.Message) -> bytes:
+def _input(*messages: Message) -> bytes:
     return join_frames([encode_message(message) for message in messages])
 
 
 def seeds() -> list[bytes]:
     """A model's way in, and a job's commits."""
-    model, job = msg.ModelName("m"), msg.JobName("j")
+    model, job = ModelName("m"), JobName("j")
     groups = tuple(
-        msg.GroupCopy(store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512,
+        GroupCopy(store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512,
                       word=i)
         for i in range(3)
     )  # fmt: skip
-    transmit = msg.TransmitModel(
-        model=model, epoch=msg.Epoch(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
+    transmit = TransmitModel(
+        model=model, epoch=Epoch(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
     )
-    store = msg.StoreModel(
-        model=model, epoch=msg.Epoch(2), directory="d", store_offset_bytes=0, size_bytes=1536
+    store = StoreModel(
+        model=model, epoch=Epoch(2), directory="d", store_offset_bytes=0, size_bytes=1536
     )
-    commit = msg.CommitCopy(
+    commit = CommitCopy(
         job=job,
-        epoch=msg.Epoch(5),
+        epoch=Epoch(5),
         number=1,
         step=1,
         slice_offset_bytes=8192,
         slice_bytes=4096,
-        ranges=tuple(msg.ByteRange(offset_bytes=at, size_bytes=8) for at in (0, 128)),
+        ranges=tuple(ByteRange(offset_bytes=at, size_bytes=8) for at in (0, 128)),
     )
-    persist = msg.PersistCommit(job=job, epoch=msg.Epoch(5), directory="d")
-    opened = msg.OpenCommits(job=job, slot_bytes=SLOT_BYTES)
+    persist = PersistCommit(job=job, epoch=Epoch(5), directory="d")
+    opened = OpenCommits(job=job, slot_bytes=SLOT_BYTES)
     return [
-        _input(store, transmit, msg.CancelTransmit(epoch=msg.Epoch(3)),
-               msg.Ping(epoch=msg.Epoch(4))),
-        _input(transmit, msgspec.structs.replace(transmit, epoch=msg.Epoch(9)), store),
+        _input(store, transmit, CancelTransmit(epoch=Epoch(3)),
+               Ping(epoch=Epoch(4))),
+        _input(transmit, msgspec.structs.replace(transmit, epoch=Epoch(9)), store),
         _input(opened, commit, msgspec.structs.replace(commit, number=2, step=2), commit, persist,
-               msg.CloseCommits(job=job), commit),
-        _input(msg.Scrub(epoch=msg.Epoch(7), offset_bytes=8192, size_bytes=4096), msg.Exit()),
+               CloseCommits(job=job), commit),
+        _input(Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
     ]  # fmt: skip
 
 

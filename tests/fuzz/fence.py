@@ -33,9 +33,9 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.programs.contracts import BrokenContract, contracted, guarded
-from pipeswitch.programs.graph import resolve
-from pipeswitch.programs.operators import BY_CONTRACT, OVERLOADS
+from pipeswitch.programs.graphs.contracts import BrokenContract, contracted, guarded
+from pipeswitch.programs.graphs.graph import resolve
+from pipeswitch.programs.graphs.operators import BY_CONTRACT, OVERLOADS
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = mmap.PAGESIZE

@@ -17,15 +17,15 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from pipeswitch.errors import InvalidInput, ModelNotFound
-from pipeswitch.gateway import http
-from pipeswitch.gateway.api import Api
+from pipeswitch.gateway.admin.api import Api
+from pipeswitch.gateway.admin.ui import Page
 from pipeswitch.gateway.callers import Callers
-from pipeswitch.gateway.feed import Feed
-from pipeswitch.gateway.oip import InferRequest, Output
+from pipeswitch.gateway.http import server as http
+from pipeswitch.gateway.http.feed import Feed
 from pipeswitch.gateway.rest import Rest
-from pipeswitch.gateway.service import Service
+from pipeswitch.gateway.serving.oip import InferRequest, Output
+from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import Aside
-from pipeswitch.gateway.ui import Page
 from pipeswitch.roles import Role, Standing
 
 from .target import Codec, Target, join_frames, split_frames

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs.bundle import Graph, decode_graph
-from pipeswitch.programs.dims import corners
-from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
+from pipeswitch.programs.graphs.bundle import Graph, decode_graph
+from pipeswitch.programs.graphs.graph import CompiledGraph, check_no_mutation, check_on_meta
+from pipeswitch.programs.interface.dims import corners
 
 from .bundles import program
 from .target import JSON_TEXT, Target

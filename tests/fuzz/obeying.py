@@ -13,10 +13,30 @@ from typing import Any
 
 from pipeswitch.commits.area import create_area
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.gate import Gate, GateState
+from pipeswitch.ipc.messages.base import (
+    Epoch,
+    Exit,
+    JobName,
+    Message,
+    ModelName,
+    SlabTensor,
+    Slot,
+    StepCommitted,
+    Turn,
+)
+from pipeswitch.ipc.messages.worker import (
+    EvictTask,
+    ForgetModel,
+    GrantTurn,
+    LeaseGranted,
+    LeaseRefused,
+    RunInference,
+    RunJob,
+    StopTask,
+)
 from workers.inference.pool import RequestPool
 from workers.training.host import JobHost
 
@@ -54,22 +74,22 @@ class _Worker:
         parts: Any = (_RUN_JOB, None, _View(), [])
         self.host = JobHost(*parts)
 
-    def obey(self, message: msg.Message) -> None:
+    def obey(self, message: Message) -> None:
         match message:
-            case msg.StopTask():
+            case StopTask():
                 self.gate.request_stop(message.turn, message.next_turn)
-            case msg.GrantTurn():
+            case GrantTurn():
                 self.gate.grant(message.turn)
-            case msg.EvictTask():
+            case EvictTask():
                 self.gate.request_evict()
                 self.host.wake()
-            case msg.LeaseGranted():
+            case LeaseGranted():
                 self.host.lease_answered(message, [os.dup(_area())])
-            case msg.LeaseRefused():
+            case LeaseRefused():
                 self.host.lease_answered(message, [])
-            case msg.StepCommitted():
+            case StepCommitted():
                 self.host.commit_answered(message)
-            case msg.RunInference():
+            case RunInference():
                 _request(message)
             case _:
                 pass
@@ -84,7 +104,7 @@ class _Worker:
             os.close(self.host._commits)
 
 
-def _request(order: msg.RunInference) -> None:
+def _request(order: RunInference) -> None:
     pool = _pool()
     for slab in order.inputs:
         try:
@@ -113,33 +133,33 @@ def run(data: bytes) -> None:
         raise AssertionError("a thread was left")
 
 
-_RUN_JOB = msg.RunJob(
-    epoch=msg.Epoch(1), turn=msg.Turn(0), job=msg.JobName("j"), entry="a.py", args=(), log_path="",
+_RUN_JOB = RunJob(
+    epoch=Epoch(1), turn=Turn(0), job=JobName("j"), entry="a.py", args=(), log_path="",
     slot_bytes=SLOT_BYTES, commit_every_ms=1.0,
 )  # fmt: skip
 
 
 def seeds() -> list[bytes]:
     """A job's life, and a request."""
-    epoch = msg.Epoch(1)
-    x = msg.SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
-    mask = msg.SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
-    infer = msg.RunInference(
-        epoch=msg.Epoch(2), request_id="r", model=msg.ModelName("m"), digest="d", directory="",
+    epoch = Epoch(1)
+    x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
+    mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
+    infer = RunInference(
+        epoch=Epoch(2), request_id="r", model=ModelName("m"), digest="d", directory="",
         arena_offset_bytes=0, first_word=0, residency_epoch=epoch, inputs=(x, mask),
         reply_offset_bytes=8192, reply_bytes=4096,
     )  # fmt: skip
-    job: list[msg.Message] = [
-        msg.GrantTurn(epoch=epoch, turn=msg.Turn(2)),
-        msg.StopTask(epoch=epoch, turn=msg.Turn(2), next_turn=msg.Turn(3), next_slot=msg.Slot(1)),
-        msg.StopTask(epoch=epoch, turn=msg.Turn(4), next_turn=msg.Turn(5), next_slot=msg.Slot(0)),
-        msg.GrantTurn(epoch=epoch, turn=msg.Turn(4)),
-        msg.LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
-        msg.LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
-        msg.StepCommitted(job=msg.JobName("j"), epoch=epoch, number=0, step=1, copy_ms=1.0),
-        msg.EvictTask(epoch=epoch),
+    job: list[Message] = [
+        GrantTurn(epoch=epoch, turn=Turn(2)),
+        StopTask(epoch=epoch, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
+        StopTask(epoch=epoch, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
+        GrantTurn(epoch=epoch, turn=Turn(4)),
+        LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
+        LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
+        StepCommitted(job=JobName("j"), epoch=epoch, number=0, step=1, copy_ms=1.0),
+        EvictTask(epoch=epoch),
     ]
-    requests: list[msg.Message] = [infer, msg.ForgetModel(model=msg.ModelName("m")), msg.Exit()]
+    requests: list[Message] = [infer, ForgetModel(model=ModelName("m")), Exit()]
     return [join_frames([encode_message(one) for one in part]) for part in (job, requests)]
 
 

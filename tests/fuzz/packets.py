@@ -10,7 +10,10 @@ import msgspec
 
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.channel import decode_message, encode_message
-from pipeswitch.ipc.messages import DaemonSettings, Exit, Fork, Slot, WorkerSettings
+from pipeswitch.ipc.messages.base import Exit, Slot
+from pipeswitch.ipc.messages.daemon import DaemonSettings
+from pipeswitch.ipc.messages.fork_server import Fork
+from pipeswitch.ipc.messages.worker import WorkerSettings
 
 from . import daemons, obeying, workers
 from .target import Codec, Target, split_frames

@@ -22,10 +22,10 @@ from typing import Any
 from pipeswitch.config import Config, ServerConfig
 from pipeswitch.errors import ServerUnavailable
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.listeners import Listener
-from pipeswitch.frontend.peers import Shares, StreamPeer
+from pipeswitch.frontend.transport.listeners import Listener
+from pipeswitch.frontend.transport.peers import Shares, StreamPeer
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import ModelName
+from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.lane import Failed, Lane, Work
 from pipeswitch.roles import ANYONE, OWNER, Role, Standing
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived

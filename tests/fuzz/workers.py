@@ -23,9 +23,39 @@ from typing import Any, Final
 import msgspec
 
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.frontend.replies import output_outside, reply_frames
-from pipeswitch.ipc import messages as msg
+from pipeswitch.frontend.transport.replies import output_outside, reply_frames
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.messages.base import (
+    ByteRange,
+    Epoch,
+    JobName,
+    Message,
+    ModelName,
+    Ping,
+    Pong,
+    SlabTensor,
+    Slot,
+    Turn,
+)
+from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from pipeswitch.ipc.messages.worker import (
+    Cleaned,
+    CommitStep,
+    EvictTask,
+    HostRequest,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobReport,
+    LeaseRequest,
+    ModelPrepared,
+    Parked,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    StopTask,
+    WorkerReady,
+)
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
@@ -41,8 +71,8 @@ from .target import TAGGED_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of
 
 MIB = 1 << 20
-MODELS = (msg.ModelName("m"), msg.ModelName("n"))
-JOBS = (msg.JobName("j"), msg.JobName("k"))
+MODELS = (ModelName("m"), ModelName("n"))
+JOBS = (JobName("j"), JobName("k"))
 SLOT_BITS: Final = 2  # of a frame's first byte; who speaks stands in the others
 BUSY: Final = 3
 MAX_STEPS = 400  # of honest parts in a row: they must come to rest
@@ -62,9 +92,9 @@ class Who(enum.IntEnum):
 class Told(SimulatedWorker):
     """Does nothing by itself: an input's frames say what it does, true or not."""
 
-    told: list[msg.Message]  # oldest first
+    told: list[Message]  # oldest first
 
-    def hear(self, channel: str, message: msg.Message) -> None:
+    def hear(self, channel: str, message: Message) -> None:
         self.told.append(message)
 
     def steps(self) -> list[Move]:
@@ -117,7 +147,7 @@ class Stage(World):
             _encode(command)
         super().perform(commands)
 
-    def honest(self, slot: msg.Slot) -> None:
+    def honest(self, slot: Slot) -> None:
         """The worker does what it was told, and what it is told because of that."""
         for _ in range(MAX_STEPS):
             process = self.workers.get(slot)
@@ -128,7 +158,7 @@ class Stage(World):
                 self.from_worker(slot, message)
         raise AssertionError("a worker does not come to rest")
 
-    def from_worker(self, slot: msg.Slot, message: msg.Message) -> None:
+    def from_worker(self, slot: Slot, message: Message) -> None:
         worker = self.state.workers.get(slot)
         generation = worker.generation if worker is not None else 1
         self.hear(ev.Received(ev.Address("worker", 0, slot, generation), message))
@@ -155,27 +185,27 @@ class Stage(World):
             case _:
                 pass
 
-    def _slot(self, number: int) -> msg.Slot:
+    def _slot(self, number: int) -> Slot:
         """Three stands for a worker that has something to do."""
         if number != BUSY:
-            return msg.Slot(number)
+            return Slot(number)
         state = self.state
         busy = [a.slot for a in (state.owner.running, state.owner.pending) if a is not None]
         busy += [worker.slot for worker in state.workers.values() if worker.job is not None]
-        return busy[0] if busy else msg.Slot(0)
+        return busy[0] if busy else Slot(0)
 
-    def _dies(self, slot: msg.Slot, rest: bytes) -> None:
+    def _dies(self, slot: Slot, rest: bytes) -> None:
         process = self.workers.get(slot)
         if process is None:
             return
         task_epoch = self.state.workers[slot].task_epoch
-        process.begun = None if not rest else msg.Epoch(task_epoch if rest[0] & 1 else 0)
+        process.begun = None if not rest else Epoch(task_epoch if rest[0] & 1 else 0)
         process.end(-11)
         self.reap_worker(process)
         self._rest()
         self.scheduler.check()
 
-    def _hostile(self, slot: msg.Slot, packet: bytes) -> None:
+    def _hostile(self, slot: Slot, packet: bytes) -> None:
         """As processes.py hears it: nonsense is the end of the process that says it."""
         try:
             message = decode_message(packet)
@@ -184,7 +214,7 @@ class Stage(World):
             return
         self.from_worker(slot, self._in_time(slot, message))
 
-    def _in_time(self, slot: msg.Slot, message: Any) -> Any:
+    def _in_time(self, slot: Slot, message: Any) -> Any:
         """Zeros become the numbers that are current for the slot."""
         worker = self.state.workers.get(slot)
         if worker is None:
@@ -200,7 +230,7 @@ class Stage(World):
             message: Any = decode_message(packet)
         except RemoteProtocolError:
             return
-        if isinstance(message, msg.BuildDone):
+        if isinstance(message, BuildDone):
             return  # its manifest is read from disk first
         registrations = self.scheduler.registry.registrations
         asked = registrations.get(getattr(message, "model", MODELS[0]))
@@ -237,19 +267,19 @@ def _encode(command: ev.Command) -> None:
             pass
 
 
-Make = Callable[[ev.Token, msg.ModelName, msg.JobName, ev.Token], ev.Event]
+Make = Callable[[ev.Token, ModelName, JobName, ev.Token], ev.Event]
 
 
-def _infer(token: ev.Token, model: msg.ModelName, job: msg.JobName, other: ev.Token) -> ev.Event:
+def _infer(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
     deadline_at_ms = 1e4 if other & 2 else None
-    slab = msg.SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
+    slab = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
     return ev.InferArrived(
         token=token, request_id=f"r{token}", model=model, digest=model * 64, priority=1,
         deadline_at_ms=deadline_at_ms, inputs=(slab,), reply_offset_bytes=4096, reply_bytes=4096,
     )  # fmt: skip
 
 
-def _train(token: ev.Token, model: msg.ModelName, job: msg.JobName, other: ev.Token) -> ev.Event:
+def _train(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
     return ev.TrainAsked(token=token, job=job, entry="/a.py", args=(), priority=2)
 
 
@@ -281,31 +311,31 @@ _VERBS: Final[tuple[Make, ...]] = (
 )
 
 
-def _obedience(message: msg.Message, has_job: bool) -> list[msg.Message]:
+def _obedience(message: Message, has_job: bool) -> list[Message]:
     """What a worker answers."""
     match message:
-        case msg.RunInference(epoch=epoch, plan=plan):
+        case RunInference(epoch=epoch, plan=plan):
             times = tuple(float(i) for i in range(len(plan) or 2))
             return [
-                msg.InferenceDone(
+                InferenceDone(
                     epoch=epoch, outputs=(), turn_at_ms=0.0,
                     first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
                     group_begins_at_ms=times, group_ends_at_ms=tuple(t + 1.0 for t in times),
                 )
             ]  # fmt: skip
-        case msg.PrepareModel(model=model, digest=digest, plan=plan):
-            return [msg.ModelPrepared(model=model, digest=digest, plan=plan)]
-        case msg.RunJob(epoch=epoch):
-            return [msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
-        case msg.StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
+        case PrepareModel(model=model, digest=digest, plan=plan):
+            return [ModelPrepared(model=model, digest=digest, plan=plan)]
+        case RunJob(epoch=epoch):
+            return [LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
+        case StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
             return [
-                msg.Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
+                Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
                            asked_at_ms=0.0, parked_at_ms=1.0)
             ]  # fmt: skip
-        case msg.EvictTask(epoch=epoch) if has_job:
-            return [msg.JobEnded(epoch=epoch, outcome="preempted", step=1)]
-        case msg.Ping(epoch=epoch):
-            return [msg.Pong(epoch=epoch)]
+        case EvictTask(epoch=epoch) if has_job:
+            return [JobEnded(epoch=epoch, outcome="preempted", step=1)]
+        case Ping(epoch=epoch):
+            return [Pong(epoch=epoch)]
         case _:
             return []
 
@@ -329,7 +359,7 @@ def _says(who: int, slot: int, rest: bytes = b"") -> bytes:
     return bytes([(who << SLOT_BITS) + slot]) + rest
 
 
-def _hostile(slot: int, message: msg.Message) -> bytes:
+def _hostile(slot: int, message: Message) -> bytes:
     return _says(Who.HOSTILE, slot, encode_message(message))
 
 
@@ -337,36 +367,36 @@ def _asks(verb: int, number: int = 0) -> bytes:
     return _says(Who.CLIENT, 0, bytes([verb, number]))
 
 
-def worker_messages() -> list[msg.Message]:
+def worker_messages() -> list[Message]:
     """Each message of a worker once, in time (zeros)."""
-    epoch, model = msg.Epoch(0), MODELS[0]
-    slab = msg.SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
+    epoch, model = Epoch(0), MODELS[0]
+    slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
-        msg.InferenceDone(
+        InferenceDone(
             epoch=epoch, outputs=(slab,), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
             group_begins_at_ms=(0.0, 1.0), group_ends_at_ms=(1.0, 2.0),
         ),
-        msg.InferenceFailed(epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}),
-        msg.InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
-        msg.Cleaned(epoch=epoch),
-        msg.Parked(epoch=epoch, turn=msg.Turn(0), next_turn=msg.Turn(0), where="forward",
+        InferenceFailed(epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}),
+        InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
+        Cleaned(epoch=epoch),
+        Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward",
                    asked_at_ms=0.0, parked_at_ms=1.0),
-        msg.WorkerReady(slot=msg.Slot(0), pid=1),
-        msg.ModelPrepared(model=model, digest=model * 64),
-        msg.LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
-        msg.HostRequest(epoch=epoch, size_bytes=MIB),
-        msg.CommitStep(epoch=epoch, number=1, step=1,
-                       ranges=(msg.ByteRange(offset_bytes=0, size_bytes=8),)),
-        msg.JobReport(epoch=epoch, kind="progress",
+        WorkerReady(slot=Slot(0), pid=1),
+        ModelPrepared(model=model, digest=model * 64),
+        LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
+        HostRequest(epoch=epoch, size_bytes=MIB),
+        CommitStep(epoch=epoch, number=1, step=1,
+                       ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
+        JobReport(epoch=epoch, kind="progress",
                       values={"step": 3, "epoch": 1, "log": {"a": 1}}),
-        msg.JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
-        msg.JobReport(epoch=epoch, kind="nan_loss",
+        JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
+        JobReport(epoch=epoch, kind="nan_loss",
                       values={"name": "l", "value": "nan", "step": 1}),
-        msg.JobEnded(epoch=epoch, outcome="done", step=4),
-        msg.JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
-        msg.JobEnded(epoch=epoch, outcome="preempted", step=4),
-        msg.Pong(epoch=epoch),
+        JobEnded(epoch=epoch, outcome="done", step=4),
+        JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
+        JobEnded(epoch=epoch, outcome="preempted", step=4),
+        Pong(epoch=epoch),
     ]  # fmt: skip
 
 
@@ -379,10 +409,8 @@ def seeds() -> list[bytes]:
         frame = _hostile(BUSY, message)
         found.append(join_frames([*pressed, infer, frame, *pressed, infer]))
         found.append(join_frames([*pressed, train, *pressed, frame, infer, frame, *pressed]))
-    failed = msg.BuildFailed(
-        model=MODELS[1], epoch=msg.Epoch(0), error="InvalidInput", message="no"
-    )
-    progress = msg.BuildProgress(model=MODELS[1], epoch=msg.Epoch(0), stage="s", fraction=0.5)
+    failed = BuildFailed(model=MODELS[1], epoch=Epoch(0), error="InvalidInput", message="no")
+    progress = BuildProgress(model=MODELS[1], epoch=Epoch(0), stage="s", fraction=0.5)
     builder = [_says(Who.BUILDER, 0, encode_message(message)) for message in (progress, failed)]
     found.append(join_frames([*builder, _asks(7, 1), *builder]))
     every = [_asks(verb, 1) for verb in range(len(_VERBS) - 1)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pipeswitch.planning import profile
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.groups import cut
-from pipeswitch.programs.layout import LayerSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.groups import cut
+from pipeswitch.programs.interface.layout import LayerSpec, Manifest, TensorSpec, ValueSpec
 
 LAYER_BYTES = 4096
 

@@ -14,8 +14,8 @@ import torch
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.torch import CudaTorch
-from pipeswitch.programs.executor import BoundProgram
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.interface.layout import TensorSpec
+from pipeswitch.programs.running.executor import BoundProgram
 from workers.training.slice import rebind
 from workers.training.torch_private import bytes_of_their_own
 

@@ -8,54 +8,82 @@ from typing import Any, Final
 
 from msgspec.structs import astuple
 
-from pipeswitch.ipc import messages as m
+from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, StepCommitted
+from pipeswitch.ipc.messages.daemon import (
+    CommitCopy,
+    CommitPersisted,
+    DaemonReady,
+    GroupCopy,
+    Scrub,
+    Scrubbed,
+    TransmitEnded,
+    TransmitModel,
+)
+from pipeswitch.ipc.messages.worker import (
+    Back,
+    Cleaned,
+    CommitStep,
+    EvictTask,
+    GrantTurn,
+    InferenceDone,
+    JobEnded,
+    JoinedRequest,
+    LeaseGranted,
+    LeaseRequest,
+    Parked,
+    RunInference,
+    RunJob,
+    SteppedAside,
+    StopTask,
+    WorkerReady,
+)
 
 from .frozen import EPOCHS, Add, Next
 
 Body = tuple[str, tuple[Any, ...]]  # name and fields, without epochs and turns
 
 IMAGE_BYTES: Final = 3  # of the model's training state: see ``commits``
-_RANGES: Final = (m.ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
+_RANGES: Final = (ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
 # What never matters here is not carried: these values stand for it.
-_FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
-    m.RunInference: {
+_FIXED: Final[dict[type[Message], dict[str, Any]]] = {
+    RunInference: {
         "digest": "", "directory": "", "inputs": (), "reply_offset_bytes": 0, "reply_bytes": 0,
     },
-    m.RunJob: {
+    RunJob: {
         "entry": "", "args": (), "log_path": "", "commit_every_ms": float("inf"),
         "restarts": 0, "steps_recomputed": 0,
     },
-    m.InferenceDone: {
+    InferenceDone: {
         "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
         "stall_ms": 0.0, "group_begins_at_ms": (), "group_ends_at_ms": (),
     },
-    m.Parked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
-    m.CommitStep: {"ranges": _RANGES},
-    m.CommitCopy: {"ranges": _RANGES},
-    m.StepCommitted: {"copy_ms": 0.0},
-    m.JobEnded: {"step": 0, "error_type": "", "error_text": ""},
-    m.TransmitEnded: {
+    Parked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
+    CommitStep: {"ranges": _RANGES},
+    CommitCopy: {"ranges": _RANGES},
+    StepCommitted: {"copy_ms": 0.0},
+    JobEnded: {"step": 0, "error_type": "", "error_text": ""},
+    TransmitEnded: {
         "copied_bytes": 0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "group_ends_at_ms": (),
     },
-    m.DaemonReady: {"pid": 1},
+    DaemonReady: {"pid": 1},
 }  # fmt: skip
 _CARRIED: Final = (
-    m.RunInference, m.RunJob, m.StopTask, m.GrantTurn, m.EvictTask, m.LeaseGranted, m.WorkerReady,
-    m.InferenceDone, m.Cleaned, m.Parked, m.LeaseRequest, m.CommitStep, m.CommitCopy, m.Scrub,
-    m.StepCommitted, m.JobEnded, m.TransmitModel, m.TransmitEnded, m.Scrubbed, m.DaemonReady,
-    m.CommitPersisted, m.SteppedAside, m.Back,
+    RunInference, RunJob, StopTask, GrantTurn, EvictTask, LeaseGranted, WorkerReady,
+    InferenceDone, Cleaned, Parked, LeaseRequest, CommitStep, CommitCopy, Scrub,
+    StepCommitted, JobEnded, TransmitModel, TransmitEnded, Scrubbed, DaemonReady,
+    CommitPersisted, SteppedAside, Back,
 )  # fmt: skip
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
-    "groups": (m.GroupCopy, 1), "outputs": (m.SlabTensor, 1), "joined": (m.JoinedRequest, 1),
-    "joined_outputs": (m.SlabTensor, 2),
+    "groups": (GroupCopy, 1), "outputs": (SlabTensor, 1), "joined": (JoinedRequest, 1),
+    "joined_outputs": (SlabTensor, 2),
 }  # fmt: skip
-_OF_COMMITS: Final = (m.CommitStep, m.CommitCopy, m.StepCommitted)  # their epochs are compared
+_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their epochs are compared
 
 
 class _Kind:
     """How one type of message is packed."""
 
-    def __init__(self, kind: type[m.Message]) -> None:
+    def __init__(self, kind: type[Message]) -> None:
         self.kind = kind
         self.fixed = _FIXED.get(kind, {})
         names = [name for name in kind.__struct_fields__ if name not in self.fixed]
@@ -83,7 +111,7 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
 
 
 @cache
-def _pack(message: m.Message) -> tuple[Body, tuple[int, ...]]:
+def _pack(message: Message) -> tuple[Body, tuple[int, ...]]:
     """The message as plain values, and its epochs; those that are ordered are negative."""
     name = type(message).__name__
     known = _KINDS[name]
@@ -109,7 +137,7 @@ def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
 
 
 @cache
-def plain(message: m.Message) -> Any:
+def plain(message: Message) -> Any:
     """The message without what never matters here."""
     if type(message).__name__ not in _KINDS:
         return message
@@ -117,7 +145,7 @@ def plain(message: m.Message) -> Any:
     return _unpack(body, tuple(map(abs, epochs)))
 
 
-def freeze_items(messages: Iterable[m.Message], e: Add) -> Any:
+def freeze_items(messages: Iterable[Message], e: Add) -> Any:
     """A channel as plain values; its epochs go to ``e``."""
     frozen = []
     for message in messages:

@@ -6,7 +6,8 @@ import math
 from typing import Any, Final
 
 from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
-from pipeswitch.ipc.messages import JobName, ModelName, RunInference
+from pipeswitch.ipc.messages.base import JobName, ModelName
+from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training

@@ -10,7 +10,14 @@ from memory_daemon.commits import Commits
 from memory_daemon.transmit import TransmitGuard
 from pipeswitch.devices.orders import check_range
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.ipc import messages as msg
+from pipeswitch.ipc.messages.base import Message
+from pipeswitch.ipc.messages.daemon import (
+    CommitCopy,
+    CommitPersisted,
+    PersistCommit,
+    Scrub,
+    TransmitModel,
+)
 from pipeswitch.simulator.daemon import SimulatedDaemon, Transmission
 from pipeswitch.simulator.device import Violation
 
@@ -29,7 +36,7 @@ class Daemon(SimulatedDaemon):
     def __init__(self, world: Any, *of_process: object) -> None:
         super().__init__(*of_process)
         self._world = world
-        self.last_order: msg.Message | None = None  # as long as it may come again
+        self.last_order: Message | None = None  # as long as it may come again
 
     def own(self) -> Daemon:
         twin = Daemon.__new__(Daemon)
@@ -40,28 +47,28 @@ class Daemon(SimulatedDaemon):
         twin.copies = deque(map(_copy_of, self.copies))
         return twin
 
-    def say(self, channel: str, message: msg.Message) -> None:
-        if isinstance(message, msg.CommitPersisted):
+    def say(self, channel: str, message: Message) -> None:
+        if isinstance(message, CommitPersisted):
             self._world.areas[message.job].on_disk = message.step
         super().say(channel, plain(message))
 
-    def hear(self, channel: str, message: msg.Message) -> None:
+    def hear(self, channel: str, message: Message) -> None:
         """The control thread is prompt: it begins what is asked for, or refuses it."""
         message = plain(message)
-        is_kept = self._world.repeats and isinstance(message, msg.CommitCopy)
+        is_kept = self._world.repeats and isinstance(message, CommitCopy)
         self.last_order = message if is_kept else None
         try:
-            if isinstance(message, msg.TransmitModel):
+            if isinstance(message, TransmitModel):
                 self._guard(message)
                 super().hear(channel, message)
             else:
-                if isinstance(message, msg.Scrub):
+                if isinstance(message, Scrub):
                     arena_bytes = self._world.scope.arena_bytes
                     check_range("scrub", message.offset_bytes, message.size_bytes, arena_bytes)
                 self._control(message)
         except RemoteProtocolError as error:
             raise Violation(f"the memory daemon refuses an order: {error.message}") from None
-        if isinstance(message, msg.PersistCommit):  # at once: the disk is not modelled
+        if isinstance(message, PersistCommit):  # at once: the disk is not modelled
             self.work("disk")
 
     def work(self, lane: str) -> None:
@@ -71,7 +78,7 @@ class Daemon(SimulatedDaemon):
         if move.what == "copies" and self.copies[0].done == len(self.copies[0].order.groups):
             self._end_copy()
 
-    def _guard(self, order: msg.TransmitModel) -> None:
+    def _guard(self, order: TransmitModel) -> None:
         """Orders arrive in order here, so it needs no memory of older ones."""
         scope = self._world.scope
         guard = TransmitGuard(
@@ -80,7 +87,7 @@ class Daemon(SimulatedDaemon):
         guard._live = {copy.order.epoch: copy.order for copy in self.copies}
         guard.accept(order)
 
-    def accepts(self, order: msg.CommitCopy) -> bool:
+    def accepts(self, order: CommitCopy) -> bool:
         commits = Commits(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
         if order.job in self._areas:
             commits._areas[order.job] = self._world.areas[order.job].real

@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import msgspec
 
-from pipeswitch.ipc import messages as msg
+from pipeswitch.ipc.messages.daemon import CommitCopy, PersistCommit, Scrub, TransmitModel
+from pipeswitch.ipc.messages.worker import CommitStep, GrantTurn, InferenceDone, StopTask
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.scheduler import Scheduler
 
@@ -54,7 +55,7 @@ def _suspects_are_dead(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.Received(message=msg.CommitStep(step=step) as commit):
+        case ev.Received(message=CommitStep(step=step) as commit):
             commit = msgspec.structs.replace(commit, step=step + 1)
             event = msgspec.structs.replace(event, message=commit)
         case _:
@@ -64,7 +65,7 @@ def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.Received(message=msg.InferenceDone(joined_outputs=[other, *others]) as done):
+        case ev.Received(message=InferenceDone(joined_outputs=[other, *others]) as done):
             done = msgspec.structs.replace(
                 done, outputs=other, joined_outputs=(done.outputs, *others)
             )
@@ -101,15 +102,15 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("a job is not told to stop for a request", PREEMPTED, _without(msg.StopTask)),
-    Mutant("a job is not given its turn", PREEMPTED, _without(msg.GrantTurn)),
-    Mutant("a model is not sent before its request runs", PREEMPTED, _without(msg.TransmitModel)),
-    Mutant("a slice is not zeroed for its next owner", KILLED, _without(msg.Scrub)),
+    Mutant("a job is not told to stop for a request", PREEMPTED, _without(StopTask)),
+    Mutant("a job is not given its turn", PREEMPTED, _without(GrantTurn)),
+    Mutant("a model is not sent before its request runs", PREEMPTED, _without(TransmitModel)),
+    Mutant("a slice is not zeroed for its next owner", KILLED, _without(Scrub)),
     Mutant("a dead worker is not replaced", KILLED, _without(ev.Spawn)),
     Mutant("workers outlive their memory daemon", DAEMON_KILLED, _without(ev.Kill)),
-    Mutant("a commit is not copied", COMMITTED, _without(msg.CommitCopy)),
+    Mutant("a commit is not copied", COMMITTED, _without(CommitCopy)),
     Mutant("a commit is not written to disk before the server leaves",
-           replace(PREEMPTED, requests=0, drains=1), _without(msg.PersistCommit)),
+           replace(PREEMPTED, requests=0, drains=1), _without(PersistCommit)),
     Mutant("a commit has the number of another step", COMMITTED, _names_the_next_step),
     Mutant("a request is answered twice", PREEMPTED, _answers_twice),
     Mutant("a suspect is taken for dead before it is reaped",

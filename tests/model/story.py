@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pipeswitch.ipc.messages import CommitCopy
+from pipeswitch.ipc.messages.daemon import CommitCopy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.device import Violation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.ipc.messages import Slot
+from pipeswitch.ipc.messages.base import Slot
 from pipeswitch.simulator.world import key_of
 
 from .frozen import Kept

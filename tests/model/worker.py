@@ -7,7 +7,8 @@ from collections import deque
 from typing import Any
 
 from pipeswitch.ipc.gate import Gate, GateState
-from pipeswitch.ipc.messages import JobReport, Message, RunInference, RunJob, Turn
+from pipeswitch.ipc.messages.base import Message, Turn
+from pipeswitch.ipc.messages.worker import JobReport, RunInference, RunJob
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.device import Image, Span
 from pipeswitch.simulator.script import BELL, SimulatedScript

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from pipeswitch.ipc import messages as msg
-from pipeswitch.programs.layout import Batching
+from pipeswitch.ipc.messages.base import JobName, Message, ModelName, Slot
+from pipeswitch.ipc.messages.daemon import Scrub, TransmitModel
+from pipeswitch.ipc.messages.worker import ModelPrepared, PrepareModel, RunInference
+from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
@@ -51,7 +53,7 @@ class World(simulator.World):
     """
 
     clients: Clients
-    workers: dict[msg.Slot, Worker]  # type: ignore[assignment]
+    workers: dict[Slot, Worker]  # type: ignore[assignment]
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -59,9 +61,9 @@ class World(simulator.World):
         self.kills, self.daemon_kills = scope.kills, scope.daemon_kills
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
         self.cycles = scope.cycles
-        self._prepares: list[tuple[Worker, msg.PrepareModel]] = []
+        self._prepares: list[tuple[Worker, PrepareModel]] = []
         # All that was thawed, by what it was frozen to: states share it.
-        self.known_workers: dict[tuple[Kept, msg.Slot, int], Worker] = {}
+        self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
         self.known_daemons: dict[tuple[Kept, int], Daemon] = {}
         self._known_devices: dict[Kept, dict[str, Any]] = {}
         self._thawed: tuple[Any, Thawed] | None = None
@@ -112,8 +114,8 @@ class World(simulator.World):
         while moves := self.moves():
             self.make(moves[0])
 
-    def model_name(self, index: int) -> msg.ModelName:
-        return msg.ModelName("ABC"[index % self.scope.models])
+    def model_name(self, index: int) -> ModelName:
+        return ModelName("ABC"[index % self.scope.models])
 
     def happens(self, what: Chance, name: str) -> bool:
         """What is neither an action nor a fault of the scope (see ``Choices``)."""
@@ -137,7 +139,7 @@ class World(simulator.World):
         scene = self.scenes[address.device]
         return Daemon(self, address, scene, self.from_process, self.reap_daemon)
 
-    def new_area(self, job: msg.JobName) -> Area:
+    def new_area(self, job: JobName) -> Area:
         self.areas[job].thaw(EMPTY, -1)
         return self.areas[job]
 
@@ -179,13 +181,13 @@ class World(simulator.World):
         """Generations by device and slot, ranked among those that anything still names."""
         return tuple([
             tuple([
-                self._ranked(generation, key_of(index, msg.Slot(slot)))
+                self._ranked(generation, key_of(index, Slot(slot)))
                 for slot, generation in enumerate(generations[1:])
             ])
             for index, generations in enumerate(self.recall.moment.generations)
         ])  # fmt: skip
 
-    def _ranked(self, generation: int, key: msg.Slot) -> tuple[int, tuple[int, ...]]:
+    def _ranked(self, generation: int, key: Slot) -> tuple[int, tuple[int, ...]]:
         ghosts = [ghost.address.generation for ghost in self.ghosts if _key(ghost) == key]
         order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
         return order[generation], tuple([order[g] for g in ghosts])
@@ -197,12 +199,12 @@ class World(simulator.World):
         self._thawed[1].becomes(self)
         self._prepares = []
 
-    def worker_of(self, kept: Kept, key: msg.Slot, generation: int) -> Worker:
+    def worker_of(self, kept: Kept, key: Slot, generation: int) -> Worker:
         """The process that was frozen to this."""
         found = self.known_workers.get((kept, key, generation))
         if found is None:
             index, slot = divmod(key, MOST_SLOTS)
-            found = self.new_worker(ev.Address("worker", index, msg.Slot(slot), generation))
+            found = self.new_worker(ev.Address("worker", index, Slot(slot), generation))
             thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
             self.known_workers[kept, key, generation] = found
@@ -230,7 +232,7 @@ class World(simulator.World):
 
     # -- what can be changed -------------------------------------------------------------------
 
-    def own(self, key: msg.Slot) -> Worker:
+    def own(self, key: Slot) -> Worker:
         """The process in a slot, to be changed."""
         worker = self.workers[key]
         if worker.kept is not None:
@@ -294,7 +296,7 @@ class World(simulator.World):
     @staticmethod
     def _is_scrubbing(daemon: Daemon) -> bool:
         lane = daemon._lanes.get(TO_HOST)
-        return bool(lane) and isinstance(lane[0], msg.Scrub)
+        return bool(lane) and isinstance(lane[0], Scrub)
 
     def do_clock(self, due_ms: float) -> None:
         self.clock.now_ms = due_ms
@@ -312,16 +314,16 @@ class World(simulator.World):
         self.cycles -= 1
         self.do_clock(due_ms)
 
-    def do_ready(self, slot: msg.Slot) -> None:
+    def do_ready(self, slot: Slot) -> None:
         (move,) = self.own(slot).steps()
         move.act()
 
-    def do_hears(self, slot: msg.Slot) -> None:
+    def do_hears(self, slot: Slot) -> None:
         worker = self.own(slot)
         (move,) = worker._reads(SIGNAL, worker._hears)
         move.act()
 
-    def do_moves(self, slot: msg.Slot) -> None:
+    def do_moves(self, slot: Slot) -> None:
         worker = self.own(slot)
         move = worker.main_move()
         assert move is not None
@@ -332,19 +334,19 @@ class World(simulator.World):
         if not worker.runs:
             self._reap(worker)
 
-    def do_tells(self, slot: msg.Slot, channel: str) -> None:
+    def do_tells(self, slot: Slot, channel: str) -> None:
         queue = self.own(slot).out[channel]
         self._hear(self.workers[slot], channel)
         while self.scope.is_coarse and queue:
             self._hear(self.workers[slot], channel)
 
-    def do_tells_twice(self, slot: msg.Slot, channel: str) -> None:
+    def do_tells_twice(self, slot: Slot, channel: str) -> None:
         self.repeats -= 1
         worker = self.own(slot)
         worker.out[channel].appendleft(worker.out[channel][0])
         self._hear(worker, channel)
 
-    def do_hears_twice(self, slot: msg.Slot) -> None:
+    def do_hears_twice(self, slot: Slot) -> None:
         self.repeats -= 1
         worker = self.own(slot)
         worker.inbox[SIGNAL].appendleft(worker.inbox[SIGNAL][0])
@@ -360,21 +362,21 @@ class World(simulator.World):
     def _hear(self, process: Process, channel: str) -> None:
         process._arrives(process.out[channel])
 
-    def do_kill(self, slot: msg.Slot) -> None:
+    def do_kill(self, slot: Slot) -> None:
         self.kills -= 1
         self.do_struck(slot)
 
-    def do_struck(self, slot: msg.Slot) -> None:
+    def do_struck(self, slot: Slot) -> None:
         """Dead and reaped: what it had said is read first, as ``Processes._exited`` does."""
         worker = self.own(slot)
         worker.end(-9)
         self._reap(worker)
 
-    def do_kill_early(self, slot: msg.Slot) -> None:
+    def do_kill_early(self, slot: Slot) -> None:
         self.kills -= 1
         self.do_struck_early(slot)
 
-    def do_struck_early(self, slot: msg.Slot) -> None:
+    def do_struck_early(self, slot: Slot) -> None:
         """Its exit overtakes what it had said."""
         self.late -= 1
         worker = self.own(slot)
@@ -429,7 +431,7 @@ class World(simulator.World):
     def perform(self, commands: list[ev.Command]) -> None:
         self._dispatched = {
             command.message.model for command in commands
-            if isinstance(command, ev.Send) and isinstance(command.message, msg.RunInference)
+            if isinstance(command, ev.Send) and isinstance(command.message, RunInference)
         }  # fmt: skip
         if self.recall.is_live:  # it may be told
             super().perform(commands)
@@ -444,7 +446,7 @@ class World(simulator.World):
             raise broken
         while self._prepares:
             worker, order = self._prepares.pop(0)
-            self.from_process(worker, msg.ModelPrepared(model=order.model, digest=order.digest))
+            self.from_process(worker, ModelPrepared(model=order.model, digest=order.digest))
 
     def _perform(self, command: ev.Command) -> None:
         match command:
@@ -469,22 +471,22 @@ class World(simulator.World):
         key = key_of(index, command.target.slot)
         if key in self.workers:
             worker, message = self.own(key), command.message
-            if isinstance(message, msg.PrepareModel):  # it takes no time
+            if isinstance(message, PrepareModel):  # it takes no time
                 self._prepares.append((worker, message))
                 return
-            if isinstance(message, msg.RunInference):
+            if isinstance(message, RunInference):
                 self.clients.check_dispatch(message)
                 allowed, device = self._allowed(message.model), f"cpu:{index}"
                 require(device in (allowed or device), f"{message.model} is not for {device}")
         super()._to_worker(command)
 
-    def _to_daemon(self, message: msg.Message, scene: Scene) -> None:
+    def _to_daemon(self, message: Message, scene: Scene) -> None:
         if self.daemons[scene.index] is not None:
             self.own_daemon(scene.index)
         before = scene.device.contents
         super()._to_daemon(message, scene)
         # Where there is another device, that one may be waited for.
-        is_ahead = isinstance(message, msg.TransmitModel) and message.model not in self._dispatched
+        is_ahead = isinstance(message, TransmitModel) and message.model not in self._dispatched
         if is_ahead and self.scope.devices == 1:
             for name in before.keys() - scene.device.contents.keys():
                 is_wanted = self.clients.waits_for(name)
@@ -542,7 +544,7 @@ class World(simulator.World):
         require(not is_missing, "a worker is missing at rest")
 
 
-def _key(ghost: Any) -> msg.Slot:
+def _key(ghost: Any) -> Slot:
     return key_of(ghost.scene.index, ghost.slot)
 
 

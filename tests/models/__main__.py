@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_map_only
 
 from pipeswitch.errors import PipeSwitchError
 from pipeswitch.programs.build.naming import named_inputs
-from pipeswitch.programs.bundle import read_bundle
-from pipeswitch.programs.operators import OVERLOADS
+from pipeswitch.programs.graphs.bundle import read_bundle
+from pipeswitch.programs.graphs.operators import OVERLOADS
+from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BUNDLE_FILE
-from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.testing import RunningServer, server
 
 from . import factories

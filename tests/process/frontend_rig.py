@@ -20,9 +20,10 @@ from pipeswitch.config import Config, ServerConfig
 from pipeswitch.frontend.frontend import Frontend, Posted
 from pipeswitch.gateway.keyed import KeyedDoor
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import KeyedSettings, ModelName, SlabTensor
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.gateway import KeyedSettings
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.roles import Role
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.bill import Bill

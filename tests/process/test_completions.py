@@ -18,13 +18,13 @@ import torch
 from process_tools import Checked, checked_server, until
 
 from pipeswitch.errors import InvalidInput, PipeSwitchError, SequenceNotFound
-from pipeswitch.gateway import texts
-from pipeswitch.gateway.text_process import Begin, Came, Wrong
-from pipeswitch.gateway.text_process import Texts as TextProcess
-from pipeswitch.programs.answer import Ending
-from pipeswitch.programs.generating import Facts
-from pipeswitch.programs.generation import packed_tokenizer
-from pipeswitch.programs.sampling import Sampling
+from pipeswitch.gateway.openai import texts
+from pipeswitch.gateway.openai.text_process import Begin, Came, Wrong
+from pipeswitch.gateway.openai.text_process import Texts as TextProcess
+from pipeswitch.programs.decoding.answer import Ending
+from pipeswitch.programs.decoding.generating import Facts
+from pipeswitch.programs.decoding.generation import packed_tokenizer
+from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.roles import ANYONE
 from tests.models.words import trained
 
@@ -271,7 +271,7 @@ def text_processes(checked: Checked) -> list[psutil.Process]:
     found = []
     for one in psutil.Process(checked.running.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ends just now
-            if "pipeswitch.gateway.text_process" in one.cmdline():
+            if "pipeswitch.gateway.openai.text_process" in one.cmdline():
                 found.append(one)
     return found
 

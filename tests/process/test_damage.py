@@ -41,7 +41,7 @@ from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.kinds import choose_devices
 from pipeswitch.errors import ConfigError, PipeSwitchError, RegistrationRefused
-from pipeswitch.programs.bundle import read_bundle
+from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
 from pipeswitch.scheduler import events as ev
 from tests.process.figures import publishing

@@ -22,21 +22,25 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs import generation as generation_module
-from pipeswitch.programs.answer import Answer, Ending
 from pipeswitch.programs.build import decoder as decoder_module
 from pipeswitch.programs.build.decoder import Decoder
 from pipeswitch.programs.build.export import export_decoder_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
-from pipeswitch.programs.bundle import Bundle, read_bundle
-from pipeswitch.programs.executor import GraphProgram
-from pipeswitch.programs.generation import check_generation, packed_tokenizer, tokenizer_json
-from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.padding import cut, padded, padded_shape
-from pipeswitch.programs.sampling import Sampling, next_token
+from pipeswitch.programs.decoding import generation as generation_module
+from pipeswitch.programs.decoding.answer import Answer, Ending
+from pipeswitch.programs.decoding.generation import (
+    check_generation,
+    packed_tokenizer,
+    tokenizer_json,
+)
+from pipeswitch.programs.decoding.sampling import Sampling, next_token
+from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running.executor import GraphProgram
+from pipeswitch.programs.running.padding import cut, padded, padded_shape
+from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
-from pipeswitch.programs.views import tensor_over
 from tests.models.words import trained
 
 transformers = pytest.importorskip("transformers")

@@ -38,9 +38,11 @@ from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
-from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
-from pipeswitch.programs.layout import TensorSpec, aligned
+from pipeswitch.ipc.messages.base import ByteRange, Epoch, ModelName
+from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages.worker import WorkerSettings
+from pipeswitch.programs.interface.layout import TensorSpec, aligned
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -52,8 +54,8 @@ DEADLINE_S: Final = 60.0
 POISON: Final = 0xA5
 
 
-def settings(link_bytes_per_s: float = 0.0) -> msg.DaemonSettings:
-    return msg.DaemonSettings(device="", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
+def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
+    return DaemonSettings(device="", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES,
                               words=WORDS, link_bytes_per_s=link_bytes_per_s)  # fmt: skip
 
 
@@ -68,7 +70,7 @@ class CpuRig:
         self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
         self.bells = [new_bell() for _ in range(BELL_COUNT)]  # the last one is the memory's
         self.memory = self._open(link_bytes_per_s)
-        self.ended: Queue[msg.TransmitEnded] = Queue()
+        self.ended: Queue[TransmitEnded] = Queue()
         self._views: list[PoolView] = []
         self._deadlines: list[threading.Timer] = []
 
@@ -82,7 +84,7 @@ class CpuRig:
         return {"store": self.store_fd, "board": self.board_fd, "bells": workers, "bell": own}
 
     def _look(self, slot: int) -> PoolView:
-        settings = msg.WorkerSettings(slot=slot, device="cpu", arena_bytes=ARENA_BYTES, words=WORDS,
+        settings = WorkerSettings(slot=slot, device="cpu", arena_bytes=ARENA_BYTES, words=WORDS,
                                       pool_bytes=0, threads=1, bell_count=BELL_COUNT)  # fmt: skip
         arena = self.models_fd, self.work_fd
         return CpuPoolView(settings, arena, board=self.board_fd, bells=self.bells)
@@ -101,10 +103,10 @@ class CpuRig:
     def fill_store(self, offset: int, data: bytes) -> None:
         self.memory.store_view(offset, len(data))[:] = data
 
-    def transmit(self, order: msg.TransmitModel) -> None:
+    def transmit(self, order: TransmitModel) -> None:
         self.memory.transmit(order, self.ended.put)
 
-    def run(self, order: msg.TransmitModel) -> msg.TransmitEnded:
+    def run(self, order: TransmitModel) -> TransmitEnded:
         self.transmit(order)
         return self.ended.get(timeout=DEADLINE_S)
 
@@ -228,7 +230,7 @@ class GpuRig(FakeCudaRig):
 
     def arena(self, start: int, size: int) -> bytes:
         into = bytearray(size)
-        whole = [msg.ByteRange(offset_bytes=0, size_bytes=size)]
+        whole = [ByteRange(offset_bytes=0, size_bytes=size)]
         self.memory.read_slice(start, whole, memoryview(into))
         return bytes(into)
 
@@ -243,7 +245,7 @@ class WaitingGpuRig(GpuRig):
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
 from pipeswitch.devices.cpu.view import CpuPoolView
-from pipeswitch.ipc.messages import WorkerSettings
+from pipeswitch.ipc.messages.worker import WorkerSettings
 models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
 settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES}, words={WORDS},
@@ -308,12 +310,12 @@ def rig(make_rig: MakeRig) -> CpuRig:
 
 def order(
     epoch: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
-) -> msg.TransmitModel:
+) -> TransmitModel:
     """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
-            msg.GroupCopy(
+            GroupCopy(
                 store_offset_bytes=store + position,
                 arena_offset_bytes=start + position,
                 size_bytes=size,
@@ -321,13 +323,13 @@ def order(
             )
         )
         position += size
-    return msg.TransmitModel(
-        model=msg.ModelName("m"), epoch=msg.Epoch(epoch), arena_offset_bytes=start,
+    return TransmitModel(
+        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
         region_bytes=position, groups=tuple(groups),
     )  # fmt: skip
 
 
-def in_whole_units(sent: msg.TransmitModel) -> msg.TransmitModel:
+def in_whole_units(sent: TransmitModel) -> TransmitModel:
     """The same, and its region as the ledger leases it."""
     return msgspec.structs.replace(sent, region_bytes=aligned(sent.region_bytes, 2 * MIB))
 
@@ -414,7 +416,7 @@ def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
 
     def watch() -> None:
         for group in range(16):
-            view.wait_group(group, msg.Epoch(1))
+            view.wait_group(group, Epoch(1))
             seen.append(sum(rig.word(index) == 1 for index in range(16)))
             assert all(rig.word(index) == 1 for index in range(group + 1))
 
@@ -443,9 +445,9 @@ def test_only_exactly_the_epoch_satisfies_a_wait(
     with monkeypatch.context() as patch:
         patch.setattr(view_module.os, "eventfd_read", give_up)
         with pytest.raises(StillWaiting):
-            view.wait_group(0, msg.Epoch(5))
+            view.wait_group(0, Epoch(5))
     rig.run(order(5, MIB, [100]))
-    assert view.wait_group(0, msg.Epoch(5)) == 0.0
+    assert view.wait_group(0, Epoch(5)) == 0.0
 
 
 def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
@@ -457,8 +459,8 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     rig = make_rig(20 * MIB)  # the whole would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
-    rig.view(slot=1).wait_group(0, msg.Epoch(3))
-    rig.memory.cancel(msg.Epoch(3))
+    rig.view(slot=1).wait_group(0, Epoch(3))
+    rig.memory.cancel(Epoch(3))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert not ended.is_complete
     assert 1 <= ended.group_count < 10
@@ -466,7 +468,7 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
-    rig.memory.cancel(msg.Epoch(3))  # once more, late: means nothing
+    rig.memory.cancel(Epoch(3))  # once more, late: means nothing
     assert rig.run(order(4, MIB, [100])).is_complete
 
 
@@ -475,8 +477,8 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
-    rig.memory.cancel(msg.Epoch(2))
-    rig.memory.cancel(msg.Epoch(1))
+    rig.memory.cancel(Epoch(2))
+    rig.memory.cancel(Epoch(1))
     ended = [rig.ended.get(timeout=DEADLINE_S) for _ in range(2)]
     assert [e.epoch for e in ended] == [1, 2]
     assert (ended[1].is_complete, ended[1].copied_bytes) == (False, 0)
@@ -489,7 +491,7 @@ RING: Final = 4 * MIB  # two landings of a unit
 GROUP: Final = 2 * MIB - 1000
 
 
-def through_a_ring(epoch: int, count: int) -> msg.TransmitModel:
+def through_a_ring(epoch: int, count: int) -> TransmitModel:
     """Groups of nearly a unit, which land in turns at 2 and 4 MiB."""
     sent = order(epoch, 2 * MIB, [GROUP] * count)
     groups = tuple(
@@ -507,8 +509,8 @@ def test_no_group_lands_before_what_lay_there_has_computed(rig: CpuRig) -> None:
     for epoch in (1, 2):
         rig.transmit(through_a_ring(epoch, count))
         for index in range(count):
-            view.tell_computed(msg.Epoch(epoch), index)
-            view.wait_group(index, msg.Epoch(epoch))
+            view.tell_computed(Epoch(epoch), index)
+            view.wait_group(index, Epoch(epoch))
             view.quiesce()
             if index + 2 < count:
                 assert rig.word(index + 2) == epoch - 1, "its landing is read"
@@ -523,13 +525,13 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     rig.fill_store(0, b"A" * (9 * GROUP))
     view = rig.view()
     rig.transmit(through_a_ring(7, 9))
-    view.wait_group(1, msg.Epoch(7))
-    view.tell_computed(msg.Epoch(6), 9)  # late
-    rig.memory.cancel(msg.Epoch(7))
+    view.wait_group(1, Epoch(7))
+    view.tell_computed(Epoch(6), 9)  # late
+    rig.memory.cancel(Epoch(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
     rig.transmit(through_a_ring(8, 9))  # and is stopped with its memory
-    view.wait_group(1, msg.Epoch(8))
+    view.wait_group(1, Epoch(8))
 
 
 # ---- waiting --------------------------------------------------------------------------------
@@ -621,7 +623,7 @@ def test_a_write_to_a_parameter_kills_the_writer_and_changes_nothing(rig: CpuRig
     rig.run(order(1, MIB, [4096]))
     child = rig.child(
         f"""
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.interface.layout import TensorSpec
 spec = TensorSpec(name="w", dtype="float32", shape=(1024,), offset_bytes=0, size_bytes=4096,
                   file_offset_bytes=0)
 tensor = view.tensor(spec, {MIB})
@@ -691,7 +693,7 @@ def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
     rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
     rig.run(order(1, 2 * MIB, [2048]))
     view = rig.view()
-    view.enter(2 * MIB, 2048, 0, msg.Epoch(1))
+    view.enter(2 * MIB, 2048, 0, Epoch(1))
     view.show(2048)
     assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB).cpu(), values)
     assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB).cpu(), halves)
@@ -740,7 +742,7 @@ def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
     view.settle()
     pieces = [(19 * MIB, MIB), (5, 17), (0, 0), (100, 10 * MIB)]
     into = bytearray(sum(size for _, size in pieces))
-    ranges = [msg.ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
+    ranges = [ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
     rig.memory.read_slice(3 * MIB, ranges, memoryview(into))
     expected = b"".join(data[offset : offset + size].tobytes() for offset, size in pieces)
     assert bytes(into) == expected
@@ -774,7 +776,7 @@ PAGE = mmap.PAGESIZE
 PEEK: Final = """
 import numpy as np
 from pipeswitch.devices.cpu.windows import address_of
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.interface.layout import TensorSpec
 def at(offset, size=1):
     spec = TensorSpec(name="w", dtype="uint8", shape=(size,), offset_bytes=0, size_bytes=size,
                       file_offset_bytes=0)
@@ -864,9 +866,9 @@ def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> No
         sizes = [1000, 3000, MIB, 7 * MIB - 4000]
         rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_word=1)))
         view = rig.view()
-        view.wait_group(1, msg.Epoch(2))
+        view.wait_group(1, Epoch(2))
         assert rig.arena(2 * MIB, 2 * MIB) == b"A" * (2 * MIB)
-        view.wait_group(4, msg.Epoch(2))
+        view.wait_group(4, Epoch(2))
         assert rig.arena(2 * MIB, 8 * MIB) == b"A" * (8 * MIB)
     finally:
         rig.close()

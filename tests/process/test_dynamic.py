@@ -14,9 +14,9 @@ from process_tools import Checked, checked_server
 from torch import nn
 
 import pipeswitch as ps
-from pipeswitch.programs.bundle import Graph, Node, write_bundle
-from pipeswitch.programs.dims import Dim, Expr, Shape
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.graphs.bundle import Graph, Node, write_bundle
+from pipeswitch.programs.interface.dims import Dim, Expr, Shape
+from pipeswitch.programs.interface.layout import ValueSpec
 
 VOCABULARY, LONGEST = 97, 512
 

@@ -12,9 +12,9 @@ import torch
 
 import pipeswitch as ps
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs import factories
 from pipeswitch.programs.build.program import build
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running import factories
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.testing import server
 from workers.inference.task import make_program

@@ -16,7 +16,7 @@ from torch import nn
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.build.alone import one_export_at_a_time
 from pipeswitch.programs.build.export import export_module, export_module_to_bundle
-from pipeswitch.programs.torch_settings import TorchSettings
+from pipeswitch.programs.running.torch_settings import TorchSettings
 
 X = torch.zeros(2, 4)
 THREADS = 8
@@ -125,9 +125,9 @@ def test_windows_that_overlap_are_copied() -> None:
 
 def test_a_worker_does_not_import_the_exporter() -> None:
     loaded = run_python(
-        "import sys, workers.main, pipeswitch.programs.executor; print(*sys.modules)"
+        "import sys, workers.main, pipeswitch.programs.running.executor; print(*sys.modules)"
     )
-    assert "pipeswitch.programs.executor" in loaded
+    assert "pipeswitch.programs.running.executor" in loaded
     assert not {"pipeswitch.programs.build.export", "pipeswitch.programs.build.encoder"} & {*loaded}
 
 

@@ -24,7 +24,7 @@ from pipeswitch import errors
 from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.ipc.channel import channel_pair
-from pipeswitch.ipc.messages import Exit
+from pipeswitch.ipc.messages.base import Exit
 
 
 def log_is_clean(checked: tools.Checked) -> None:

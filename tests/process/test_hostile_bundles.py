@@ -17,9 +17,9 @@ import pytest
 from process_tools import Checked, checked_server, until
 
 import pipeswitch as ps
-from pipeswitch.programs.bundle import Graph, Node, write_bundle
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.graphs.bundle import Graph, Node, write_bundle
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.programs.spec import load_manifest, save_manifest
 
 X = {"v": 0}

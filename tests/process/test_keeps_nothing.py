@@ -27,10 +27,10 @@ from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.fresh import Fresh
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image, same_bits
-from pipeswitch.programs.executor import BoundProgram
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running.executor import BoundProgram
+from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.programs.views import tensor_over
 from workers.inference.task import make_program, read_graph
 
 T = torch.Tensor

@@ -22,10 +22,10 @@ import pipeswitch as ps
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.keyed import ZmqLink
 from pipeswitch.config import ServerConfig
-from pipeswitch.frontend.listeners import open_listeners
+from pipeswitch.frontend.transport.listeners import open_listeners
 from pipeswitch.gateway import keyed
-from pipeswitch.gateway.oip import InferRequest
-from pipeswitch.gateway.upstream import Upstream
+from pipeswitch.gateway.serving.oip import InferRequest
+from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.roles import ANYONE
 from pipeswitch.scheduler.events import InferArrived, Publish
 from pipeswitch.wire.frames import (

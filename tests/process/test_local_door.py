@@ -25,7 +25,7 @@ import pipeswitch as ps
 from pipeswitch.client import looped
 from pipeswitch.client.links import StreamLink
 from pipeswitch.client.tensors import from_reply, to_frames
-from pipeswitch.frontend.peers import MAX_SHARES, Shares, StreamPeer
+from pipeswitch.frontend.transport.peers import MAX_SHARES, Shares, StreamPeer
 from pipeswitch.roles import OWNER
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
 from pipeswitch.wire.stream import Share, Stream

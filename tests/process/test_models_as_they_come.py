@@ -24,12 +24,12 @@ from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.recurrent import _stft
 from pipeswitch.programs.build.verify import load_image, same_bits
-from pipeswitch.programs.executor import BoundProgram
-from pipeswitch.programs.factories import without_cache
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running.executor import BoundProgram
+from pipeswitch.programs.running.factories import without_cache
+from pipeswitch.programs.running.values import flatten_outputs
+from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.programs.values import flatten_outputs
-from pipeswitch.programs.views import tensor_over
 from pipeswitch.wire.register_request import RegisterRequest
 from workers.inference.task import make_program, read_graph
 

@@ -247,7 +247,7 @@ def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow loris: uvicorn keeps connections whose headers never end."""
-    monkeypatch.setattr("pipeswitch.frontend.connections.HELLO_S", 0.3)
+    monkeypatch.setattr("pipeswitch.frontend.transport.connections.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
     hello = as_bytes(op="hello", model="m" * 1000)
     with contextlib.ExitStack() as stack:

@@ -26,9 +26,9 @@ from pipeswitch.frontend.admission import check_name
 from pipeswitch.frontend.uploads import KEPT_UPLOADS
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
-from pipeswitch.programs.operators import ALLOWED
+from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.graphs.operators import ALLOWED
+from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.events import Query
 from pipeswitch.wire.frames import decode_reply

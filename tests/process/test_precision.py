@@ -13,7 +13,7 @@ import torch
 
 from pipeswitch.client.tensors import Result
 from pipeswitch.devices.cpu.packed import missing
-from pipeswitch.programs.packing import DERIVED_FILE
+from pipeswitch.programs.interface.packing import DERIVED_FILE
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 

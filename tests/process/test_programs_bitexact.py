@@ -28,14 +28,14 @@ from pipeswitch.programs.build.files import convert_pt2
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
-from pipeswitch.programs.dims import Dim, at_batch
-from pipeswitch.programs.groups import layer_bytes, regrouped
-from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
-from pipeswitch.programs.nesting import unflatten
-from pipeswitch.programs.requests import random_inputs
+from pipeswitch.programs.interface.dims import Dim, at_batch
+from pipeswitch.programs.interface.groups import layer_bytes, regrouped
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
+from pipeswitch.programs.interface.nesting import unflatten
+from pipeswitch.programs.interface.requests import random_inputs
+from pipeswitch.programs.running.values import flatten_outputs
+from pipeswitch.programs.running.views import bytes_over, tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, load_manifest, weights_file
-from pipeswitch.programs.values import flatten_outputs
-from pipeswitch.programs.views import bytes_over, tensor_over
 from workers.inference.task import BoundProgram, make_program, read_graph
 
 REGION_OFFSET_BYTES = 2 << 20

@@ -14,7 +14,7 @@ from frontend_rig import FakeScheduler, until
 from process_tools import command
 
 import pipeswitch as ps
-from pipeswitch.frontend.clients import Counters
+from pipeswitch.frontend.transport.clients import Counters
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.roles import MODEL_FACTS, Role, in_order
 from pipeswitch.scheduler.events import Publish

@@ -82,7 +82,7 @@ import hostile_code, msgspec
 from pipeswitch.programs.build import builder, program
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.ipc.channel import channel_pair
-from pipeswitch.ipc.messages import BuildFailed, BuildSettings
+from pipeswitch.ipc.messages.builder import BuildFailed, BuildSettings
 
 def build(spec, work, progress, disk_bytes):
     tried = hostile_code.attempts({victim}, {a_file!r})
@@ -140,7 +140,7 @@ import hostile_code
 
 def infer(message, programs, pool, view, task, slot):
     import torch
-    from pipeswitch.ipc.messages import InferenceFailed
+    from pipeswitch.ipc.messages.worker import InferenceFailed
     view.wait_turn(message.epoch)
     view.board.write_begun(slot, message.epoch)
     tried = hostile_code.attempts(os.getppid(), message.directory + "/program.bundle")
@@ -159,8 +159,8 @@ def run(settings, channel):
     from pathlib import Path
     if settings.model == "honest":
         return run.real(settings, channel)
-    from pipeswitch.ipc.messages import BuildDone
-    from pipeswitch.programs.layout import Manifest
+    from pipeswitch.ipc.messages.builder import BuildDone
+    from pipeswitch.programs.interface.layout import Manifest
     work = tempfile.mkdtemp(prefix=f".build-{{settings.epoch}}-", dir=settings.directory)
     digest, folder = "a" * 64, os.path.basename(work)
     manifest = Manifest(digest=digest, mode="module", mode_reason="", source="os:getcwd",

@@ -16,8 +16,8 @@ from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, unt
 
 from pipeswitch.cli.common import EXIT_INTERRUPTED
 from pipeswitch.errors import DeadlineExceeded
-from pipeswitch.gateway.oip import InferRequest
-from pipeswitch.gateway.upstream import Upstream
+from pipeswitch.gateway.serving.oip import InferRequest
+from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.wire.frames import WireTensor
 
 WIDTH = 512

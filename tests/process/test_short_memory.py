@@ -25,7 +25,7 @@ CASES = {
 PROGRAM = """
 import resource, sys
 from pathlib import Path
-from pipeswitch.gateway import api, completions, feed, http, oip, rest, text_process, texts
+from pipeswitch.gateway.admin import api, completions, feed, http, oip, rest, text_process, texts
 from pipeswitch.ipc import channel
 from pipeswitch.wire import frames
 

@@ -22,9 +22,9 @@ from frontend_rig import DEADLINE_S, FakeScheduler, assert_balanced, until
 import pipeswitch as ps
 from pipeswitch.client.connection import Connection
 from pipeswitch.config import Config
-from pipeswitch.frontend.connections import SESSIONLESS_BYTES
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.frontend.transport.connections import SESSIONLESS_BYTES
+from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.lane import Lane
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler import events as ev
@@ -290,7 +290,7 @@ def test_a_session_is_of_its_connection_alone(server: FakeScheduler) -> None:
 def test_a_reader_that_never_reads_is_dropped(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeswitch.frontend.outbox.SLOW_CLIENT_MS", 300.0)
+    monkeypatch.setattr("pipeswitch.frontend.transport.outbox.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
     x = frames.WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()

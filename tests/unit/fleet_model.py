@@ -27,8 +27,8 @@ from pipeswitch.planning.profile import (
     Overheads,
     Profile,
 )
-from pipeswitch.programs.groups import layer_bytes
-from pipeswitch.programs.layout import Batching, Manifest
+from pipeswitch.programs.interface.groups import layer_bytes
+from pipeswitch.programs.interface.layout import Batching, Manifest
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device

@@ -26,9 +26,10 @@ import numpy as np
 from pipeswitch.client.client import Client
 from pipeswitch.ipc.board import BOARD_BYTES, Board, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import channel_pair
-from pipeswitch.ipc.messages import Exit, InferenceDone, RunInference, SlabTensor, WorkerSettings
-from pipeswitch.programs.bundle import Graph, Node
-from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.ipc.messages.base import Exit, SlabTensor
+from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
+from pipeswitch.programs.graphs.bundle import Graph, Node
+from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.roles import LEAST
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
@@ -147,15 +148,15 @@ def gateways_calls(folder: Path) -> int:
 
 
 async def _gateway(address: str, sock: socket.socket) -> Any:
-    from pipeswitch.gateway.api import Api
+    from pipeswitch.gateway.admin.api import Api
+    from pipeswitch.gateway.admin.ui import Page
     from pipeswitch.gateway.callers import Callers
-    from pipeswitch.gateway.feed import Feed
-    from pipeswitch.gateway.http import HttpServer, Limits
+    from pipeswitch.gateway.http.feed import Feed
+    from pipeswitch.gateway.http.server import HttpServer, Limits
     from pipeswitch.gateway.rest import Rest
-    from pipeswitch.gateway.service import Service
+    from pipeswitch.gateway.serving.service import Service
+    from pipeswitch.gateway.serving.upstream import Upstream
     from pipeswitch.gateway.sharing import Aside
-    from pipeswitch.gateway.ui import Page
-    from pipeswitch.gateway.upstream import Upstream
 
     upstream = Upstream(address)
     callers = Callers(roles=LEAST, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"}))

@@ -17,16 +17,18 @@ import msgspec
 import numpy as np
 
 from pipeswitch.errors import QueueFull
-from pipeswitch.frontend import held as held_module
-from pipeswitch.frontend import request_pool, sequences
+from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.admission import Admitted
-from pipeswitch.frontend.held import Asked, Held
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, Sequences
-from pipeswitch.ipc.messages import Choosing, SlabTensor
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.generation import PADS
-from pipeswitch.programs.layout import ValueSpec, aligned
+from pipeswitch.frontend.sequences import held as held_module
+from pipeswitch.frontend.sequences import manager as sequences
+from pipeswitch.frontend.sequences.held import Asked, Held
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
+from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.programs.decoding.generation import PADS
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import ValueSpec, aligned
 from pipeswitch.scheduler.events import Answer, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 

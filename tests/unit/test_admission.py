@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pipeswitch.errors import DeadlineExceeded, QueueFull
-from pipeswitch.ipc.messages import ModelName
-from pipeswitch.programs.dims import Dim
+from pipeswitch.ipc.messages.base import ModelName
+from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests.forecast import MARGIN_MS

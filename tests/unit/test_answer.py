@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.programs.answer import Answer, Ending
-from pipeswitch.programs.generating import Facts, Generating
-from pipeswitch.programs.sampling import Sampling, next_token
+from pipeswitch.programs.decoding.answer import Answer, Ending
+from pipeswitch.programs.decoding.generating import Facts, Generating
+from pipeswitch.programs.decoding.sampling import Sampling, next_token
 from tests.models.words import trained
 
 WORDS = st.text(st.sampled_from("the data of an é 你好 🎉👩‍👩‍👧 END.\n"), max_size=40)

@@ -12,16 +12,11 @@ import pytest
 from msgspec import structs
 
 from pipeswitch.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
-from pipeswitch.ipc.messages import (
-    Choosing,
-    InferenceDone,
-    ModelName,
-    RunInference,
-    SlabTensor,
-)
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.generation import PADS
-from pipeswitch.programs.layout import Batching, ValueSpec
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.worker import Choosing, InferenceDone, RunInference
+from pipeswitch.programs.decoding.generation import PADS
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests import batching

@@ -19,15 +19,15 @@ from typing import Any, cast
 import pytest
 
 from pipeswitch.config import LogConfig
-from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.request_log import Complaints, RequestLog
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.ipc.messages import (
+from pipeswitch.frontend.transport.clients import Client
+from pipeswitch.ipc.messages.daemon import TransmitEnded
+from pipeswitch.ipc.messages.worker import (
     InferenceDone,
     JobReport,
     ModelPrepared,
     Parked,
-    TransmitEnded,
     WorkerReady,
 )
 from pipeswitch.roles import OWNER

@@ -11,7 +11,8 @@ import pytest
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import BuildSettings, Epoch, ModelName
+from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.messages.builder import BuildSettings
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.build.builder import exports, run
 from pipeswitch.programs.spec import BuildSpec

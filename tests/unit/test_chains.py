@@ -9,10 +9,10 @@ import pytest
 
 from pipeswitch.errors import AlreadyExists, InvalidInput
 from pipeswitch.frontend.verbs import Rules, ask
-from pipeswitch.ipc.messages import ModelName
-from pipeswitch.programs.chains import Chain, Step, chain_of
-from pipeswitch.programs.dims import BATCH, Dim, Expr
-from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.ipc.messages.base import ModelName
+from pipeswitch.programs.interface.chains import Chain, Step, chain_of
+from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
+from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import ChainAsked, Token
 from pipeswitch.wire.bill import Bill, of_steps

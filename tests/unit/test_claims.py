@@ -12,10 +12,12 @@ import pytest
 from pipeswitch.controller.builds import Builds
 from pipeswitch.controller.folders import Places
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.ipc import messages as msg
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.generation import PADS
-from pipeswitch.programs.layout import (
+from pipeswitch.ipc.messages.base import Epoch, Exit, Message, ModelName
+from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from pipeswitch.programs.decoding.generation import PADS
+from pipeswitch.programs.graphs.partition import Layer, Weight, place
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import (
     Batching,
     GroupSpec,
     LayerSpec,
@@ -23,7 +25,6 @@ from pipeswitch.programs.layout import (
     TensorSpec,
     ValueSpec,
 )
-from pipeswitch.programs.partition import Layer, Weight, place
 from pipeswitch.programs.spec import BuildSpec, save_manifest
 from pipeswitch.scheduler.events import Received, StartBuild
 
@@ -119,7 +120,7 @@ def test_a_manifest_whose_numbers_do_not_belong_together_is_refused(
     rig = Rig(tmp_path, batch=4)
     rig.built(msgspec.structs.replace(HONEST, **lie))
     [answer] = rig.said()
-    assert isinstance(answer, msg.BuildFailed)
+    assert isinstance(answer, BuildFailed)
     assert answer.error == RegistrationRefused.__name__
     assert "as its owner asked" not in answer.message or "batching" in lie
 
@@ -169,19 +170,17 @@ class Rig:
         )  # fmt: skip
         self.builds = Builds(cast(Any, ground), ())
         self.builds.start(
-            StartBuild(model=msg.ModelName("own"), epoch=msg.Epoch(7), spec=spec, tenant="enemy")
+            StartBuild(model=ModelName("own"), epoch=Epoch(7), spec=spec, tenant="enemy")
         )
 
-    def said(self) -> list[msg.Message]:
+    def said(self) -> list[Message]:
         return [event.message for event in self.taken if isinstance(event, Received)]
 
     def built(self, manifest: Manifest) -> None:
         work = self.places.models / ".build-7-x"
         work.mkdir()
         save_manifest(work, manifest)
-        done = msg.BuildDone(
-            model=msg.ModelName("own"), epoch=msg.Epoch(7), digest="a" * 64, folder=work.name
-        )
+        done = BuildDone(model=ModelName("own"), epoch=Epoch(7), digest="a" * 64, folder=work.name)
         self.children.on_message(done, [])
         self.children.on_exit(0)
 
@@ -203,12 +202,12 @@ def test_a_build_in_the_sandbox_gets_no_environment(
 
 def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    others = {"model": msg.ModelName("anothers"), "epoch": msg.Epoch(6)}
-    rig.children.on_message(msg.BuildProgress(**others, stage="pack", fraction=0.5), [])
-    rig.children.on_message(msg.BuildFailed(**others, error="Cancelled", message="no"), [])
+    others = {"model": ModelName("anothers"), "epoch": Epoch(6)}
+    rig.children.on_message(BuildProgress(**others, stage="pack", fraction=0.5), [])
+    rig.children.on_message(BuildFailed(**others, error="Cancelled", message="no"), [])
     assert [(m.model, m.epoch) for m in cast(Any, rig.said())] == [("own", 7)] * 2
     assert not rig.children.killed
-    rig.children.on_message(msg.Exit(), [])
+    rig.children.on_message(Exit(), [])
     assert rig.children.killed == 1
     assert len(rig.said()) == 2
 
@@ -221,7 +220,7 @@ def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
     rig = Rig(tmp_path, batch=asked)
     rig.built(msgspec.structs.replace(HONEST, **(joined(found) if found else {"batching": None})))
     [answer] = rig.said()
-    assert isinstance(answer, msg.BuildFailed)
+    assert isinstance(answer, BuildFailed)
     assert "as its owner asked" in answer.message
 
 
@@ -229,7 +228,7 @@ def test_what_belongs_together_is_published(tmp_path: Path) -> None:
     rig = Rig(tmp_path, batch=4)
     rig.built(HONEST)
     [answer] = rig.said()
-    assert isinstance(answer, msg.BuildDone)
+    assert isinstance(answer, BuildDone)
 
 
 def test_these_are_the_fields_that_a_builder_fills() -> None:

@@ -31,8 +31,8 @@ from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.planning.fit import percentile
-from pipeswitch.programs.layout import ValueSpec
-from pipeswitch.programs.signature import parse_input
+from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.wire.addresses import default_address, is_refused
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}

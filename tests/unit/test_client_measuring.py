@@ -13,8 +13,8 @@ import pytest
 from pipeswitch.client.measuring import Requests, measure
 from pipeswitch.client.tensors import Signature
 from pipeswitch.errors import TaskFailed
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import ValueSpec
 
 SIGNATURE = Signature(
     (

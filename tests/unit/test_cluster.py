@@ -22,7 +22,7 @@ from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client
 from pipeswitch.client.holders import KEEP_MS, KEEP_SHARE, NodeAddress, Table
-from pipeswitch.cluster.actors import Node
+from pipeswitch.cluster.node_actor import Node
 from pipeswitch.cluster.placement import RANK, Nodes
 from pipeswitch.cluster.placement import Node as Summary
 from pipeswitch.scheduler.policies.placement import Place, best

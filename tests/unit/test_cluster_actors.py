@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from pipeswitch.client.holders import Table
-from pipeswitch.cluster import actors, leases, lives
-from pipeswitch.cluster.actors import Node, Placement
+from pipeswitch.cluster import leases, lives, node_actor, placement_actor, ray_nodes
 from pipeswitch.cluster.jobs import write_whole
+from pipeswitch.cluster.node_actor import Node
+from pipeswitch.cluster.placement_actor import Placement
 from pipeswitch.cluster.scaling import Scale
 from pipeswitch.errors import ModelNotFound, ServerUnavailable
 
@@ -78,10 +79,14 @@ class FakeRay:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     made = FakeRay()
     made.nodes["a"].facts |= {"models": {"m": ("digest", 1)}, "bodies": {"m": {}}}
-    monkeypatch.setattr(actors, "connect_ray", lambda: made)
-    monkeypatch.setattr(actors, "node_names", lambda ray: sorted(made.nodes))
-    monkeypatch.setattr(actors, "node_of", lambda ray, name: made.nodes[name])
-    monkeypatch.setattr(actors, "told", lambda ray, answer, timeout_s=None: answer())
+    monkeypatch.setattr(node_actor, "connect_ray", lambda: made)
+    monkeypatch.setattr(placement_actor, "connect_ray", lambda: made)
+    monkeypatch.setattr(placement_actor, "node_names", lambda ray: sorted(made.nodes))
+    monkeypatch.setattr(ray_nodes, "node_names", lambda ray: sorted(made.nodes))
+    monkeypatch.setattr(ray_nodes, "node_of", lambda ray, name: made.nodes[name])
+    monkeypatch.setattr(placement_actor, "node_of", lambda ray, name: made.nodes[name])
+    monkeypatch.setattr(node_actor, "told", lambda ray, answer, timeout_s=None: answer())
+    monkeypatch.setattr(placement_actor, "told", lambda ray, answer, timeout_s=None: answer())
     monkeypatch.setattr(Placement, "_rounds", lambda self: None)
     return made
 
@@ -158,8 +163,10 @@ def test_a_node_that_scaling_could_not_leave_is_left_later(
 ) -> None:
     """A drain that fails, or no thread for it: neither stops the next attempt."""
     placed, scale = Placement("folder", (), None), Scale(1, 3, 3)
-    monkeypatch.setattr(actors, "machines", lambda ray, only_ours: ({}, {}))
-    monkeypatch.setattr(actors, "request_machines", lambda count: None)
+    monkeypatch.setattr(placement_actor, "machines", lambda ray, only_ours: ({}, {}))
+    monkeypatch.setattr(ray_nodes, "machines", lambda ray, only_ours: ({}, {}))
+    monkeypatch.setattr(placement_actor, "request_machines", lambda count: None)
+    monkeypatch.setattr(ray_nodes, "request_machines", lambda count: None)
     monkeypatch.setattr(Scale, "look", lambda self, queues_ms, jobs: 2)
 
     def fails(*_: Any) -> None:
@@ -175,7 +182,8 @@ def test_a_node_that_scaling_could_not_leave_is_left_later(
             if step == "drain":
                 patched.setattr(placed, "drain", fails)
             else:
-                patched.setattr(actors, "stop_nodes", fails)
+                patched.setattr(placement_actor, "stop_nodes", fails)
+                patched.setattr(ray_nodes, "stop_nodes", fails)
                 patched.setattr(placed, "drain", lambda node: [])
             placed._leaving.add("b")
             with pytest.raises(ServerUnavailable):
@@ -244,7 +252,8 @@ def test_a_node_that_vanishes_while_it_is_looked_for_is_only_missing(
             raise ValueError("no actor of that name")
         return ray.nodes[name]
 
-    monkeypatch.setattr(actors, "node_of", node_of)
+    monkeypatch.setattr(ray_nodes, "node_of", node_of)
+    monkeypatch.setattr(placement_actor, "node_of", node_of)
     assert nodes_of(placed) == ["a", "c"]
 
 
@@ -273,7 +282,7 @@ def test_a_node_that_cannot_start_again_now_is_started_later(
 
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(os, "_exit", ends)
-    monkeypatch.setattr(actors, part, fails)
+    monkeypatch.setattr(node_actor, part, fails)
     with pytest.raises(type(error)):
         Node("n", str(tmp_path), "127.0.0.1", ())
     (tmp_path / "n" / "started").touch()
@@ -288,7 +297,8 @@ def test_placement_that_cannot_look_yet_is_started_later(
         raise RuntimeError("Ray is not there")
 
     monkeypatch.setattr(os, "_exit", ends)
-    monkeypatch.setattr(actors, "node_names", fails)
+    monkeypatch.setattr(placement_actor, "node_names", fails)
+    monkeypatch.setattr(ray_nodes, "node_names", fails)
     with pytest.raises(Ended):
         Placement("folder", (), None)
 
@@ -306,7 +316,7 @@ def test_two_who_hear_a_node_at_once_renew_its_lease_once(
         Node, "_lease", lambda self, at_s, _: leased.append((at_s, self._lock.locked()))
     )
     node.summary(7)
-    assert leased == [(1.0 + actors.LEASE_S, True)]
+    assert leased == [(1.0 + node_actor.LEASE_S, True)]
 
 
 @pytest.mark.parametrize("heard", [b"nonsense", b"\xff\xff", b""])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.frontend import connections
+from pipeswitch.frontend.transport import connections
 
 
 class Fake(connections.Connection):

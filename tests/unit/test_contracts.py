@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused
-from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.contracts import CONTRACTS, BrokenContract, guarded, recurrent_results
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.executor import GraphProgram
-from pipeswitch.programs.graph import check_on_meta, check_shapes, resolve
-from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
-from pipeswitch.programs.operators import (
-    BY_CONTRACT,
-    CHECKED_BY_META,
-    OVERLOADS,
+from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.graphs.contracts import (
+    CONTRACTS,
+    BrokenContract,
+    guarded,
+    recurrent_results,
 )
+from pipeswitch.programs.graphs.graph import check_on_meta, check_shapes, resolve
+from pipeswitch.programs.graphs.operators import BY_CONTRACT, CHECKED_BY_META, OVERLOADS
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.running.executor import GraphProgram
 
 TARGETS = [
     f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in sorted(OVERLOADS[name])
@@ -171,7 +172,7 @@ def test_every_batch_of_the_range_is_looked_at() -> None:
 def test_of_more_shapes_than_a_registration_waits_for_the_ends_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipeswitch.programs.graph.MAX_CHECKS", 2)
+    monkeypatch.setattr("pipeswitch.programs.graphs.graph.MAX_CHECKS", 2)
     assert check_shapes(narrowing(2), []).is_whole
     with pytest.raises(RegistrationRefused, match="at batch=3 declared"):
         check_shapes(narrowing(3), [])

@@ -11,10 +11,10 @@ from fake_cuda.host_torch import TapeRecorder
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.indices import check_indices, index_limits
 from pipeswitch.errors import InvalidInput
-from pipeswitch.programs.bundle import Graph, Node
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.executor import GraphProgram
-from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.graphs.bundle import Graph, Node
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.running.executor import GraphProgram
 
 IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 3))
 TABLE = TensorSpec(

@@ -17,15 +17,8 @@ from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.memory import RING_WORDS, CudaDeviceMemory, chunks
 from pipeswitch.ipc.board import new_bell, sealed_memfd
-from pipeswitch.ipc.messages import (
-    ByteRange,
-    DaemonSettings,
-    Epoch,
-    GroupCopy,
-    ModelName,
-    TransmitEnded,
-    TransmitModel,
-)
+from pipeswitch.ipc.messages.base import ByteRange, Epoch, ModelName
+from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from tests.open_files import open_files
 
 MIB = 1 << 20

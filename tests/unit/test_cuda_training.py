@@ -13,7 +13,7 @@ from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.inputs.randomness import RandomState
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.interface.layout import TensorSpec
 from workers.training.layout import Area, padded_bytes
 from workers.training.reports import Reports
 from workers.training.slice import TrainingSlice

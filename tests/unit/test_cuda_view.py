@@ -25,11 +25,11 @@ from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.programs.bundle import Graph, Node
-from pipeswitch.programs.contracts import CONTRACTS, BrokenContract
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.executor import BoundGraph, GraphProgram
-from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.graphs.bundle import Graph, Node
+from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.ipc.messages import InferenceDone, InferenceFailed, RunInference
+from pipeswitch.ipc.messages.worker import InferenceDone, InferenceFailed, RunInference
 from workers import main as worker_main
 from workers.inference.steps import Stepping
 from workers.inference.task import _Groups, infer

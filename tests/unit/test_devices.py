@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.ipc import messages as msg
+from pipeswitch.ipc.messages.daemon import DaemonReady, TransmitModel
+from pipeswitch.ipc.messages.worker import RunInference, RunJob, StopTask, WorkerReady
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
@@ -53,10 +54,10 @@ class Machine:
 
     def start(self, device: Device) -> None:
         device.fleet.start()
-        device.from_daemon(msg.DaemonReady(pid=1))
+        device.from_daemon(DaemonReady(pid=1))
         look(device)
         for slot in device.state.workers:
-            ready = msg.WorkerReady(slot=slot, pid=2)
+            ready = WorkerReady(slot=slot, pid=2)
             device.from_worker(ev.Received(device.state.address(slot), ready))
         self.core.out.clear()
 
@@ -103,10 +104,10 @@ def test_both_devices_run_one_model_at_once_from_the_same_place_in_the_store(
     first, second = machine.devices
     machine.ask(first, 1)
     machine.ask(second, 2)
-    one, other = machine.sent(msg.TransmitModel)
+    one, other = machine.sent(TransmitModel)
     assert one.groups[0].store_offset_bytes == other.groups[0].store_offset_bytes
     assert one.epoch != other.epoch
-    assert len(machine.sent(msg.RunInference)) == 2
+    assert len(machine.sent(RunInference)) == 2
     assert first.state.replicas["m"].model is second.state.replicas["m"].model
     machine.check()
 
@@ -118,12 +119,12 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     asked = ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1)
     JobRequests(machine.core, first.jobs).train(asked)
     look(first)
-    assert [order.job for order in machine.sent(msg.RunJob)] == ["j"]
+    assert [order.job for order in machine.sent(RunJob)] == ["j"]
     machine.ask(second, 1)
-    assert not machine.sent(msg.StopTask)
+    assert not machine.sent(StopTask)
     assert (first.state.owner.job, second.state.owner.job) == ("j", None)
     machine.ask(first, 2)
-    assert [order.epoch for order in machine.sent(msg.StopTask)] == [first.state.jobs["j"].epoch]
+    assert [order.epoch for order in machine.sent(StopTask)] == [first.state.jobs["j"].epoch]
     machine.check()
 
 

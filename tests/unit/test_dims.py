@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.frontend.admission import Body, check_infer
 from pipeswitch.frontend.registration import check
-from pipeswitch.programs.bundle import ValueSpec, check_signature, decode_graph
-from pipeswitch.programs.dims import (
+from pipeswitch.programs.graphs.bundle import ValueSpec, check_signature, decode_graph
+from pipeswitch.programs.interface.dims import (
     MAX_EXPR_NODES,
     MAX_EXTENT,
     MAX_NUMBER,
@@ -33,8 +33,8 @@ from pipeswitch.programs.dims import (
     shape_at,
     values_of,
 )
-from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.signature import parse_input
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.scheduler.events import Announce
 from pipeswitch.wire.frames import RequestHeader, WireTensor

@@ -18,9 +18,11 @@ from pipeswitch import launch
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
 from pipeswitch.errors import ServerUnavailable
-from pipeswitch.gateway.texts import Talk
+from pipeswitch.gateway.openai.texts import Talk
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
-from pipeswitch.ipc.messages import CheckStage, Epoch, Fork, Forked, ForkServerReady, Ping
+from pipeswitch.ipc.messages.base import Epoch, Ping
+from pipeswitch.ipc.messages.fork_server import Fork, Forked, ForkServerReady
+from pipeswitch.ipc.messages.stage import CheckStage
 from tests.open_files import open_files
 
 SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)

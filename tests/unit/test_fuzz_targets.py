@@ -52,15 +52,15 @@ def test_the_kept_corpus_is_small_and_belongs_to_targets() -> None:
 BROKEN = {
     "request": "pipeswitch.frontend.frontend.decode_request",
     "reply": "tests.fuzz.replies.decode_reply",
-    "bundle": "pipeswitch.programs.bundle._json_object",
-    "graph": "pipeswitch.programs.bundle.check_graph",
+    "bundle": "pipeswitch.programs.graphs.bundle._json_object",
+    "graph": "pipeswitch.programs.graphs.bundle.check_graph",
     "commit": "pipeswitch.commits.image.json.loads",
     "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
-    "gateway": "pipeswitch.gateway.http.Connection.look",
+    "gateway": "pipeswitch.gateway.http.server.Connection.look",
 }
 """A target -> something in its way that raises what was not promised."""
 
@@ -119,7 +119,7 @@ def test_each_verb_gets_past_its_checks() -> None:
 
 
 def test_a_worker_of_the_stage_computes_and_trains() -> None:
-    from pipeswitch.ipc.messages import JobEnded
+    from pipeswitch.ipc.messages.worker import JobEnded
     from pipeswitch.scheduler.state.states import TaskState
     from tests.fuzz import workers
 

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import ModelNotFound, PipeSwitchError
-from pipeswitch.gateway.api import BUNDLE, GUARDS, Api, JobText
+from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
+from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
 from pipeswitch.gateway.callers import Callers
-from pipeswitch.gateway.feed import MAX_READERS_PER_ADDRESS, Feed
-from pipeswitch.gateway.http import Answer, Head, answered
+from pipeswitch.gateway.http.feed import MAX_READERS_PER_ADDRESS, Feed
+from pipeswitch.gateway.http.server import Answer, Head, answered
 from pipeswitch.gateway.rest import Rest
-from pipeswitch.gateway.service import Service
+from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import Aside
-from pipeswitch.gateway.ui import FILES, POLICY, Page
 from pipeswitch.roles import Role, Standing
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.errors import QueueFull
-from pipeswitch.gateway.arrivals import Arrivals
+from pipeswitch.gateway.kserve.arrivals import Arrivals
 from pipeswitch.shares import Shares
 
 SIZE = 400 << 20

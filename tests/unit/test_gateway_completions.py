@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.gateway.completions import MAX_FIELDS, Asked, Said, _said
-from pipeswitch.gateway.text_process import parsed
+from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
+from pipeswitch.gateway.openai.text_process import parsed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from pipeswitch.errors import QueueFull
-from pipeswitch.gateway import feed as feeds
-from pipeswitch.gateway.feed import Feed, Reader
+from pipeswitch.gateway.http import feed as feeds
+from pipeswitch.gateway.http.feed import Feed, Reader
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ pytest.importorskip("grpc", reason="make installs it")
 import grpc.aio
 
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
-from pipeswitch.gateway import grpc as grpc_module
-from pipeswitch.gateway.arrivals import Arrivals
-from pipeswitch.gateway.grpc import (
+from pipeswitch.gateway.kserve import grpc as grpc_module
+from pipeswitch.gateway.kserve.arrivals import Arrivals
+from pipeswitch.gateway.kserve.grpc import (
     MAX_CALLS,
     MAX_PARTS,
     MAX_WATCHERS,
@@ -31,11 +31,11 @@ from pipeswitch.gateway.grpc import (
     read_infer,
     split_raw,
 )
-from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
-from pipeswitch.gateway.protos import HEALTH, INFERENCE, POOL, REFLECTION
-from pipeswitch.gateway.reflection import SERVICES, described
+from pipeswitch.gateway.kserve.protos import HEALTH, INFERENCE, POOL, REFLECTION
+from pipeswitch.gateway.kserve.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
-from pipeswitch.gateway.service import Service
+from pipeswitch.gateway.serving.oip import DATATYPES, InferRequest, Output, config
+from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import CROWD, Shared
 from pipeswitch.shares import ALPHA, Shares
 from pipeswitch.wire.frames import MAX_TENSORS

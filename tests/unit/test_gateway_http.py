@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import DeadlineExceeded
-from pipeswitch.gateway import http, sharing
-from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, json_answer
+from pipeswitch.gateway import sharing
+from pipeswitch.gateway.http import server as http
+from pipeswitch.gateway.http.server import Answer, Connection, Head, HttpServer, Limits, json_answer
 from tests.fuzz.gateways import Wire
 
 HOST = b"Host: 127.0.0.1\r\n"

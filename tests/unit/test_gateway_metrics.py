@@ -14,10 +14,10 @@ pytest.importorskip("prometheus_client", reason="make installs it")
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
-from pipeswitch.frontend.clients import Counters
-from pipeswitch.gateway import tally as tally_module
-from pipeswitch.gateway.metrics import Metrics
-from pipeswitch.gateway.tally import Tally
+from pipeswitch.frontend.transport.clients import Counters
+from pipeswitch.gateway.serving import tally as tally_module
+from pipeswitch.gateway.serving.metrics import Metrics
+from pipeswitch.gateway.serving.tally import Tally
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
 
 ROOT = Path(__file__).parents[2]

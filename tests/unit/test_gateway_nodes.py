@@ -14,8 +14,8 @@ import pytest
 
 from pipeswitch import errors
 from pipeswitch.client.calls import Reply
-from pipeswitch.gateway import nodes as module
-from pipeswitch.gateway.nodes import Nodes
+from pipeswitch.gateway.serving import nodes as module
+from pipeswitch.gateway.serving.nodes import Nodes
 
 KEYS = ["p" * 40, "s" * 40, "k" * 40]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeswitch.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
-from pipeswitch.gateway.oip import InferRequest, Output, Place, RequestedOutput, place_of
 from pipeswitch.gateway.refusals import NotFound, TooLarge
-from pipeswitch.gateway.regions import FOLDER, MAX_REGIONS, Regions
+from pipeswitch.gateway.serving.oip import InferRequest, Output, Place, RequestedOutput, place_of
+from pipeswitch.gateway.serving.regions import FOLDER, MAX_REGIONS, Regions
 from pipeswitch.roles import OWNER, Role, Standing
 from tests.open_files import open_files
 

@@ -97,7 +97,45 @@ IN_SCHEDULER: Mapping[str, str] = {
     "": "core device events machine memory models policies processes profiling requests state "
     "training",
 }
-TABLES: Mapping[str, Mapping[str, str]] = {"": MAY_IMPORT, "scheduler": IN_SCHEDULER}
+
+# The same inside other folders.
+IN_GATEWAY: Mapping[str, str] = {
+    "refusals": "",
+    "sharing": "",
+    "callers": "refusals",
+    "decoding": "",
+    "serving": "callers decoding refusals",
+    "http": "decoding refusals sharing",
+    "kserve": "callers refusals serving sharing",
+    "admin": "callers decoding http refusals serving",
+    "openai": "decoding http refusals serving sharing",
+    "": "admin callers decoding http kserve openai refusals serving sharing",
+}
+IN_FRONTEND: Mapping[str, str] = {
+    "admission": "",
+    "permissions": "",
+    "request_log": "",
+    "request_pool": "admission",
+    "transport": "admission request_log",
+    "sequences": "admission request_pool transport",
+    "": "admission permissions request_log request_pool sequences transport",
+}
+IN_PROGRAMS: Mapping[str, str] = {
+    "interface": "",
+    "decoding": "interface",
+    "graphs": "decoding interface",
+    "running": "graphs interface",
+    "spec": "graphs interface",
+    "build": "decoding graphs interface running spec",
+    "": "",
+}
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "": MAY_IMPORT,
+    "scheduler": IN_SCHEDULER,
+    "gateway": IN_GATEWAY,
+    "frontend": IN_FRONTEND,
+    "programs": IN_PROGRAMS,
+}
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,
 # starts a thread or a process, or touches a device.

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.ipc.messages import BuildDone, BuildFailed, BuildSettings, Epoch, Message, ModelName
+from pipeswitch.ipc.messages.base import Epoch, Message, ModelName
+from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildSettings
 from pipeswitch.programs.build import builder, hub
 from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.sandbox.confine import missing
 

@@ -14,7 +14,7 @@ from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
 from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
-from pipeswitch.ipc.messages import JobName
+from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
 
 

@@ -9,16 +9,8 @@ import pytest
 
 from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.errors import PipeSwitchError
-from pipeswitch.ipc.messages import (
-    CommitStep,
-    Epoch,
-    JobName,
-    JobReport,
-    Message,
-    RunJob,
-    StepCommitted,
-    Turn,
-)
+from pipeswitch.ipc.messages.base import Epoch, JobName, Message, StepCommitted, Turn
+from pipeswitch.ipc.messages.worker import CommitStep, JobReport, RunJob
 from workers.training.host import JobHost
 
 EPOCH = Epoch(7)

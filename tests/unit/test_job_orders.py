@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch import config
-from pipeswitch.ipc.messages import JobName
+from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies.job_orders import JOB_ORDERS

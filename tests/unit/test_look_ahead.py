@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.ipc.messages import ModelName, TransmitModel
+from pipeswitch.ipc.messages.base import ModelName
+from pipeswitch.ipc.messages.daemon import TransmitModel
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused
-from pipeswitch.programs.matching import Given, match
+from pipeswitch.programs.interface.matching import Given, match
 
 
 def of(part: str = "", /, **shapes: tuple[int, ...]) -> Given:

@@ -12,7 +12,7 @@ from pipeswitch.config import Config
 from pipeswitch.controller.setup import sizes_of
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
-from pipeswitch.ipc.messages import JobName, ModelName
+from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler

@@ -19,12 +19,18 @@ from pipeswitch.client.tensors import Result, from_reply, to_frames
 from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.frontend.admission import check_infer
 from pipeswitch.frontend.registration import check
-from pipeswitch.frontend.replies import reply_frames
-from pipeswitch.ipc.messages import ModelName
+from pipeswitch.frontend.transport.replies import reply_frames
+from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
-from pipeswitch.programs.bundle import MAX_NAME_CHARS, Graph, ValueSpec, decode_graph, encode_graph
-from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.nesting import (
+from pipeswitch.programs.graphs.bundle import (
+    MAX_NAME_CHARS,
+    Graph,
+    ValueSpec,
+    decode_graph,
+    encode_graph,
+)
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.interface.nesting import (
     MAX_DEPTH,
     MAX_KEY_CHARS,
     MAX_PARTS,
@@ -32,8 +38,8 @@ from pipeswitch.programs.nesting import (
     flatten,
     unflatten,
 )
+from pipeswitch.programs.running.values import nested_outputs
 from pipeswitch.programs.spec import load_manifest, save_manifest
-from pipeswitch.programs.values import nested_outputs
 from pipeswitch.scheduler.events import Announce
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply

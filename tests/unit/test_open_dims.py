@@ -9,7 +9,7 @@ import torch
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.build.dynamic import asked_axes, working_end
-from pipeswitch.programs.dims import Dim, Values
+from pipeswitch.programs.interface.dims import Dim, Values
 
 NAMES = ["x", "cache.0.k", "cache.1.k", "cache.1.v"]
 SHAPES = [(1, 4), (1, 8, 7, 16), (1, 8, 7, 16), (1, 8, 7, 16)]

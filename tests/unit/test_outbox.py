@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeswitch.frontend.clients import Client, Outgoing
-from pipeswitch.frontend.outbox import SHORT_BYTES, SLOW_CLIENT_MS, Outbox
+from pipeswitch.frontend.transport.clients import Client, Outgoing
+from pipeswitch.frontend.transport.outbox import SHORT_BYTES, SLOW_CLIENT_MS, Outbox
 from pipeswitch.roles import OWNER
 
 

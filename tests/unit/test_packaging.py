@@ -14,7 +14,7 @@ import yaml
 
 from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
-from pipeswitch.cluster.actors import RESOURCE
+from pipeswitch.cluster.ray_nodes import RESOURCE
 from pipeswitch.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.controller.gateway import DEFAULTS
 

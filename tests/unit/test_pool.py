@@ -15,7 +15,7 @@ from pipeswitch.errors import QueueFull
 from pipeswitch.frontend.admission import CheckedInput
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.programs.layout import aligned
+from pipeswitch.programs.interface.layout import aligned
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
 PAGES: Final = 16

@@ -13,18 +13,18 @@ from torch import nn
 
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs import packing
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.precision import derive
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
-from pipeswitch.programs.bundle import decode_graph, encode_graph, read_bundle
-from pipeswitch.programs.contracts import BrokenContract
-from pipeswitch.programs.executor import GraphProgram, fitting
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.graphs.bundle import decode_graph, encode_graph, read_bundle
+from pipeswitch.programs.graphs.contracts import BrokenContract
+from pipeswitch.programs.interface import packing
+from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.running.executor import GraphProgram, fitting
+from pipeswitch.programs.running.views import tensor_over
 from pipeswitch.programs.spec import BuildSpec, is_checked
-from pipeswitch.programs.views import tensor_over
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 

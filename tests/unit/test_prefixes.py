@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pipeswitch.errors import TaskFailed
-from pipeswitch.frontend.sequences import IDLE_MS
-from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.frontend.sequences.manager import IDLE_MS
+from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.scheduler.events import Answer, Token
 from tests.unit.sequence_world import MOST, ROW, World
 

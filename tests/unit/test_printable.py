@@ -24,8 +24,8 @@ from pipeswitch.controller.main import _log_to
 from pipeswitch.errors import to_wire
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.registration import check
-from pipeswitch.frontend.replies import reply_frames
-from pipeswitch.programs.bundle import is_name
+from pipeswitch.frontend.transport.replies import reply_frames
+from pipeswitch.programs.graphs.bundle import is_name
 from pipeswitch.units import printable
 from pipeswitch.wire.register_request import RegisterRequest
 from workers.main import _log_to_stderr as log_worker_to

@@ -23,7 +23,8 @@ from pipeswitch.controller.processes import (
     rotate,
 )
 from pipeswitch.ipc.channel import cause, channel_pair, name_event
-from pipeswitch.ipc.messages import ChildExited, Epoch, Forked, Message, Pong
+from pipeswitch.ipc.messages.base import Epoch, Message, Pong
+from pipeswitch.ipc.messages.fork_server import ChildExited, Forked
 from tests.open_files import open_files
 
 PID, OTHER = 71, 72

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs import bundle as bundle_module
-from pipeswitch.programs.bundle import METADATA_KEY, read_bundle, read_safetensors_header
-from pipeswitch.programs.operators import ALLOWED, split_target
+from pipeswitch.programs.graphs import bundle as bundle_module
+from pipeswitch.programs.graphs.bundle import METADATA_KEY, read_bundle, read_safetensors_header
+from pipeswitch.programs.graphs.operators import ALLOWED, split_target
 
 Header = dict[str, Any]
 
@@ -259,8 +259,9 @@ def test_nothing_dangerous_is_on_the_closed_list() -> None:
 
 def test_the_controllers_side_of_programs_imports_no_torch() -> None:
     code = (
-        "import sys, pipeswitch.programs.layout, pipeswitch.programs.bundle, "
-        "pipeswitch.programs.spec, pipeswitch.programs.partition, pipeswitch.planning.grouping, "
-        "pipeswitch.programs.requests; sys.exit('torch' in sys.modules)"
+        "import sys, pipeswitch.programs.interface.layout, pipeswitch.programs.graphs.bundle, "
+        "pipeswitch.programs.spec, pipeswitch.programs.graphs.partition, "
+        "pipeswitch.planning.grouping, "
+        "pipeswitch.programs.interface.requests; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

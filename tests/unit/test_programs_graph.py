@@ -11,9 +11,8 @@ import torch
 
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.build.checking import same_bits
-from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.graph import (
+from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.graphs.graph import (
     CompiledGraph,
     check_kinds,
     check_no_mutation,
@@ -22,12 +21,13 @@ from pipeswitch.programs.graph import (
     mutations,
     resolve,
 )
-from pipeswitch.programs.kinds import fits
-from pipeswitch.programs.layout import TensorSpec, ValueSpec
-from pipeswitch.programs.operators import OVERLOADS
-from pipeswitch.programs.partition import layers_of_graph
-from pipeswitch.programs.values import tensor_bytes
-from pipeswitch.programs.views import bytes_over, tensor_over
+from pipeswitch.programs.graphs.kinds import fits
+from pipeswitch.programs.graphs.operators import OVERLOADS
+from pipeswitch.programs.graphs.partition import layers_of_graph
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import TensorSpec, ValueSpec
+from pipeswitch.programs.running.values import tensor_bytes
+from pipeswitch.programs.running.views import bytes_over, tensor_over
 
 X = {"v": 0}
 W = {"v": 1}

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from benchmarks import thesis
 from benchmarks.replay import beside_plain
 from pipeswitch.cli.main import main
-from pipeswitch.programs.layout import Batching
+from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler.events import Spans
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, TraceError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.cli.main import main
-from pipeswitch.programs.layout import Batching
+from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.replay import Outcome, PaperJob, PaperModel, Setting, replay

@@ -14,7 +14,6 @@ import pytest
 
 from pipeswitch.config import LogConfig
 from pipeswitch.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
-from pipeswitch.frontend.clients import Client, Outgoing
 from pipeswitch.frontend.request_log import (
     FILE_NAME,
     LINES_PER_MINUTE,
@@ -23,9 +22,10 @@ from pipeswitch.frontend.request_log import (
 )
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
-from pipeswitch.frontend.sequences import Sequences
+from pipeswitch.frontend.sequences.manager import Sequences
+from pipeswitch.frontend.transport.clients import Client, Outgoing
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import Answer, Token
 from pipeswitch.wire.bill import Bill

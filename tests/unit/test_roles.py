@@ -14,7 +14,7 @@ import pipeswitch as ps
 from pipeswitch.cli.server import _flag_tree, serve
 from pipeswitch.config import Config, load
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.replies import told
+from pipeswitch.frontend.transport.replies import told
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.roles import (

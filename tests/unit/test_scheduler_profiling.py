@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from pipeswitch.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
-from pipeswitch.ipc.messages import RunInference, SlabTensor
+from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.requests.endings import batch_of
 from pipeswitch.scheduler.state.regions import Owner

@@ -11,8 +11,50 @@ import msgspec
 import pytest
 
 from pipeswitch import errors
-from pipeswitch.ipc import messages as msg
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.ipc.messages.base import ModelName, StepCommitted
+from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed
+from pipeswitch.ipc.messages.daemon import (
+    CommitCopy,
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    ModelStored,
+    PersistCommit,
+    Scrub,
+    Scrubbed,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
+from pipeswitch.ipc.messages.worker import (
+    Back,
+    BindTenant,
+    Cleaned,
+    CommitStep,
+    EvictTask,
+    GrantTurn,
+    HostGranted,
+    HostRequest,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobReport,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    ModelPrepared,
+    Parked,
+    PrepareModel,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
+    RunInference,
+    RunJob,
+    StopTask,
+    WorkerReady,
+)
+from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.models.publishing import MOST_COPIES
@@ -71,9 +113,9 @@ class Rig:
         self.answers: dict[int, ev.Answer] = {}
         self.out: list[ev.Command] = []
         self._take(self.scheduler.start(0.0))
-        self.daemon(msg.DaemonReady(pid=1))
+        self.daemon(DaemonReady(pid=1))
         for slot in list(self.state.workers):
-            self.worker(slot, msg.WorkerReady(slot=slot, pid=10 + slot))
+            self.worker(slot, WorkerReady(slot=slot, pid=10 + slot))
 
     def _take(self, commands: list[ev.Command]) -> None:
         self.out = commands
@@ -103,7 +145,7 @@ class Rig:
         """The workers of the one that died are reaped, and the next one is ready."""
         for slot in list(self.state.workers):
             self.worker_exits(slot)
-        self.daemon(msg.DaemonReady(pid=2))
+        self.daemon(DaemonReady(pid=2))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
@@ -112,7 +154,7 @@ class Rig:
             due = self.scheduler.next_wakeup_ms()
             assert due is not None
             self.tick(due)
-        self.worker(slot, msg.WorkerReady(slot=slot, pid=99))
+        self.worker(slot, WorkerReady(slot=slot, pid=99))
 
     def tick(self, at_ms: float) -> None:
         self.handle(ev.Tick(), at_ms)
@@ -168,20 +210,20 @@ class Rig:
         while busy := [w for w in self.state.workers.values() if w.preparing is not None]:
             for worker in busy:
                 name = worker.preparing
-                self.worker(worker.slot, msg.ModelPrepared(
+                self.worker(worker.slot, ModelPrepared(
                     model=name, digest=f"digest {name}"))  # fmt: skip
 
     def built(self, name: str, mib: int, epoch: Any) -> None:
         manifest = manifest_of(f"digest {name}", mib * MIB, 2)
         if name.startswith("code"):
             manifest = msgspec.structs.replace(manifest, mode="module")
-        done = msg.BuildDone(model=name, epoch=epoch, digest=manifest.digest)
+        done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
         self.handle(received(done, manifest=manifest))
 
     def stored(self, name: str, epoch: Any) -> None:
         """Its builder has left, and the daemon has its bytes."""
         self.handle(exited(epoch, 0))
-        self.daemon(msg.ModelStored(model=name, epoch=epoch, load_ms=1.0))
+        self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
 
     def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
         at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
@@ -199,18 +241,18 @@ class Rig:
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
         epoch = self.state.replicas[name].residency_epoch
-        self.daemon(msg.TransmitEnded(
+        self.daemon(TransmitEnded(
             model=name, epoch=epoch, is_complete=is_complete, group_count=2,
             copied_bytes=1, started_at_ms=0.0, ended_at_ms=0.0))  # fmt: skip
 
     def done(self) -> None:
         """The computing task ends well and its worker cleans up."""
         task = self.state.owner.running
-        self.worker(task.slot, msg.InferenceDone(
+        self.worker(task.slot, InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
         out = self.out
-        self.worker(task.slot, msg.Cleaned(epoch=task.epoch))
+        self.worker(task.slot, Cleaned(epoch=task.epoch))
         self.out = out + self.out
 
     def make_resident(self, *names: str) -> None:
@@ -226,24 +268,24 @@ class Rig:
         return self.state.jobs[name]
 
     def lease(self, job: Any, mib: int = 10) -> None:
-        request = msg.LeaseRequest(epoch=job.epoch, slice_bytes=mib * MIB, state_bytes=MIB)
+        request = LeaseRequest(epoch=job.epoch, slice_bytes=mib * MIB, state_bytes=MIB)
         self.worker(job.slot, request)
 
     def start_training(self, name: str = "cifar", mib: int = 10) -> Any:
         job = self.train(name)
         self.lease(job, mib)
-        assert self.sent(msg.LeaseGranted)
+        assert self.sent(LeaseGranted)
         assert job.state.state is TaskState.RUNNING
         return job
 
     def commit(self, job: Any, number: int, step: int) -> None:
         """It asks for a commit, and nothing more."""
-        message = msg.CommitStep(epoch=job.epoch, number=number, step=step, ranges=())
+        message = CommitStep(epoch=job.epoch, number=number, step=step, ranges=())
         self.worker(job.slot, message)
 
     def flip(self, job: Any, number: int, step: int) -> None:
         """The memory daemon answers."""
-        self.daemon(msg.StepCommitted(job=job.name, epoch=job.epoch, number=number, step=step,
+        self.daemon(StepCommitted(job=job.name, epoch=job.epoch, number=number, step=step,
                                       copy_ms=1.0))  # fmt: skip
 
     def committed(self, job: Any, number: int, step: int) -> None:
@@ -253,15 +295,15 @@ class Rig:
 
     def written(self, job: Any, step: int) -> None:
         """It is on disk."""
-        self.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=step))
+        self.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=step))
 
     def scrubbed(self) -> None:
         """What was given back is zeroed."""
-        (scrub,) = self.sent(msg.Scrub)
-        self.daemon(msg.Scrubbed(epoch=scrub.epoch))
+        (scrub,) = self.sent(Scrub)
+        self.daemon(Scrubbed(epoch=scrub.epoch))
 
     def park(self, job: Any, next_turn: int = 0, where: Any = "forward") -> None:
-        message = msg.Parked(
+        message = Parked(
             epoch=job.epoch, turn=job.turn, next_turn=next_turn, where=where,
             asked_at_ms=0.0, parked_at_ms=1.0,
         )  # fmt: skip
@@ -275,7 +317,7 @@ class Rig:
 
     def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
         slot = int(job.slot)
-        self.worker(slot, msg.JobEnded(epoch=job.epoch, outcome=outcome, step=step,
+        self.worker(slot, JobEnded(epoch=job.epoch, outcome=outcome, step=step,
                                        error_type="ValueError", error_text="nan"))  # fmt: skip
         return slot
 
@@ -306,10 +348,10 @@ def awaited(rig: Rig, name: str = "a") -> int:
 def test_requests_wait_for_a_model_that_is_being_stored(rig: Rig) -> None:
     epoch = awaited(rig)
     first, second = rig.infer("a"), rig.infer("a")
-    assert not rig.sent(msg.RunInference)
+    assert not rig.sent(RunInference)
     assert not rig.answers
-    rig.daemon(msg.ModelStored(model="a", epoch=epoch, load_ms=1.0))
-    runs = rig.sent(msg.RunInference)
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    runs = rig.sent(RunInference)
     assert [run.request_id for run in runs] == [f"r{first}", f"r{second}"]
     rig.done()
     rig.done()
@@ -324,14 +366,14 @@ def test_a_request_that_waits_for_its_model_holds_nobody_up(rig: Rig) -> None:
     rig.infer("a", priority=0)
     assert job.state.state is TaskState.RUNNING
     rig.infer("b", priority=2)
-    (run,) = rig.sent(msg.RunInference)
+    (run,) = rig.sent(RunInference)
     assert run.model == "b"
 
 
 def test_who_waited_for_a_model_that_cannot_be_stored_reads_why(rig: Rig) -> None:
     epoch = awaited(rig)
     token = rig.infer("a")
-    rig.daemon(msg.StoreFailed(model="a", epoch=epoch, reason="the digest does not match"))
+    rig.daemon(StoreFailed(model="a", epoch=epoch, reason="the digest does not match"))
     assert isinstance(rig.error(token), errors.RegistrationRefused)
     assert [command.model for command in rig.commands(ev.Retract)] == ["a"]
     assert isinstance(rig.error(rig.infer("a")), errors.ModelNotFound)
@@ -367,7 +409,7 @@ def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
 def test_a_cold_request_transmits_and_activates_in_the_same_breath(rig: Rig) -> None:
     rig.register("a")
     rig.infer("a")
-    (order,), (run,) = rig.sent(msg.TransmitModel), rig.sent(msg.RunInference)
+    (order,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
     assert (run.residency_epoch, run.arena_offset_bytes) == (order.epoch, order.arena_offset_bytes)
     assert run.first_word == order.groups[0].word
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [run.epoch]
@@ -377,8 +419,8 @@ def test_a_request_during_training_transmits_activates_and_stops_in_one_call(rig
     rig.register("a")
     job = rig.start_training()
     rig.infer("a")
-    assert rig.sent(msg.TransmitModel)
-    (run,), (stop,) = rig.sent(msg.RunInference), rig.sent(msg.StopTask)
+    assert rig.sent(TransmitModel)
+    (run,), (stop,) = rig.sent(RunInference), rig.sent(StopTask)
     assert (stop.turn, stop.next_turn) == (job.turn, run.epoch)
     assert not rig.commands(ev.RaiseTurn), "the parking worker raises it, not the controller"
 
@@ -393,10 +435,10 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     assert not rig.commands(ev.RaiseTurn), "the parked worker has raised it itself"
     rig.done()
     assert rig.answers[token].timing.preempted == "cifar"
-    (grant,) = rig.sent(msg.GrantTurn)
+    (grant,) = rig.sent(GrantTurn)
     assert (grant.epoch, job.slot, job.epoch) == (epoch, slot, epoch)
     assert grant.turn > turn
-    assert not rig.sent(msg.RunJob)
+    assert not rig.sent(RunJob)
 
 
 def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Rig) -> None:
@@ -404,12 +446,12 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     job = rig.start_training()
     token = rig.infer("a")
     task = rig.state.owner.pending
-    rig.worker(task.slot, msg.InferenceDone(
+    rig.worker(task.slot, InferenceDone(
         epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
         ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
     assert rig.error(token) is None
     rig.park(job, task.turn)
-    assert rig.sent(msg.GrantTurn), "nobody waits: training goes on"
+    assert rig.sent(GrantTurn), "nobody waits: training goes on"
 
 
 def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(rig: Rig) -> None:
@@ -434,7 +476,7 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
     rig.done()
-    rig.worker(slot, msg.Parked(epoch=epoch, turn=turn, next_turn=first.turn, where="loader",
+    rig.worker(slot, Parked(epoch=epoch, turn=turn, next_turn=first.turn, where="loader",
                                 asked_at_ms=0.0, parked_at_ms=0.0))  # fmt: skip
     assert len(rig.commands(ev.RaiseTurn)) == 1
 
@@ -444,10 +486,10 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
     rig.register("b")
     rig.infer("a")
     rig.infer("b")
-    assert not rig.sent(msg.TransmitModel), "behind a's copy no other could overtake it"
+    assert not rig.sent(TransmitModel), "behind a's copy no other could overtake it"
     rig.arrived("a")
-    assert rig.sent(msg.TransmitModel)
-    assert rig.sent(msg.RunInference)
+    assert rig.sent(TransmitModel)
+    assert rig.sent(RunInference)
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
     assert rig.state.owner.running.model == "b"
@@ -464,7 +506,7 @@ def test_low_priority_requests_do_not_protect_their_model_from_a_high_one() -> N
     rig.register("big", 30)
     rig.infer("big", priority=0)
     rig.done()
-    assert [order.model for order in rig.sent(msg.TransmitModel)] == ["big"]
+    assert [order.model for order in rig.sent(TransmitModel)] == ["big"]
 
 
 def test_a_lower_priority_does_not_slip_in_front_of_one_that_waits_for_memory(rig: Rig) -> None:
@@ -534,19 +576,19 @@ def test_messages_name_their_files_in_full() -> None:
     rig = Rig(models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
               commit_every_ms=0.0)  # fmt: skip
     rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
-    (store,) = rig.sent(msg.StoreModel)
+    (store,) = rig.sent(StoreModel)
     assert store.directory == "/s/models/digest a"
     job = rig.train("cifar")
-    assert [m.log_path for m in rig.sent(msg.RunJob)] == ["/s/logs/job-cifar.log"]
+    assert [m.log_path for m in rig.sent(RunJob)] == ["/s/logs/job-cifar.log"]
     rig.lease(job)
     rig.commit(job, 1, 1)
     rig.flip(job, 1, 1)
-    assert [m.directory for m in rig.sent(msg.PersistCommit)] == ["/s/commits/cifar"]
-    rig.daemon(msg.ModelStored(model="a", epoch=store.epoch, load_ms=1.0))
-    assert [m.directory for m in rig.sent(msg.PrepareModel)] == ["/s/models/digest a"]
+    assert [m.directory for m in rig.sent(PersistCommit)] == ["/s/commits/cifar"]
+    rig.daemon(ModelStored(model="a", epoch=store.epoch, load_ms=1.0))
+    assert [m.directory for m in rig.sent(PrepareModel)] == ["/s/models/digest a"]
     rig.prepared()
     rig.infer("a")
-    assert [m.directory for m in rig.sent(msg.RunInference)] == ["/s/models/digest a"]
+    assert [m.directory for m in rig.sent(RunInference)] == ["/s/models/digest a"]
 
 
 def test_a_server_whose_workers_all_start_is_not_ready_in_its_statistics_either(rig: Rig) -> None:
@@ -614,7 +656,7 @@ def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_be
     rig.worker_exits(task.slot)
     assert isinstance(rig.error(token), errors.DeadlineExceeded)
     assert "max_compute" in rig.error(token).hint
-    assert not rig.sent(msg.RunInference), "an endless loop is not tried again"
+    assert not rig.sent(RunInference), "an endless loop is not tried again"
 
 
 def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> None:
@@ -748,7 +790,7 @@ def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     token = rig.infer("a")
     task = rig.state.owner.running
     data = {"type": "ValueError"}
-    failed = msg.InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
+    failed = InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
     rig.worker(task.slot, failed)
     assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.error(token).request_id == f"r{token}"
@@ -761,7 +803,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     token = rig.infer("a")
     current, upcoming = rig.state.owner.running, rig.state.owner.pending
     rig.worker(
-        upcoming.slot, msg.InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
+        upcoming.slot, InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
     )
     assert isinstance(rig.error(token), errors.TaskFailed)
     assert rig.state.owner.running is current
@@ -776,9 +818,9 @@ def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> No
     token = rig.infer("a")
     task = rig.state.owner.running
     rig.worker_exits(task.slot)
-    (run,) = rig.sent(msg.RunInference)
+    (run,) = rig.sent(RunInference)
     assert run.epoch > task.epoch
-    assert not rig.sent(msg.TransmitModel), "its groups are still on their way"
+    assert not rig.sent(TransmitModel), "its groups are still on their way"
     rig.done()
     assert rig.error(token) is None
 
@@ -825,7 +867,7 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
 
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
-    rig.daemon(msg.DaemonReady(pid=1))
+    rig.daemon(DaemonReady(pid=1))
     assert not rig.state.is_daemon_ready
 
 
@@ -855,7 +897,7 @@ def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Ri
     rig.arrived("a", is_complete=False)
     assert [command.target.slot for command in rig.commands(ev.Kill)] == [task.slot]
     rig.worker_exits(task.slot)
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     rig.done()
     assert rig.error(token) is None
     assert rig.state.replicas["a"].model.deaths == 0
@@ -865,7 +907,7 @@ def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
     rig.register("a")
     rig.infer("a")
     epoch = rig.state.replicas["a"].residency_epoch
-    rig.daemon(msg.DaemonFault(epoch=epoch, reason="overlaps"))
+    rig.daemon(DaemonFault(epoch=epoch, reason="overlaps"))
     assert rig.commands(ev.Kill)
 
 
@@ -883,7 +925,7 @@ def test_a_standby_that_is_killed_again_and_again_is_replaced_at_once(rig: Rig) 
     for _ in range(10):
         rig.worker_exits(0)
         assert rig.commands(ev.Spawn)
-        rig.worker(0, msg.WorkerReady(slot=0, pid=99))
+        rig.worker(0, WorkerReady(slot=0, pid=99))
 
 
 # -- prefetch ------------------------------------------------------------------------------------
@@ -892,10 +934,10 @@ def test_a_standby_that_is_killed_again_and_again_is_replaced_at_once(rig: Rig) 
 def test_a_hint_sends_the_model_ahead_and_its_request_uses_that(rig: Rig) -> None:
     rig.register("a")
     rig.handle(ev.PrefetchHint(model="a"))
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     rig.infer("a")
-    assert rig.sent(msg.RunInference)
-    assert not rig.sent(msg.TransmitModel)
+    assert rig.sent(RunInference)
+    assert not rig.sent(TransmitModel)
 
 
 # -- training -------------------------------------------------------------------------
@@ -904,15 +946,15 @@ def test_a_hint_sends_the_model_ahead_and_its_request_uses_that(rig: Rig) -> Non
 def test_a_slice_that_fits_nowhere_is_refused(rig: Rig) -> None:
     job = rig.train("cifar")
     rig.lease(job, 64)
-    (refused,) = rig.sent(msg.LeaseRefused)
+    (refused,) = rig.sent(LeaseRefused)
     assert refused.error == "OutOfDeviceMemory"
     assert refused.data["requested_bytes"] == 64 * MIB
 
 
 def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(rig: Rig) -> None:
     job = rig.start_training()
-    rig.worker(job.slot, msg.LeaseRequest(epoch=job.epoch, slice_bytes=1, state_bytes=1 << 40))
-    (refused,) = rig.sent(msg.LeaseRefused)
+    rig.worker(job.slot, LeaseRequest(epoch=job.epoch, slice_bytes=1, state_bytes=1 << 40))
+    (refused,) = rig.sent(LeaseRefused)
     assert refused.error == "HostStoreFull"
     rig.job_ends(job, "failed")
     assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
@@ -923,23 +965,23 @@ def test_what_a_job_offloads_counts_in_the_host_store_while_its_process_lives(ri
     free = store.free_bytes
 
     def ask(size_bytes: int) -> type:
-        rig.worker(job.slot, msg.HostRequest(epoch=job.epoch, size_bytes=size_bytes))
-        (answer,) = rig.sent(msg.HostGranted) or rig.sent(msg.LeaseRefused)
+        rig.worker(job.slot, HostRequest(epoch=job.epoch, size_bytes=size_bytes))
+        (answer,) = rig.sent(HostGranted) or rig.sent(LeaseRefused)
         return type(answer)
 
     for size_bytes in (10 * MIB, free, free - 4 * MIB):
-        assert ask(size_bytes) is msg.HostGranted
+        assert ask(size_bytes) is HostGranted
         assert store.free_bytes == free - size_bytes
     token, epoch = rig.begin("large")
     rig.built("large", 5, epoch)
     assert "has 4.0 MiB left" in str(rig.error(token))
-    assert ask(free + 1) is msg.LeaseRefused
-    (refused,) = rig.sent(msg.LeaseRefused)
+    assert ask(free + 1) is LeaseRefused
+    (refused,) = rig.sent(LeaseRefused)
     assert f"--host-store {(rig.core.settings.store_bytes >> 20) + 1}MiB" in refused.message
     assert store.free_bytes == 4 * MIB, "it keeps what it had"
-    assert ask(0) is ask(-MIB) is msg.HostGranted
+    assert ask(0) is ask(-MIB) is HostGranted
     assert store.free_bytes == free
-    assert ask(free) is msg.HostGranted
+    assert ask(free) is HostGranted
     rig.worker_exits(job.slot)
     assert store.free_bytes == free
 
@@ -948,24 +990,24 @@ def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig)
     job = rig.start_training()
     first = rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
     rig.lease(job)
-    assert rig.sent(msg.LeaseGranted)[0].offset_bytes == first.offset_bytes
+    assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
     rig.lease(job, 40)
-    assert rig.sent(msg.Scrub)[0].size_bytes == first.size_bytes
+    assert rig.sent(Scrub)[0].size_bytes == first.size_bytes
     rig.scrubbed()
     rig.lease(job, 40)
-    assert rig.sent(msg.LeaseGranted)[0].size_bytes == 40 * MIB
+    assert rig.sent(LeaseGranted)[0].size_bytes == 40 * MIB
 
 
 def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     one = rig.start_training("one")
     two = rig.train("two")
     rig.tick(999.0)
-    assert not rig.sent(msg.StopTask)
+    assert not rig.sent(StopTask)
     rig.tick(1000.0)
-    (stop,) = rig.sent(msg.StopTask)
+    (stop,) = rig.sent(StopTask)
     assert (stop.epoch, stop.next_turn, stop.at_boundary) == (one.epoch, 0, True)
     rig.park(one)
-    (run,) = rig.sent(msg.RunJob)
+    (run,) = rig.sent(RunJob)
     assert run.job == "two"
     rig.lease(two)
     rig.tick(2000.0)
@@ -979,19 +1021,19 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
     low = rig.train("low", priority=2)
     rig.lease(low)
     high = rig.train("high", priority=0)
-    assert [stop.at_boundary for stop in rig.sent(msg.StopTask)] == [True]
+    assert [stop.at_boundary for stop in rig.sent(StopTask)] == [True]
     rig.park(low, where="copies")
-    (run,) = rig.sent(msg.RunJob)
+    (run,) = rig.sent(RunJob)
     assert (run.job, run.activation_bytes) == ("high", 1 << 20)
     rig.lease(high)
-    rig.worker(low.slot, msg.Back(epoch=low.epoch, turn=low.turn))
-    assert not rig.sent(msg.StopTask)  # of a lower priority
-    rig.worker(high.slot, msg.Back(epoch=high.epoch, turn=high.turn, is_blocked=True))
-    assert [stop.epoch for stop in rig.sent(msg.StopTask)] == [high.epoch]
+    rig.worker(low.slot, Back(epoch=low.epoch, turn=low.turn))
+    assert not rig.sent(StopTask)  # of a lower priority
+    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn, is_blocked=True))
+    assert [stop.epoch for stop in rig.sent(StopTask)] == [high.epoch]
     rig.park(high, where="copies")
     assert low.state.state is TaskState.RUNNING
-    rig.worker(high.slot, msg.Back(epoch=high.epoch, turn=high.turn))
-    assert [stop.epoch for stop in rig.sent(msg.StopTask)] == [low.epoch]
+    rig.worker(high.slot, Back(epoch=high.epoch, turn=high.turn))
+    assert [stop.epoch for stop in rig.sent(StopTask)] == [low.epoch]
     rig.park(low, where="loader")
     assert high.state.state is TaskState.RUNNING
 
@@ -1004,8 +1046,8 @@ def starved() -> tuple[Rig, Any, Any]:
     other = rig.train("other")
     rig.park(keeper, where="loader")
     rig.lease(other)
-    rig.worker(keeper.slot, msg.Back(epoch=keeper.epoch, turn=keeper.turn))
-    rig.worker(other.slot, msg.Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
+    rig.worker(keeper.slot, Back(epoch=keeper.epoch, turn=keeper.turn))
+    rig.worker(other.slot, Back(epoch=other.epoch, turn=other.turn, is_blocked=True))
     rig.park(other, where="copies")
     assert rig.state.owner.job == "keeper"
     return rig, keeper, other
@@ -1017,7 +1059,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
 
     def steps(count: int) -> None:
         values = {"step": keeper.step + count, "left": 100}
-        rig.worker(keeper.slot, msg.JobReport(epoch=keeper.epoch, kind="progress", values=values))
+        rig.worker(keeper.slot, JobReport(epoch=keeper.epoch, kind="progress", values=values))
 
     def why(job: Any) -> str:
         return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
@@ -1026,19 +1068,19 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
     if comes_late:
         rig.tick(2 * due_ms)
     steps(STARVED_STEPS - 1)
-    assert not rig.sent(msg.EvictTask), "a long step holds its activations until its end"
+    assert not rig.sent(EvictTask), "a long step holds its activations until its end"
     assert why(other) == ""
     steps(1)
     assert "job keeper keeps" in other.why
     while not comes_late and rig.now_ms < due_ms:
-        assert not rig.sent(msg.EvictTask), "only when it has waited for some cycles"
+        assert not rig.sent(EvictTask), "only when it has waited for some cycles"
         rig.tick(rig.scheduler.next_wakeup_ms())
-    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [keeper.epoch]
+    assert [order.epoch for order in rig.sent(EvictTask)] == [keeper.epoch]
     assert "job keeper keeps" in why(other)
     assert "job other waits" in why(keeper)
     rig.worker_exits(rig.job_ends(keeper, "preempted"), 0)
     assert rig.state.owner.job == "other"
-    rig.worker(other.slot, msg.JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
+    rig.worker(other.slot, JobReport(epoch=other.epoch, kind="progress", values={"step": 1}))
     assert why(other) == ""
 
 
@@ -1051,17 +1093,17 @@ def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     one = rig.start_training("one")
     rig.train("two")
     rig.tick(1000.0)
-    assert [stop.at_boundary for stop in rig.sent(msg.StopTask)] == [True]
+    assert [stop.at_boundary for stop in rig.sent(StopTask)] == [True]
     rig.tick(1999.0)
-    assert not rig.sent(msg.StopTask)
+    assert not rig.sent(StopTask)
     if comes == "request":
         rig.infer("a")
     else:
         rig.tick(2000.0)
-    (again,) = rig.sent(msg.StopTask)
+    (again,) = rig.sent(StopTask)
     assert (again.turn, again.next_turn, again.at_boundary) == (one.turn, 0, False)
     rig.infer("a")
-    assert not rig.sent(msg.StopTask)
+    assert not rig.sent(StopTask)
     rig.park(one)
     assert rig.state.owner.running is not None
     assert not rig.state.owner.promised
@@ -1091,7 +1133,7 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
     spans = []
     for at_ms in (1000.0, 2000.0, 2500.0):
         rig.now_ms = at_ms
-        rig.worker(job.slot, msg.JobReport(epoch=job.epoch, kind="progress", values={}))
+        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={}))
         spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     rig.infer("a")
     rig.park(job, rig.state.owner.pending.turn)
@@ -1106,7 +1148,7 @@ def test_a_lower_priority_job_does_not_interrupt_a_higher_one(rig: Rig) -> None:
     rig.train("high", priority=0)
     rig.train("low", priority=2)
     rig.tick(5000.0)
-    assert not rig.sent(msg.StopTask)
+    assert not rig.sent(StopTask)
 
 
 def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
@@ -1119,7 +1161,7 @@ def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     rig.infer("a")
     rig.park(two, rig.state.owner.pending.turn)
     assert one.state.state is two.state.state is TaskState.SUSPENDED
-    assert not rig.sent(msg.EvictTask)
+    assert not rig.sent(EvictTask)
     assert len(rig.state.workers) == 5  # one active, two standbys beside them
 
 
@@ -1131,13 +1173,13 @@ def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     rig.tick(1500.0)
     rig.park(one)
     rig.lease(two, 40)
-    assert not rig.sent(msg.EvictTask)
+    assert not rig.sent(EvictTask)
     assert "memory" in two.why
     rig.park(two)  # it does not keep the device while it waits
     assert one.state.state is TaskState.RUNNING
     rig.tick(6000.0)
     rig.park(one)
-    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [one.epoch]
+    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
 
 
 def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None:
@@ -1155,14 +1197,14 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
     rig.tick(1000.0)
     rig.park(one)
     rig.lease(two, 40)  # one is suspended and holds the room
-    (evict,) = rig.sent(msg.EvictTask)
+    (evict,) = rig.sent(EvictTask)
     assert evict.epoch == one.epoch
     slot = rig.job_ends(one, "preempted")
-    assert not rig.sent(msg.LeaseGranted), "its process may still write"
+    assert not rig.sent(LeaseGranted), "its process may still write"
     rig.worker_exits(slot, 0)
-    assert not rig.sent(msg.LeaseGranted), "another tenant's bytes are not zeroed yet"
+    assert not rig.sent(LeaseGranted), "another tenant's bytes are not zeroed yet"
     rig.scrubbed()
-    assert rig.sent(msg.LeaseGranted)
+    assert rig.sent(LeaseGranted)
 
 
 def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
@@ -1176,22 +1218,22 @@ def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(
     assert one.state.state is TaskState.RUNNING
     rig.lease(two, 40)
     rig.tick(3000.0)
-    assert rig.sent(msg.StopTask)
+    assert rig.sent(StopTask)
     rig.park(one)
-    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [one.epoch]
+    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
 
 
 def test_a_request_whose_place_is_a_slice_evicts_the_job_and_waits_for_the_scrub(rig: Rig) -> None:
     rig.register("big", 40)
     job = rig.start_training(mib=40)
     rig.infer("big")
-    assert [order.epoch for order in rig.sent(msg.EvictTask)] == [job.epoch]
-    assert not rig.sent(msg.TransmitModel)
+    assert [order.epoch for order in rig.sent(EvictTask)] == [job.epoch]
+    assert not rig.sent(TransmitModel)
     slot = rig.job_ends(job, "preempted")
     rig.worker_exits(slot, 0)
-    assert not rig.sent(msg.TransmitModel)
+    assert not rig.sent(TransmitModel)
     rig.scrubbed()
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     assert job.state.state is TaskState.QUEUED
 
 
@@ -1200,7 +1242,7 @@ def test_a_request_is_served_before_a_job_that_is_being_evicted_has_unwound(rig:
     job = rig.start_training()
     rig.job_asked("cifar", "pause")
     rig.infer("a")
-    assert rig.sent(msg.StopTask)
+    assert rig.sent(StopTask)
     rig.park(job, rig.state.owner.pending.turn)
     assert rig.state.owner.running is not None
 
@@ -1223,13 +1265,13 @@ def hangs(rig: Rig, job: Any) -> float:
     waited_ms, slot = rig.now_ms - began_ms, job.slot
     assert rig.commands(ev.Kill)[0].reason.startswith("did not stop within")
     rig.worker_exits(slot)
-    scrubs = rig.sent(msg.Scrub)
+    scrubs = rig.sent(Scrub)
     if rig.residency("a") is Residency.TRANSMITTING:
         rig.arrived("a")
     rig.done()
     assert rig.error(token) is None
     for scrub in scrubs:
-        rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
+        rig.daemon(Scrubbed(epoch=scrub.epoch))
     return waited_ms
 
 
@@ -1239,7 +1281,7 @@ def trains_again(rig: Rig, job: Any) -> None:
         w for w in rig.state.workers.values() if w.state.state is WorkerState.STARTING
     ]:
         for worker in starting:
-            rig.worker(worker.slot, msg.WorkerReady(slot=worker.slot, pid=99))
+            rig.worker(worker.slot, WorkerReady(slot=worker.slot, pid=99))
     rig.prepared()
     assert job.slot is not None
     rig.lease(job)
@@ -1303,13 +1345,13 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
     for _ in range(rig.core.settings.max_job_deaths - 1):
         slot = job.slot
         rig.worker_exits(slot)
-        for scrub in rig.sent(msg.Scrub):
-            rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
+        for scrub in rig.sent(Scrub):
+            rig.daemon(Scrubbed(epoch=scrub.epoch))
         assert rig.state.owner.job == "cifar"
         assert rig.state.workers[slot].state.state is WorkerState.STARTING, (
             "no delay: it had a task"
         )
-        rig.worker(slot, msg.WorkerReady(slot=slot, pid=99))
+        rig.worker(slot, WorkerReady(slot=slot, pid=99))
     rig.worker_exits(job.slot)
     assert isinstance(rig.error(token), errors.TaskFailed)
 
@@ -1326,27 +1368,27 @@ def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig
             rig.job_asked("cifar", "resume")
             rig.worker_exits(slot, 0)
         else:
-            report = msg.JobReport(epoch=job.epoch, kind="progress", values={"step": 9})
+            report = JobReport(epoch=job.epoch, kind="progress", values={"step": 9})
             rig.worker(slot, report)
             rig.worker_exits(slot)
-        assert [order.last_step for order in rig.sent(msg.RunJob)] == [9]
+        assert [order.last_step for order in rig.sent(RunJob)] == [9]
         rig.scrubbed()
         rig.lease(job)
         assert (job.steps_recomputed, job.step) == (lost, 4)
-    rig.worker(int(job.slot), msg.JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
+    rig.worker(int(job.slot), JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
     assert job.steps_recomputed == 13, "it knows better than its last report"
 
 
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
     job = rig.start_training()
     rig.commit(job, 1, step=7)
-    (copy,) = rig.sent(msg.CommitCopy)
+    (copy,) = rig.sent(CommitCopy)
     assert (copy.number, copy.step, copy.epoch) == (1, 7, job.epoch)
     assert job.committed_step == -1
     job.deaths_without_progress = 2
     rig.flip(job, 1, step=7)
     assert (job.committed_step, job.deaths_without_progress) == (7, 0)
-    assert rig.sent(msg.StepCommitted), "the worker is told"
+    assert rig.sent(StepCommitted), "the worker is told"
     (row,) = rig.scheduler.listing.jobs()
     assert row["step"] == 7, "though the script has not told of it yet"
 
@@ -1356,11 +1398,11 @@ def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig)
     job = rig.start_training()
     for number, late in ((1, (1,)), (2, (2, 1, 0, -1, -(1 << 63)))):
         rig.commit(job, number, step=number)
-        assert [copy.number for copy in rig.sent(msg.CommitCopy)] == [number]
+        assert [copy.number for copy in rig.sent(CommitCopy)] == [number]
         rig.flip(job, number, step=number)
         for repeated in late:
             rig.commit(job, repeated, step=number)
-            assert not rig.sent(msg.CommitCopy)
+            assert not rig.sent(CommitCopy)
     assert rig.core.counts["stale_messages"] == 6
     assert not job.copying_epoch, "nothing is waited for"
 
@@ -1368,22 +1410,22 @@ def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig)
 def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
     job = rig.start_training()
     rig.commit(job, (1 << 64) - 1, step=1)
-    assert rig.sent(msg.CommitCopy)
+    assert rig.sent(CommitCopy)
     rig.flip(job, (1 << 64) - 1, step=1)
     rig.commit(job, 2, step=2)
-    assert not rig.sent(msg.CommitCopy)
+    assert not rig.sent(CommitCopy)
     rig.worker_exits(job.slot)
     rig.scrubbed()
     rig.lease(job)
     rig.commit(job, 1, step=2)
-    assert rig.sent(msg.CommitCopy), "each dispatch counts anew"
+    assert rig.sent(CommitCopy), "each dispatch counts anew"
 
 
 def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Rig) -> None:
     job = rig.start_training()
     rig.daemon_exits()
     rig.commit(job, 1, step=1)
-    assert not rig.sent(msg.CommitCopy)
+    assert not rig.sent(CommitCopy)
     assert (job.commit_number, job.copying_epoch) == (0, 0)
     assert not rig.core.counts["stale_messages"], "it was not late"
     assert rig.state.workers[job.slot].kill_reason, "who waits for the answer is ended"
@@ -1394,31 +1436,31 @@ def test_the_first_commit_goes_to_disk_at_once_and_each_one_that_the_disk_has_ti
 ) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 1)
-    (order,) = rig.sent(msg.PersistCommit)
+    (order,) = rig.sent(PersistCommit)
     rig.committed(job, 2, 2)
-    assert not rig.sent(msg.PersistCommit), "one at a time"
+    assert not rig.sent(PersistCommit), "one at a time"
     rig.now_ms += 10.0
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=1))
-    assert not rig.sent(msg.PersistCommit), "it took 10 ms: the disk rests for twenty times as long"
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    assert not rig.sent(PersistCommit), "it took 10 ms: the disk rests for twenty times as long"
     due_ms = rig.scheduler.next_wakeup_ms()
     assert due_ms == pytest.approx(rig.now_ms + 200.0)
     rig.tick(due_ms)
-    (order,) = rig.sent(msg.PersistCommit)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=2))
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=2))
     rig.committed(job, 3, 3)
-    assert rig.sent(msg.PersistCommit), "written within an instant: so is the next one"
+    assert rig.sent(PersistCommit), "written within an instant: so is the next one"
 
 
 def test_a_disk_that_takes_no_commit_is_asked_again_after_the_interval(rig: Rig) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 1)
-    (order,) = rig.sent(msg.PersistCommit)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=-1, error="disk full"))
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=-1, error="disk full"))
     due_ms = rig.now_ms + rig.core.settings.commit_every_ms
     rig.tick(due_ms - 1.0)
-    assert not rig.sent(msg.PersistCommit)
+    assert not rig.sent(PersistCommit)
     rig.tick(due_ms)
-    assert rig.sent(msg.PersistCommit)
+    assert rig.sent(PersistCommit)
 
 
 def test_what_a_job_wants_on_disk_at_once_is_written_right_behind_the_write_under_way(
@@ -1426,12 +1468,12 @@ def test_what_a_job_wants_on_disk_at_once_is_written_right_behind_the_write_unde
 ) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 1)
-    (order,) = rig.sent(msg.PersistCommit)
+    (order,) = rig.sent(PersistCommit)
     rig.now_ms += 1000.0
     rig.committed(job, 2, 2)
     rig.job_asked("cifar", "export")
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=1))
-    assert rig.sent(msg.PersistCommit), "not after twenty seconds"
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    assert rig.sent(PersistCommit), "not after twenty seconds"
 
 
 def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> None:
@@ -1469,9 +1511,9 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
     again.scheduler.machine.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
     again.tick(1.0)
     assert again.state.jobs["cifar"].state.state is TaskState.PAUSED
-    assert not again.sent(msg.RunJob)
+    assert not again.sent(RunJob)
     again.job_asked("cifar", "resume")
-    assert again.sent(msg.RunJob)
+    assert again.sent(RunJob)
     assert ev.Journal(entry={"kind": "hold-over", "name": "cifar"}) in again.out
 
 
@@ -1497,7 +1539,7 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
     (made,) = rig.commands(ev.CreateCommits)
     assert (made.loaded, made.is_on_disk) == (9, True)
-    (order,) = rig.sent(msg.RunJob)
+    (order,) = rig.sent(RunJob)
     assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
     assert (row["error"], row["why"], row["committed_step"]) == ("", "", 4)
@@ -1514,14 +1556,14 @@ def test_a_failed_job_whose_commit_is_in_memory_or_that_has_none_starts_again_at
     rig.worker_exits(slot, 0)
     rig.scrubbed()
     rig.job_asked("cifar", "resume")
-    assert rig.sent(msg.RunJob)
+    assert rig.sent(RunJob)
     rig.lease(job)
     rig.committed(job, 1, step=5)
     slot = rig.job_ends(job, "failed", step=5)
     rig.job_asked("cifar", "resume")  # it is being written
     assert not rig.commands(ev.LoadCommits)
     rig.worker_exits(slot, 0)
-    assert rig.sent(msg.RunJob)
+    assert rig.sent(RunJob)
     assert (job.committed_step, job.steps_recomputed) == (5, 2)
 
 
@@ -1554,7 +1596,7 @@ def test_a_job_that_failed_under_another_server_starts_again_with_what_it_was_gi
     again.job_asked("cifar", "resume")
     (load,) = again.commands(ev.LoadCommits)
     again.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
-    (order,) = again.sent(msg.RunJob)
+    (order,) = again.sent(RunJob)
     assert (order.entry, order.defaults) == (job.entry, job.defaults)
 
 
@@ -1564,7 +1606,7 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
     token = rig.job_asked("two", "cancel")
     assert rig.answers[token].body["job"]["state"] == "cancelled"
     token = rig.job_asked("one", "cancel")
-    assert rig.sent(msg.EvictTask)
+    assert rig.sent(EvictTask)
     rig.job_ends(rig.state.jobs["one"], "preempted")
     assert rig.answers[token].body["job"]["state"] == "cancelled"
     assert isinstance(rig.error(rig.job_asked("two", "resume")), errors.InvalidInput)
@@ -1584,7 +1626,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     job = rig.train("cifar")
     rig.daemon_exits()
     rig.lease(job)
-    assert not rig.sent(msg.LeaseGranted)
+    assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
     assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # the arrival words
@@ -1696,7 +1738,7 @@ def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> N
     rig.built("a", 10, epoch)
     rig.handle(ev.CancelAsked(token=token))
     assert token not in rig.answers
-    rig.daemon(msg.ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
     assert rig.error(token) is None
 
 
@@ -1730,7 +1772,7 @@ def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(ri
     token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
     rig.handle(exited(epoch, 0))
-    rig.daemon(msg.DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
+    rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
     assert "no idea" in rig.error(token).message
     assert len(rig.scheduler.machine.store.regions) == 0
 
@@ -1739,14 +1781,14 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     job = rig.start_training()
     rig.lease(job)
     rig.lease(job, 40)  # another size: the first slice is given back
-    (scrub,) = rig.sent(msg.Scrub)
-    rig.daemon(msg.DaemonFault(epoch=scrub.epoch, reason="RuntimeError: no idea"))
-    assert not rig.sent(msg.Scrub), "not at once: it would fail again"
+    (scrub,) = rig.sent(Scrub)
+    rig.daemon(DaemonFault(epoch=scrub.epoch, reason="RuntimeError: no idea"))
+    assert not rig.sent(Scrub), "not at once: it would fail again"
     due = rig.scheduler.next_wakeup_ms()
     assert due is not None
     rig.tick(due)
-    assert [again.epoch for again in rig.sent(msg.Scrub)] == [scrub.epoch]
-    rig.daemon(msg.Scrubbed(epoch=scrub.epoch))
+    assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
     arena = rig.scheduler.machine.devices[0].arena
     assert arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
 
@@ -1755,10 +1797,10 @@ def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig:
     token, epoch = rig.begin("a")
     rig.daemon_exits()
     rig.built("a", 10, epoch)
-    assert not rig.sent(msg.StoreModel), "nobody is there to take it"
+    assert not rig.sent(StoreModel), "nobody is there to take it"
     rig.daemon_returns()
-    assert len(rig.sent(msg.StoreModel)) == 1
-    rig.daemon(msg.ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    assert len(rig.sent(StoreModel)) == 1
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
     assert rig.error(token) is None
 
 
@@ -1789,7 +1831,7 @@ def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> N
     assert error.hint == "pipeswitch unload a"
     rig.ask(ev.PinAsked, model="a", pin=False)
     rig.infer("b")
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
 
 
 def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -> None:
@@ -1815,7 +1857,7 @@ def preparing(rig: Rig) -> list[int]:
 def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) -> None:
     stored(rig, "a")
     assert preparing(rig) == [0, 1]
-    rig.worker(0, msg.ModelPrepared(model="a", digest="digest a"))
+    rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     assert preparing(rig) == [1, 2]
     rig.prepared()
     assert all(worker.warm for worker in rig.state.workers.values())
@@ -1860,7 +1902,7 @@ def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
     stored(rig, "a")
     rig.infer("a")
     assert rig.state.owner.running.slot == 0
-    rig.worker(0, msg.ModelPrepared(model="a", digest="digest a"))
+    rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     rig.done()
 
 
@@ -1882,7 +1924,7 @@ def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
     stored(rig, "b")
     rig.infer("a")
     second = rig.infer("a")
-    rig.worker(1, msg.ModelPrepared(model="b", digest="digest b"))
+    rig.worker(1, ModelPrepared(model="b", digest="digest b"))
     assert (rig.state.owner.pending.tokens[0], rig.state.owner.pending.slot) == (second, 1)
 
 
@@ -1892,7 +1934,7 @@ def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task() -> Non
     rig.register("a")
     stored(rig, "b")
     rig.infer("a")
-    assert rig.sent(msg.RunInference)
+    assert rig.sent(RunInference)
 
 
 def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
@@ -1910,17 +1952,17 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     rig.register("a")
     job = rig.start_training()
     rig.committed(job, 1, 4)
-    assert rig.sent(msg.PersistCommit)
+    assert rig.sent(PersistCommit)
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
     token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
-    assert rig.sent(msg.EvictTask)
+    assert rig.sent(EvictTask)
     assert isinstance(rig.error(rig.infer("a")), errors.ServerUnavailable)
     rig.park(job, rig.state.owner.pending.turn)
     rig.done()
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
     assert not rig.commands(ev.Leave), "its last commit is not on disk yet"
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=4))
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=4))
     assert [command.status for command in rig.commands(ev.Leave)] == [0]
     assert rig.error(token) is None
     assert isinstance(rig.error(waiting), errors.ServerUnavailable)
@@ -1967,7 +2009,7 @@ def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> N
     token, epoch = restored(rig)
     assert token not in rig.answers
     rig.built("a", 10, epoch)
-    rig.daemon(msg.ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
     rig.prepared()
     rig.arrived("a")
     rig.done()
@@ -1990,7 +2032,7 @@ def test_a_request_for_a_model_that_comes_back_with_another_signature_is_refused
 
 def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: Rig) -> None:
     restored(rig)
-    rig.ask(ev.UnregisterAsked, model=msg.ModelName("a"))
+    rig.ask(ev.UnregisterAsked, model=ModelName("a"))
     [journal] = rig.commands(ev.Journal)
     assert journal.entry == {"kind": "model-gone", "name": "a"}
 
@@ -2008,15 +2050,15 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [
         ev.Spawn, ev.Send,
     ]  # fmt: skip
-    assert len(rig.sent(msg.RunJob)) == 1
+    assert len(rig.sent(RunJob)) == 1
     # Its end is told before the fresh one is ready, and is not the job's.
     rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
     worker = rig.state.workers[job.slot]
     assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
-    rig.worker(job.slot, msg.WorkerReady(slot=job.slot, pid=99))
+    rig.worker(job.slot, WorkerReady(slot=job.slot, pid=99))
     assert worker.pid == 99
     assert job.slot is not None
-    rig.worker(job.slot, msg.WorkerReady(slot=job.slot, pid=100))
+    rig.worker(job.slot, WorkerReady(slot=job.slot, pid=100))
     assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
 
 
@@ -2025,7 +2067,7 @@ def test_without_a_sandbox_a_job_runs_where_programs_did() -> None:
     rig.register("a")
     rig.train("cifar")
     assert rig.commands(ev.Spawn) == []
-    assert len(rig.sent(msg.RunJob)) == 1
+    assert len(rig.sent(RunJob)) == 1
 
 
 def test_code_and_programs_are_never_prepared_in_one_process() -> None:
@@ -2037,7 +2079,7 @@ def test_code_and_programs_are_never_prepared_in_one_process() -> None:
     # The first request for it replaces one process; the others keep what they know.
     rig.infer("a")
     [spawned] = rig.commands(ev.Spawn)
-    [order] = rig.sent(msg.RunInference)
+    [order] = rig.sent(RunInference)
     assert not order.is_code
     kept = [w for w in rig.state.workers.values() if w.slot != spawned.target.slot]
     assert all(list(worker.warm) == ["code"] for worker in kept)
@@ -2049,12 +2091,12 @@ def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced
     rig.register("a")
     rig.infer("a")
     [spawned] = rig.commands(ev.Spawn)
-    rig.worker(spawned.target.slot, msg.WorkerReady(slot=spawned.target.slot, pid=99))
+    rig.worker(spawned.target.slot, WorkerReady(slot=spawned.target.slot, pid=99))
     rig.arrived("a")
     rig.done()
     rig.infer("code")
     assert rig.commands(ev.Spawn) == []
-    [order] = rig.sent(msg.RunInference)
+    [order] = rig.sent(RunInference)
     assert order.is_code
 
 
@@ -2073,7 +2115,7 @@ def tenants(rig: Rig) -> list[str | None]:
 def asked(rig: Rig, name: str) -> tuple[list[str], list[int]]:
     """Serve one request of a model; whose process was made for it, and which were replaced."""
     rig.infer(name)
-    bound = [message.tenant for message in rig.sent(msg.BindTenant)]
+    bound = [message.tenant for message in rig.sent(BindTenant)]
     spawned = [command.target.slot for command in rig.commands(ev.Spawn)]
     if rig.residency(name) is Residency.TRANSMITTING:
         rig.arrived(name)
@@ -2087,9 +2129,9 @@ def test_a_process_serves_one_tenant_and_standbys_wait_for_any(apart: Rig) -> No
     assert tenants(apart) == [None] * 3, "a standby chose its tenant before there was a request"
     apart.infer("ada.m")
     kinds = [c.message for c in apart.commands(ev.Send) if c.target.kind == "worker"]
-    assert isinstance(kinds[0], msg.BindTenant), "the program came before its tenant's memory"
+    assert isinstance(kinds[0], BindTenant), "the program came before its tenant's memory"
     assert (kinds[0].tenant, kinds[0].is_code) == ("ada", False)
-    assert isinstance(kinds[1], msg.RunInference)
+    assert isinstance(kinds[1], RunInference)
     apart.arrived("ada.m")
     apart.done()
     assert asked(apart, "bob.m") == (["bob"], [])
@@ -2113,13 +2155,13 @@ def test_when_no_process_waits_for_a_new_tenant_the_one_idle_longest_makes_way(a
     asked(apart, "bob.m")
     asked(apart, "ada.m")
     apart.infer("own")
-    assert [message.tenant for message in apart.sent(msg.BindTenant)] == [""]
+    assert [message.tenant for message in apart.sent(BindTenant)] == [""]
     apart.arrived("own")
     assert not apart.commands(ev.Spawn), "a process is replaced while a request computes"
     apart.done()
     [replaced] = apart.commands(ev.Spawn)
     assert (replaced.target.slot, tenants(apart)) == (1, ["ada", None, ""])
-    apart.worker(1, msg.WorkerReady(slot=1, pid=99))
+    apart.worker(1, WorkerReady(slot=1, pid=99))
     assert asked(apart, "bob.m")[0] == ["bob"]
     assert apart.state.workers[1].tenant == "bob", "the fresh process was not taken"
 
@@ -2135,7 +2177,7 @@ def test_where_all_are_busy_or_others_the_request_replaces_one() -> None:
     both = apart.commands(ev.Spawn | ev.Send)
     sent = [c for c in both if c.target.kind == "worker"]
     assert [type(c) for c in sent] == [ev.Spawn, ev.Send, ev.Send]
-    assert [type(c.message) for c in sent[1:]] == [msg.BindTenant, msg.RunInference]
+    assert [type(c.message) for c in sent[1:]] == [BindTenant, RunInference]
     worker = apart.state.workers[sent[0].target.slot]
     assert (worker.tenant, list(worker.warm)) == ("cyd", [])
 
@@ -2154,7 +2196,7 @@ def test_a_job_gets_a_process_that_served_no_other_tenant(apart: Rig) -> None:
     asked(apart, "bob.m")
     job = apart.train("cifar")
     assert job.slot == 2
-    [bind] = apart.sent(msg.BindTenant)
+    [bind] = apart.sent(BindTenant)
     assert (bind.tenant, bind.is_code) == ("", True)
 
 
@@ -2167,7 +2209,7 @@ def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, r
         assert one.error(token) is None
         assert [command.tenant for command in announced] == [tenant]
         one.infer("ada.m")
-        assert [order.tenant for order in one.sent(msg.TransmitModel)] == [tenant]
+        assert [order.tenant for order in one.sent(TransmitModel)] == [tenant]
 
 
 def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
@@ -2183,13 +2225,13 @@ def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
 def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: Rig) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 3)
-    assert rig.sent(msg.PersistCommit)
+    assert rig.sent(PersistCommit)
     free_bytes = rig.scheduler.machine.store.regions.free_bytes
     rig.job_ends(job, "done")
     assert not rig.commands(ev.DropCommits), "its only copy"
     asked = rig.job_asked("cifar", "export")
     assert asked not in rig.answers
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
     assert rig.answers[asked].body["job"]["persisted_step"] == 3
     assert rig.commands(ev.DropCommits)
     assert rig.scheduler.machine.store.regions.free_bytes > free_bytes
@@ -2201,12 +2243,12 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
     rig.committed(job, 1, 3)
     rig.job_ends(job, "failed")
     asked = rig.job_asked("cifar", "export")
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=-1, error="disk full"))
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=-1, error="disk full"))
     assert "disk full" in rig.error(asked).message
     assert not rig.commands(ev.DropCommits)
     due_ms = rig.scheduler.next_wakeup_ms()
     assert due_ms is not None
-    while not rig.sent(msg.PersistCommit):
+    while not rig.sent(PersistCommit):
         rig.tick(due_ms)
         due_ms = rig.scheduler.next_wakeup_ms() or due_ms + 1000.0
 
@@ -2218,7 +2260,7 @@ def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig
     rig.job_ends(old, "done")
     assert old.is_persisting
     assert rig.train("cifar") is old
-    rig.daemon(msg.CommitPersisted(job=old.name, epoch=old.epoch, step=3))
+    rig.daemon(CommitPersisted(job=old.name, epoch=old.epoch, step=3))
     new = rig.state.jobs["cifar"]
     assert new is not old
     removed = rig.out.index(ev.RemoveJob(job=old.name))
@@ -2266,10 +2308,10 @@ def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig
     assert rig.error(rig.job_asked("cifar", "rm")) is None
     rig.register("a", 40)
     token = rig.infer("a")  # looks at what lies in its way
-    assert not rig.sent(msg.TransmitModel)
+    assert not rig.sent(TransmitModel)
     rig.worker_exits(slot, 0)
     rig.scrubbed()
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     assert token not in rig.answers
 
 
@@ -2283,7 +2325,7 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig) -> None:
     row = again.answers[again.job_asked("cifar", "show")].body["job"]
     assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.error, 5)
     assert again.error(again.job_asked("cifar", "export")) is None
-    assert not again.sent(msg.RunJob)
+    assert not again.sent(RunJob)
     with pytest.raises(ValueError, match="no end"):
         again.scheduler.machine.jobs.restore_ended("x", {**entry["record"], "state": "running"}, -1)
 
@@ -2321,16 +2363,14 @@ def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
 
 def publication(rig: Rig) -> Any:
     """The order to copy a commit for it; the job's own goes to disk beside it."""
-    (order,) = [
-        one for one in rig.sent(msg.PersistCommit) if one.directory.startswith("published/")
-    ]
+    (order,) = [one for one in rig.sent(PersistCommit) if one.directory.startswith("published/")]
     return order
 
 
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
     """The daemon has copied the commit; the order to build."""
     order = publication(rig)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
     (build,) = rig.commands(ev.StartBuild)
     return build
 
@@ -2338,7 +2378,7 @@ def copied(rig: Rig, job: Any, step: int = 3) -> Any:
 def comes(rig: Rig, build: Any, digest: str = "") -> None:
     """The version is built and stored."""
     manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
-    done = msg.BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
+    done = BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
     rig.stored(build.model, build.epoch)
     rig.seen = rig.out
@@ -2396,7 +2436,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
 ) -> None:
     job = net_and_job(rig)
     token = ask_publish(rig, job)
-    (order,) = rig.sent(msg.PersistCommit)
+    (order,) = rig.sent(PersistCommit)
     assert order.directory == f"published/cifar@{order.epoch}"
     build = copied(rig, job)
     spec = msgspec.msgpack.decode(build.spec)
@@ -2470,19 +2510,19 @@ def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> 
     job = net_and_job(rig)
     assert "step 3" in rig.error(ask_publish(rig, job, step=2)).message
     token = ask_publish(rig, job, step=3)
-    (order,) = rig.sent(msg.PersistCommit)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=4))
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=4))
     assert "step 4" in rig.error(token).message
     assert ev.DropPublished(directory=order.directory) in rig.out
 
     token = ask_publish(rig, job)
-    (order,) = rig.sent(msg.PersistCommit)
-    rig.daemon(msg.DaemonFault(epoch=order.epoch, reason="no area"))
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(DaemonFault(epoch=order.epoch, reason="no area"))
     assert "no area" in rig.error(token).message
 
     token = ask_publish(rig, job)
     build = copied(rig, job)
-    failed = msg.BuildFailed(model=build.model, epoch=build.epoch, error="RegistrationRefused",
+    failed = BuildFailed(model=build.model, epoch=build.epoch, error="RegistrationRefused",
                              message="w differs")  # fmt: skip
     rig.handle(received(failed))
     assert "w differs" in rig.error(token).message
@@ -2496,7 +2536,7 @@ def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> 
 def test_a_copy_that_a_dead_daemon_had_is_made_by_the_next(rig: Rig) -> None:
     job = net_and_job(rig)
     token = ask_publish(rig, job)
-    (order,) = rig.sent(msg.PersistCommit)
+    (order,) = rig.sent(PersistCommit)
     rig.daemon_exits()
     assert ev.DropPublished(directory=order.directory) in rig.out
     (one,) = rig.scheduler.publishing._lines["net"]
@@ -2572,7 +2612,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
 def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
     job = net_and_job(rig)
     rig.job_ends(job, "done")
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
     ask_publish(rig, job)
     (build,) = rig.commands(ev.StartBuild)
     assert msgspec.msgpack.decode(build.spec)["weights"] == "commits/cifar"
@@ -2606,7 +2646,7 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
     other = again.ask_register("net")
     assert isinstance(again.error(other), errors.AlreadyExists)
     model = again.scheduler.machine.models["net@3"]
-    again.handle(received(msg.BuildFailed(
+    again.handle(received(BuildFailed(
         model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
         error="RegistrationRefused", message="damaged")))  # fmt: skip
     assert model.state.state is ModelState.FAILED
@@ -2626,9 +2666,9 @@ def script_publishes(
     tensors = tuple(
         (f"{part}.{w.name}", w.dtype, (*w.shape, *more)) for part in parts for w in weights
     )
-    message = msg.PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors, part=part)
+    message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors, part=part)
     rig.worker(job.slot, message)
-    (answer,) = rig.sent(msg.PublishAnswered)
+    (answer,) = rig.sent(PublishAnswered)
     return answer
 
 
@@ -2637,10 +2677,10 @@ def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_
 ) -> None:
     job = net_and_job(rig)
     assert not script_publishes(rig, job, step=5).error
-    assert not rig.sent(msg.PersistCommit), "step 3 is not what it publishes"
+    assert not rig.sent(PersistCommit), "step 3 is not what it publishes"
     rig.committed(job, 2, 5)
     build = copied(rig, job, step=5)
-    assert [m.epoch for m in rig.sent(msg.PublishCopied)] == [job.epoch]
+    assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch]
     comes(rig, build)
     assert versions_of(rig) == [(1, False), (2, True)]
 
@@ -2653,7 +2693,7 @@ def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> 
 def is_copied(rig: Rig, job: Any, step: int) -> str:
     """The daemon has copied the commit; its folder."""
     order = publication(rig)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
     return str(order.directory)
 
 
@@ -2666,7 +2706,7 @@ def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> No
     for number, step in enumerate((5, 6, 7, 8), 2):
         script_publishes_and_commits(rig, job, number, step)
         folders.append(is_copied(rig, job, step))
-        assert [m.epoch for m in rig.sent(msg.PublishCopied)] == [job.epoch], "it trains on"
+        assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch], "it trains on"
         builds += rig.commands(ev.StartBuild)
     while builds:
         built += builds
@@ -2686,12 +2726,12 @@ def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) 
         if number == 2:
             (build,) = rig.commands(ev.StartBuild)
     script_publishes_and_commits(rig, job, 40, 40)
-    assert not [o for o in rig.sent(msg.PersistCommit) if o.directory.startswith("published/")]
-    assert not rig.sent(msg.PublishCopied), "its next publication waits"
+    assert not [o for o in rig.sent(PersistCommit) if o.directory.startswith("published/")]
+    assert not rig.sent(PublishCopied), "its next publication waits"
     comes(rig, build)
     rig.out = rig.seen
     is_copied(rig, job, 40)
-    assert rig.sent(msg.PublishCopied)
+    assert rig.sent(PublishCopied)
     assert len(rig.scheduler.publishing._lines["net"]) == MOST_COPIES + 1
 
 
@@ -2717,11 +2757,11 @@ def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig:
     script_publishes(rig, job, step=3)
     first = copied(rig, job)
     token = ask_publish(rig, job)
-    assert not rig.sent(msg.PersistCommit), "it is of what is newest at its turn"
+    assert not rig.sent(PersistCommit), "it is of what is newest at its turn"
     script_publishes(rig, job, step=5)
     rig.committed(job, 2, 5)
     order = publication(rig)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=5))
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=5))
     comes(rig, first)
     rig.out = rig.seen
     comes(rig, copied(rig, job, step=5))
@@ -2737,7 +2777,7 @@ def test_a_publication_waits_until_its_model_is_there(rig: Rig) -> None:
     assert "building" in script_publishes(rig, job, step=3).message, "no shapes to compare with"
     token = ask_publish(rig, job)
     order = publication(rig)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
     rig.built("net", 10, build.epoch)
     assert token not in rig.answers
     rig.stored("net", build.epoch)
@@ -2778,10 +2818,10 @@ def test_a_script_says_which_part_where_several_fit(rig: Rig) -> None:
 def test_a_script_whose_worker_died_is_not_told_of_its_copy(rig: Rig) -> None:
     job = net_and_job(rig)
     script_publishes(rig, job, step=3)
-    (order,) = rig.sent(msg.PersistCommit)
+    (order,) = rig.sent(PersistCommit)
     rig.worker_exits(job.slot)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=3))
-    assert not [m for m in rig.sent(msg.PublishCopied) if m.epoch != job.epoch]
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    assert not [m for m in rig.sent(PublishCopied) if m.epoch != job.epoch]
     assert rig.commands(ev.StartBuild)
 
 
@@ -2813,7 +2853,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
     registers(rig, "bob")
     rig.committed(job, 2, 9)
     order = publication(rig)
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=order.epoch, step=9))
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=9))
     assert not rig.commands(ev.StartBuild)
     assert ev.DropPublished(directory=order.directory) in rig.out
     assert versions_of(rig) == [(1, True)]
@@ -2824,7 +2864,7 @@ def over(rig: Rig) -> Any:
     """A job that is done, whose state is on disk."""
     job = trained(rig)
     rig.job_ends(job, "done")
-    rig.daemon(msg.CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
     return job
 
 
@@ -2937,15 +2977,15 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         rig.state.is_daemon_ready = False
     token = ask_publish(rig, job, step=3)
     build = copied(rig, job) if stage == "builds" else None
-    orders = rig.sent(msg.PersistCommit)
+    orders = rig.sent(PersistCommit)
     if stage == "copied":
-        rig.daemon(msg.CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
     rig.handle(ev.CancelAsked(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
     rig.state.is_daemon_ready = True
     if stage == "copies":
         assert not rig.commands(ev.DropPublished), "the daemon still writes there"
-        rig.daemon(msg.CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
         assert rig.commands(ev.DropPublished)
     for one in filter(None, (build, other)):
         rig.handle(exited(one.epoch, -9))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pipeswitch.errors import InvalidInput, SequenceNotFound
-from pipeswitch.frontend.held import MAX_STEP_TOKENS, Asked
-from pipeswitch.frontend.prefixes import TOKEN_BYTES, History, Prefixes, tokens_of
-from pipeswitch.programs.dims import Dim
+from pipeswitch.frontend.sequences.held import MAX_STEP_TOKENS, Asked
+from pipeswitch.frontend.sequences.prefixes import TOKEN_BYTES, History, Prefixes, tokens_of
+from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import MODEL, MOST, ROW, World
 

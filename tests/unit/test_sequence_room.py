@@ -18,19 +18,28 @@ import numpy as np
 import pytest
 
 from pipeswitch.errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound
-from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.frontend.sequences import IDLE_MS, Sequences, longest
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences, longest
+from pipeswitch.frontend.transport.clients import Client
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import ModelName, SlabTensor
-from pipeswitch.programs.answer import Ending
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.generating import Facts, Generating
-from pipeswitch.programs.generation import CACHE, CACHE_NEW, IDS, LOGITS, PADS, STATE, TOKENS, USED
-from pipeswitch.programs.layout import Manifest, ValueSpec, aligned
-from pipeswitch.programs.sampling import Sampling
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.programs.decoding.answer import Ending
+from pipeswitch.programs.decoding.generating import Facts, Generating
+from pipeswitch.programs.decoding.generation import (
+    CACHE,
+    CACHE_NEW,
+    IDS,
+    LOGITS,
+    PADS,
+    STATE,
+    TOKENS,
+    USED,
+)
+from pipeswitch.programs.decoding.sampling import Sampling
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import Manifest, ValueSpec, aligned
 from pipeswitch.roles import Standing
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.frontend import held as held_module
-from pipeswitch.frontend import prefixes, request_pool, sequences
-from pipeswitch.frontend.held import Grown, Held
-from pipeswitch.frontend.prefixes import History
+from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.request_pool import Room
+from pipeswitch.frontend.sequences import held as held_module
+from pipeswitch.frontend.sequences import manager as sequences
+from pipeswitch.frontend.sequences import prefixes
+from pipeswitch.frontend.sequences.held import Grown, Held
+from pipeswitch.frontend.sequences.prefixes import History
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import Key, Move, Request, World
 

@@ -12,13 +12,14 @@ import pytest
 
 from pipeswitch.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.admission import Body
-from pipeswitch.frontend.held import Asked, Held, asked_of
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import IDLE_MS, ROWS_STEP, Sequences
+from pipeswitch.frontend.sequences.held import Asked, Held, asked_of
+from pipeswitch.frontend.sequences.manager import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import Choosing, SlabTensor
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler.events import Answer, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 

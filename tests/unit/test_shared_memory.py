@@ -17,7 +17,7 @@ from pipeswitch.controller.shared_memory import DeviceShare, Memory
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import JobName
+from pipeswitch.ipc.messages.base import JobName
 
 
 def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

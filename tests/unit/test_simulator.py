@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.ipc.messages import JobName, ModelName
+from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler

@@ -29,7 +29,7 @@ LARGE = {
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
     "recurrent._stft 10, inference.Inference.__init__ 9, jobs.Jobs.adopt 9, "
     "recurrent._shapes 9",
-    "methods": "bindings.Cuda 37, http.Connection 37, actors.Placement 34, "
+    "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
     "cluster.ClusterConnection 33, world.World 33, view.PoolView 32, frontend.Frontend 30, "
     "jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, registry.Registry 26",
 }

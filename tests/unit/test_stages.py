@@ -11,10 +11,11 @@ import pytest
 
 from pipeswitch import errors
 from pipeswitch.frontend.permissions import check_function
-from pipeswitch.ipc.messages import RunStage, SlabTensor, StageDone, StageFailed, StageReady
-from pipeswitch.programs.dims import Dim
+from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.stages import stage
 from pipeswitch.programs.spec import BuildSpec, stage_of
-from pipeswitch.programs.stages import stage
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.processes.stages import Stages

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.ipc.messages import Choosing
-from pipeswitch.programs.dims import Dim
-from pipeswitch.programs.layout import Batching
+from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import Batching
 from workers.inference import steps
 from workers.inference.steps import CHOSEN, Stepping
 

@@ -12,8 +12,9 @@ import pytest
 from memory_daemon.store import UnusableModel, load_model
 from memory_daemon.transmit import TransmitGuard
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitModel
-from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.ipc.messages.base import Epoch, ModelName
+from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
+from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE
 
 HEADER = b"HEADER--"

@@ -13,13 +13,16 @@ import pytest
 
 from pipeswitch.devices.orders import check_order
 from pipeswitch.errors import OutOfDeviceMemory, RemoteProtocolError
-from pipeswitch.ipc import messages as msg
+from pipeswitch.ipc.messages.base import JobName, ModelName
+from pipeswitch.ipc.messages.builder import BuildDone
+from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
+from pipeswitch.ipc.messages.worker import Choosing, InferenceFailed, RunInference, SteppedAside
 from pipeswitch.planning.costs import LayerCosts, LinkCost
 from pipeswitch.planning.profile import Found
 from pipeswitch.planning.streaming import Landings, land, least_window, pass_ms
-from pipeswitch.programs.bundle import Graph, Node
-from pipeswitch.programs.graph import last_readers
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.graphs.bundle import Graph, Node
+from pipeswitch.programs.graphs.graph import last_readers
+from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.memory import plans
@@ -33,7 +36,7 @@ from tests.unit.test_scheduler_rules import Rig, received
 
 MIB = 1 << 20
 UNIT = 2
-LARGE, SMALL, JOB = msg.ModelName("large"), msg.ModelName("small"), msg.JobName("j")
+LARGE, SMALL, JOB = ModelName("large"), ModelName("small"), JobName("j")
 
 
 # -- where groups land ------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class Streaming(World):
             if isinstance(command, ev.Answer) and not command.more:
                 self.answers[command.token] = (self.now_ms, command)
 
-    def ask(self, model: msg.ModelName = LARGE) -> tuple[float, Any]:
+    def ask(self, model: ModelName = LARGE) -> tuple[float, Any]:
         """How long it took, and its bill."""
         began_ms, token = self.now_ms, self.clients.infer(model)
         self.run(self.now_ms + 1e4)
@@ -224,7 +227,7 @@ def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does
     tokens = [world.clients.token() for _ in range(2)]
     for token in tokens:
         world.handle(msgspec.structs.replace(
-            asked, token=token, request_id=f"r{token}", choosing=msg.Choosing(steps=8),
+            asked, token=token, request_id=f"r{token}", choosing=Choosing(steps=8),
         ))  # fmt: skip
         world.run(world.now_ms + 10.0)
     assert not world.scene.device.stop_words  # the other one is a pass of its own
@@ -244,7 +247,7 @@ def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> 
     """Three times the arena, in groups of 6 MiB; not of one release before."""
     token, epoch = rig.begin("large", **fields)
     manifest = manifest_of("digest large", mib * MIB, groups)
-    done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
     if rig.answers.get(token) is None:
         rig.stored("large", epoch)
@@ -273,16 +276,16 @@ def test_before_its_first_pass_only_the_copy_is_predicted_and_is_called_so(
 def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig: Rig) -> None:
     registered(rig)
     rig.infer("large")
-    (first,), (run,) = rig.sent(msg.TransmitModel), rig.sent(msg.RunInference)
+    (first,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
     assert all(group.size_bytes for group in first.groups)
     assert [group.arena_offset_bytes - first.arena_offset_bytes for group in first.groups] == [
         *run.landings
     ]
     rig.infer("large")
-    assert not rig.sent(msg.RunInference), "the ring is the other's"
+    assert not rig.sent(RunInference), "the ring is the other's"
     rig.arrived("large")
     rig.done()
-    (second,) = rig.sent(msg.TransmitModel)
+    (second,) = rig.sent(TransmitModel)
     kept = [index for index, group in enumerate(second.groups) if not group.size_bytes]
     assert {*kept} == rig.state.replicas["large"].landings.kept
     rig.arrived("large")
@@ -297,12 +300,12 @@ def test_a_request_that_fails_in_the_middle_stops_its_copy_and_the_next_one_is_s
     rig.infer("large")
     other = rig.infer("large")
     task = rig.state.owner.running
-    rig.worker(task.slot, msg.InferenceFailed(
+    rig.worker(task.slot, InferenceFailed(
         epoch=task.epoch, error="TaskFailed", message="no"))  # fmt: skip
-    assert [one.epoch for one in rig.sent(msg.CancelTransmit)] == [task.residency_epoch]
-    assert not rig.sent(msg.TransmitModel), "the range is the copy's until that has ended"
+    assert [one.epoch for one in rig.sent(CancelTransmit)] == [task.residency_epoch]
+    assert not rig.sent(TransmitModel), "the range is the copy's until that has ended"
     rig.arrived("large", is_complete=False)
-    assert len(rig.sent(msg.TransmitModel)) == 1
+    assert len(rig.sent(TransmitModel)) == 1
     rig.arrived("large")
     rig.done()
     assert rig.error(other) is None
@@ -312,9 +315,9 @@ def test_its_worker_dies_and_it_is_served_again(rig: Rig) -> None:
     registered(rig)
     token = rig.infer("large")
     rig.worker_exits(rig.state.owner.running.slot)
-    assert rig.sent(msg.CancelTransmit)
+    assert rig.sent(CancelTransmit)
     rig.arrived("large", is_complete=False)
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     rig.arrived("large")
     rig.done()
     assert rig.error(token) is None
@@ -325,9 +328,9 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
     rig.infer("large")
     rig.infer("large")
     rig.done()
-    assert not rig.sent(msg.TransmitModel), "the daemon may still write"
+    assert not rig.sent(TransmitModel), "the daemon may still write"
     rig.arrived("large")
-    assert rig.sent(msg.TransmitModel)[0].groups[0].size_bytes == 0
+    assert rig.sent(TransmitModel)[0].groups[0].size_bytes == 0
     rig.arrived("large")
     rig.done()
 
@@ -336,7 +339,7 @@ def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig
     token, epoch = rig.begin("large")
     manifest = manifest_of("digest large", 186 * MIB, 31)
     found = Found("large.json", profile_of("large", manifest, layer_ms=50.0))
-    done = msg.BuildDone(model="large", epoch=epoch, digest=manifest.digest)
+    done = BuildDone(model="large", epoch=epoch, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest, profiles=(found,)))
     rig.stored("large", epoch)
     assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
@@ -346,7 +349,7 @@ def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig
 def test_it_is_neither_hinted_nor_sent_ahead(rig: Rig) -> None:
     registered(rig)
     rig.handle(ev.PrefetchHint(model="large"))
-    assert not rig.sent(msg.TransmitModel)
+    assert not rig.sent(TransmitModel)
 
 
 def test_it_cannot_be_pinned(rig: Rig) -> None:
@@ -371,7 +374,7 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     rig.done()
     job = rig.start_training(mib=20)
     rig.infer("large")
-    (sent,) = rig.sent(msg.TransmitModel)
+    (sent,) = rig.sent(TransmitModel)
     assert sent.region_bytes == 42 * MIB
     rig.park(job, rig.state.owner.pending.turn)
     rig.arrived("large")
@@ -392,7 +395,7 @@ def beside(rig: Rig) -> Any:
 
 
 def steps_aside(rig: Rig, passing: Any) -> None:
-    rig.worker(passing.slot, msg.SteppedAside(epoch=passing.epoch))
+    rig.worker(passing.slot, SteppedAside(epoch=passing.epoch))
 
 
 def turns(rig: Rig) -> list[int]:
@@ -460,11 +463,11 @@ def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
     small = rig.infer("small")
     steps_aside(rig, passing)
     rig.worker_exits(passing.slot)
-    assert rig.sent(msg.CancelTransmit)
+    assert rig.sent(CancelTransmit)
     rig.done()
     assert rig.error(small) is None
     rig.arrived("large", is_complete=False)
-    assert rig.sent(msg.TransmitModel)
+    assert rig.sent(TransmitModel)
     assert rig.state.replicas["large"].model.deaths == 0, "it did not compute"
 
 
@@ -498,7 +501,7 @@ def test_a_daemon_refuses_a_group_that_would_wait_for_ever(
 ) -> None:
     registered(rig)
     rig.infer("large")
-    (sent,) = rig.sent(msg.TransmitModel)
+    (sent,) = rig.sent(TransmitModel)
     order = msgspec.structs.replace(sent, groups=sent.groups[:2], waits=waits)
     with pytest.raises(RemoteProtocolError, match="wait"):
         check_order(order, arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64)

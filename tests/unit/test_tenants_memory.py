@@ -13,7 +13,8 @@ from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
 from pipeswitch.errors import QueueFull, RemoteProtocolError
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import Epoch, ModelName, SlabTensor, TransmitModel
+from pipeswitch.ipc.messages.base import Epoch, ModelName, SlabTensor
+from pipeswitch.ipc.messages.daemon import TransmitModel
 from pipeswitch.ipc.sparse import give_back, held_bytes, keep_only, read_only
 
 MIB = 1 << 20

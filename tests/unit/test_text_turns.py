@@ -14,14 +14,14 @@ from msgspec import Raw
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.errors import InvalidInput
-from pipeswitch.gateway.answers import turn_of
-from pipeswitch.gateway.completions import NEUTRAL, Said, _check_neutral, _said
+from pipeswitch.gateway.openai.answers import turn_of
+from pipeswitch.gateway.openai.completions import NEUTRAL, Said, _check_neutral, _said
+from pipeswitch.gateway.openai.texts import TURN_S, Place, Texts, next_place
 from pipeswitch.gateway.sharing import MOST_PASSES, Turns
-from pipeswitch.gateway.texts import TURN_S, Place, Texts, next_place
-from pipeswitch.programs.answer import Ending
-from pipeswitch.programs.generating import Facts, Generating
-from pipeswitch.programs.generation import author_defaults
-from pipeswitch.programs.sampling import Sampling
+from pipeswitch.programs.decoding.answer import Ending
+from pipeswitch.programs.decoding.generating import Facts, Generating
+from pipeswitch.programs.decoding.generation import author_defaults
+from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.roles import ANYONE, Standing
 
 OPTIONS = [*Said.__struct_fields__]

@@ -17,8 +17,8 @@ from pipeswitch import tracing
 from pipeswitch.client.client import Client
 from pipeswitch.errors import InvalidInput, ModelNotFound
 from pipeswitch.frontend.admission import Body, trace_id_of
-from pipeswitch.gateway.oip import InferRequest
-from pipeswitch.gateway.service import Service
+from pipeswitch.gateway.serving.oip import InferRequest
+from pipeswitch.gateway.serving.service import Service
 from pipeswitch.roles import OWNER
 from pipeswitch.tracing import open_tracer
 from pipeswitch.wire.bill import Bill

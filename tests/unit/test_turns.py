@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.ipc.messages import JobName, ModelName
-from pipeswitch.programs.layout import Batching
+from pipeswitch.ipc.messages.base import JobName, ModelName
+from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS

@@ -16,7 +16,9 @@ from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolErr
 from pipeswitch.errors import to_wire as error_to_wire
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.channel import decode_message, encode_message
-from pipeswitch.ipc.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
+from pipeswitch.ipc.messages.any_message import AnyMessage
+from pipeswitch.ipc.messages.base import Epoch, Message
+from pipeswitch.ipc.messages.worker import InferenceFailed, JobReport
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
     MAGIC,

@@ -14,10 +14,10 @@ import torch
 
 from pipeswitch.devices.cpu.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
-from pipeswitch.ipc.messages import SlabTensor
-from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec, aligned
-from pipeswitch.programs.padding import padded, padded_shape
-from pipeswitch.programs.views import bytes_over
+from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
+from pipeswitch.programs.running.padding import padded, padded_shape
+from pipeswitch.programs.running.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
 KEPT_VIEWS: Final = 64  # of slabs: the next request often lies where one did

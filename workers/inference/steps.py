@@ -14,11 +14,20 @@ from typing import Any, Final
 import torch
 
 from pipeswitch.devices.view import now_ms
-from pipeswitch.ipc.messages import JoinedRequest, ModelName, RunInference, SlabTensor
-from pipeswitch.programs.executor import BoundProgram
-from pipeswitch.programs.generation import CACHE, CACHE_NEW, COUNT, IDS, LOGITS, TOKENS, USED
-from pipeswitch.programs.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
-from pipeswitch.programs.sampling import Sampling, next_token
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.worker import JoinedRequest, RunInference
+from pipeswitch.programs.decoding.generation import (
+    CACHE,
+    CACHE_NEW,
+    COUNT,
+    IDS,
+    LOGITS,
+    TOKENS,
+    USED,
+)
+from pipeswitch.programs.decoding.sampling import Sampling, next_token
+from pipeswitch.programs.interface.layout import MOST_JOINED_BYTES, Manifest, ValueSpec, aligned
+from pipeswitch.programs.running.executor import BoundProgram
 
 from .pool import RequestPool
 

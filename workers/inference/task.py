@@ -15,29 +15,30 @@ from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import (
+from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.worker import (
     InferenceDone,
     InferenceFailed,
     JoinedRequest,
-    ModelName,
     PrepareModel,
     RunInference,
-    SlabTensor,
     SteppedAside,
 )
-from pipeswitch.programs.bundle import Graph, read_bundle
-from pipeswitch.programs.dims import shape_at, values_of
-from pipeswitch.programs.executor import (
+from pipeswitch.programs.graphs.bundle import Graph, read_bundle
+from pipeswitch.programs.graphs.operators import checked_by
+from pipeswitch.programs.graphs.zeroed import allocator_switch
+from pipeswitch.programs.interface.dims import shape_at, values_of
+from pipeswitch.programs.interface.groups import landed_tensors, regrouped
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
+from pipeswitch.programs.running.executor import (
     BoundProgram,
     GraphProgram,
     ModuleProgram,
     PackedKernels,
     Program,
 )
-from pipeswitch.programs.groups import landed_tensors, regrouped
-from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
-from pipeswitch.programs.operators import checked_by
-from pipeswitch.programs.padding import cut
+from pipeswitch.programs.running.padding import cut
+from pipeswitch.programs.running.torch_settings import construct_on_meta
 from pipeswitch.programs.spec import (
     MANIFEST_FILE,
     fingerprint,
@@ -45,8 +46,6 @@ from pipeswitch.programs.spec import (
     load_manifest,
     weights_file,
 )
-from pipeswitch.programs.torch_settings import construct_on_meta
-from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
 from .steps import Caches, Requests, Stepping, Steps

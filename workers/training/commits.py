@@ -18,7 +18,7 @@ from pipeswitch.commits import tagged
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.inputs.randomness import RandomState
-from pipeswitch.programs.layout import aligned
+from pipeswitch.programs.interface.layout import aligned
 
 from .host import JobHost
 from .layout import history_bytes, sparse_gradient_bytes

@@ -19,8 +19,21 @@ from pipeswitch.devices.view import HostCopies, PoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.inputs.ring import Ring
-from pipeswitch.ipc import messages as msg
 from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted
+from pipeswitch.ipc.messages.worker import (
+    CommitStep,
+    HostGranted,
+    HostRequest,
+    JobReport,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
+    RunJob,
+)
 from pipeswitch.ipc.sparse import keep_newest
 
 from .tiles import Tiles
@@ -33,7 +46,7 @@ class JobHost:
     thread delivers the answers. (Tests of sessions have hosts of their own.)"""
 
     def __init__(
-        self, message: msg.RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
+        self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
     ) -> None:
         self._message = message
         self._task = task
@@ -41,12 +54,12 @@ class JobHost:
         self.device = view.device
         self.tiles: Tiles | None = None  # where all jobs share what activations may take
         self._changed = threading.Condition()
-        self._lease: msg.LeaseGranted | msg.LeaseRefused | msg.HostGranted | None = None
-        self._committed: msg.StepCommitted | None = None
+        self._lease: LeaseGranted | LeaseRefused | HostGranted | None = None
+        self._committed: StepCommitted | None = None
         self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
         self._publishing = 0  # that are not copied yet
-        self._published: msg.PublishAnswered | None = None
+        self._published: PublishAnswered | None = None
         self._history: BinaryIO | None = None
         self._history_bytes = 0
         self._progress: Progress | None = None
@@ -89,13 +102,13 @@ class JobHost:
         """
         reach("job.lease")
         self._view.settle()  # what still reads the former slice: it may be given to another
-        request = msg.LeaseRequest(
+        request = LeaseRequest(
             epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
         answer = self._ask(request, or_evicted=True)
         if answer is None:
             raise TaskPreempted("evicted while waiting for device memory")
-        assert isinstance(answer, msg.LeaseGranted)
+        assert isinstance(answer, LeaseGranted)
         slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
         if self._has_leased:
             slice_tensor.zero_()  # the first slice again, for the next phase
@@ -109,13 +122,11 @@ class JobHost:
         Raises:
             HostStoreFull: there is no room; what was granted before stays.
         """
-        self._ask(
-            msg.HostRequest(epoch=self._message.epoch, size_bytes=size_bytes), or_evicted=False
-        )
+        self._ask(HostRequest(epoch=self._message.epoch, size_bytes=size_bytes), or_evicted=False)
 
     def _ask(
-        self, request: msg.LeaseRequest | msg.HostRequest, *, or_evicted: bool
-    ) -> msg.LeaseGranted | msg.HostGranted | None:
+        self, request: LeaseRequest | HostRequest, *, or_evicted: bool
+    ) -> LeaseGranted | HostGranted | None:
         """For memory; None when an eviction came first, and that ends the wait."""
         with self._changed:
             self._lease = None
@@ -123,7 +134,7 @@ class JobHost:
         with self._changed:
             self._changed.wait_for(lambda: self._lease or (or_evicted and self._evicting))
             answer = self._lease
-        if isinstance(answer, msg.LeaseRefused):
+        if isinstance(answer, LeaseRefused):
             raise from_wire(answer.error, answer.message, "", answer.data)
         return answer
 
@@ -135,11 +146,11 @@ class JobHost:
             self._commit_number += 1
         self._view.settle()  # the daemon reads the slice: every kernel before has run
         self._task.send(
-            msg.CommitStep(
+            CommitStep(
                 epoch=self._message.epoch,
                 number=self._commit_number,
                 step=step,
-                ranges=tuple(msg.ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
+                ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
             )
         )
 
@@ -187,9 +198,9 @@ class JobHost:
             self._published = None
             self._publishing += 1
         self._task.send(
-            msg.PublishStep(
+            PublishStep(
                 epoch=self._message.epoch,
-                model=msg.ModelName(model),
+                model=ModelName(model),
                 step=step,
                 part=part,
                 tensors=tuple(tensors),
@@ -203,7 +214,7 @@ class JobHost:
                 self._publishing -= 1
             raise from_wire(answer.error, answer.message, answer.hint, answer.data)
 
-    def _await_publish(self) -> msg.PublishAnswered | None:
+    def _await_publish(self) -> PublishAnswered | None:
         """The answer; None when an eviction came first."""
         with self._changed:
             self._changed.wait_for(lambda: self._published is not None or self._evicting)
@@ -261,13 +272,13 @@ class JobHost:
     def report(self, kind: str, /, **values: Any) -> None:
         """Tell the controller: progress, log, warnings, events. Does not block."""
         reach("job.report")
-        self._task.send(msg.JobReport(epoch=self._message.epoch, kind=kind, values=values))
+        self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
 
     # -- termination thread --------------------------------------------------------------------
 
     def lease_answered(
         self,
-        message: msg.LeaseGranted | msg.LeaseRefused | msg.HostGranted,
+        message: LeaseGranted | LeaseRefused | HostGranted,
         descriptors: Sequence[int],
     ) -> None:
         """An answer to ``lease``, or to ``charge_host``; a granted slice brings the commit area,
@@ -280,16 +291,16 @@ class JobHost:
             self._lease = message
             self._changed.notify_all()
 
-    def commit_answered(self, message: msg.StepCommitted) -> None:
+    def commit_answered(self, message: StepCommitted) -> None:
         with self._changed:
             if message.number != self._commit_number:
                 return  # told again: the one that is waited for is still being copied
             self._committed = message
             self._changed.notify_all()
 
-    def publish_answered(self, message: msg.PublishAnswered | msg.PublishCopied) -> None:
+    def publish_answered(self, message: PublishAnswered | PublishCopied) -> None:
         with self._changed:
-            if isinstance(message, msg.PublishAnswered):
+            if isinstance(message, PublishAnswered):
                 self._published = message
             else:
                 self._publishing = max(0, self._publishing - 1)  # it may be of an earlier process

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeswitch.errors import OutOfDeviceMemory
-from pipeswitch.programs.layout import aligned
+from pipeswitch.programs.interface.layout import aligned
 
 TENSOR_BYTES: Final = 512  # as torch's own on cuda: cuBLASLt chooses by an operand's alignment
 HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them

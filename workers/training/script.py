@@ -21,7 +21,7 @@ from pipeswitch import job as job_api
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.ipc.messages import JobEnded, RunJob
+from pipeswitch.ipc.messages.worker import JobEnded, RunJob
 from pipeswitch.machine import available_bytes
 
 from .host import JobHost

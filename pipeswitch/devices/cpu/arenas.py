@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import RemoteProtocolError
 from ...ipc.board import seal_against_writers, sealed_memfd
-from ...ipc.messages import TransmitModel
+from ...ipc.messages.daemon import TransmitModel
 from ...ipc.sparse import keep_only
 from ..orders import WORD_BYTES
 

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ...config import DeviceConfig
-from ...ipc.messages import DaemonSettings, WorkerSettings
+from ...ipc.messages.daemon import DaemonSettings
+from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice
 from .memory import CpuDeviceMemory
 from .view import CpuPoolView

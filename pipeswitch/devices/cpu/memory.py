@@ -23,8 +23,9 @@ import numpy as np
 
 from ...failpoints import reach
 from ...ipc.board import sealed_memfd
-from ...ipc.messages import ByteRange, DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
-from ...programs.layout import aligned
+from ...ipc.messages.base import ByteRange
+from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
+from ...programs.interface.layout import aligned
 from ..memory import DeviceMemory, OnEnd, Transmission
 from ..orders import WORD_MASK, check_range
 from ..view import now_ms

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from ...errors import RegistrationRefused
-from ...programs.packing import (
+from ...programs.interface.packing import (
     CONVOLUTION,
     CONVOLUTION_ADD,
     LINEAR,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...ipc.messages import WorkerSettings
-from ...programs.layout import TensorSpec, aligned
+from ...ipc.messages.worker import WorkerSettings
+from ...programs.interface.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
 from ..view import PoolView
 from . import windows
@@ -18,7 +18,7 @@ from .copies import CpuCopies
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.executor import PackedKernels
+    from ...programs.running.executor import PackedKernels
 
 
 class CpuPoolView(PoolView):
@@ -63,14 +63,14 @@ class CpuPoolView(PoolView):
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
-        from ...programs.views import bytes_over
+        from ...programs.running.views import bytes_over
 
         window = self._window
         return bytes_over(window.reserve, window.reserve_offset_bytes, window.size_bytes)
 
     @cached_property
     def _work(self) -> torch.UntypedStorage:
-        from ...programs.views import bytes_over
+        from ...programs.running.views import bytes_over
 
         assert self._work_map is not None, "this worker runs no training script"
         return bytes_over(self._work_map)
@@ -129,13 +129,13 @@ class CpuPoolView(PoolView):
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         """Writing to it kills this process, and so does reading before ``show``."""
-        from ...programs.views import tensor_over
+        from ...programs.running.views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
         """Its storage is all of *work*."""
-        from ...programs.views import tensor_over
+        from ...programs.running.views import tensor_over
 
         tensor = tensor_over(self._work, spec, 0)
         offset, size = spec.offset_bytes, spec.size_bytes

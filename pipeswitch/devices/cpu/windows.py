@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...programs.layout import REGION_ALIGN_BYTES, aligned
+from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
 from ..orders import check_range
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...programs.executor import BeforeGroup, BoundGraph, BoundProgram
+from ...programs.running.executor import BeforeGroup, BoundGraph, BoundProgram
 from .bindings import CudaError
 from .indices import check_indices, index_limits
 

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 
 from ...errors import InvalidInput
-from ...programs.bundle import Graph
-from ...programs.layout import TensorSpec, ValueSpec
+from ...programs.graphs.bundle import Graph
+from ...programs.interface.layout import TensorSpec, ValueSpec
 
 LOOKUPS: Final[Mapping[str, tuple[int, int]]] = {
     "aten.embedding.default": (0, 1),

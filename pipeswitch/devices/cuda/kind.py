@@ -16,7 +16,8 @@ import msgspec
 
 from ...config import DeviceConfig
 from ...errors import ConfigError, PipeSwitchError
-from ...ipc.messages import DaemonSettings, WorkerSettings
+from ...ipc.messages.daemon import DaemonSettings
+from ...ipc.messages.worker import WorkerSettings
 from ...units import Amount
 from .. import ChosenDevice
 from ..memory import DeviceMemory

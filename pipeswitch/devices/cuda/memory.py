@@ -25,7 +25,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...ipc.board import sealed_memfd
-from ...ipc.messages import ByteRange, DaemonSettings, GroupCopy, TransmitEnded
+from ...ipc.messages.base import ByteRange
+from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded
 from ..memory import DeviceMemory, Transmission
 from ..orders import WORD_BYTES, WORD_MASK, check_range
 from ..view import now_ms

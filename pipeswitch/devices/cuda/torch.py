@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...programs.layout import TensorSpec
-from ...programs.views import place_in, tensor_over
+from ...programs.interface.layout import TensorSpec
+from ...programs.running.views import place_in, tensor_over
 from .capture import CudaRecorder, no_collector
 from .slice import Segments, make_pool, reserve
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from ...errors import TaskFailed
-from ...ipc.messages import Epoch
-from ...programs.layout import TensorSpec
+from ...ipc.messages.base import Epoch
+from ...programs.interface.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..view import PoolView
 from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
@@ -20,7 +20,7 @@ from .ladder import Waits
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.executor import BoundProgram
+    from ...programs.running.executor import BoundProgram
     from .copies import CudaCopies
     from .graphs import DeviceProgram
     from .torch import CudaTorch

@@ -20,11 +20,11 @@ import msgspec
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import are_enabled, reach
 from ...ipc.channel import Channel
-from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
+from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ...sandbox.confine import confine_builder
 from ...units import format_bytes
-from ..dims import largest, values_text
-from ..layout import Manifest
+from ..interface.dims import largest, values_text
+from ..interface.layout import Manifest
 from ..spec import BuildSpec, files_of, needs_more
 from . import hub
 

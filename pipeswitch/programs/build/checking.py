@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ...errors import RegistrationRefused
-from ..bundle import Graph
-from ..dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
-from ..graph import CompiledGraph, check_on_meta
-from ..layout import ValueSpec
-from ..requests import random_inputs
-from ..values import bytes_of
+from ..graphs.bundle import Graph
+from ..graphs.graph import CompiledGraph, check_on_meta
+from ..interface.dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
+from ..interface.layout import ValueSpec
+from ..interface.requests import random_inputs
+from ..running.values import bytes_of
 from .dynamic import NotDynamic, working_end
 
 if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter

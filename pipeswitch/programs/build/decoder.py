@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from ...errors import RegistrationRefused
 from ...units import format_bytes
-from ..factories import parameters_of
-from ..generation import (
+from ..decoding.generation import (
     CACHE,
     CACHE_NEW,
     LOGITS,
@@ -28,6 +27,7 @@ from ..generation import (
     author_defaults,
     packed_tokenizer,
 )
+from ..running.factories import parameters_of
 from .dynamic import Dynamic
 
 LARGEST_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build

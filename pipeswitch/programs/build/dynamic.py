@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...errors import RegistrationRefused
 from ...units import nearest
-from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
+from ..interface.dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
 
 Range = tuple[int, int] | tuple[str, int, int]
 Dynamic = Mapping[str, Mapping[int, Range]]

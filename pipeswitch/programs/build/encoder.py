@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import RegistrationRefused
-from ..bundle import VERSION, Graph, Node, check_graph
-from ..dims import Extent
-from ..generation import Generation
-from ..graph import mutations
-from ..layout import ValueSpec
-from ..operators import DROPPED_AT_EXPORT, split_target
-from ..values import dtype_name
+from ..decoding.generation import Generation
+from ..graphs.bundle import VERSION, Graph, Node, check_graph
+from ..graphs.graph import mutations
+from ..graphs.operators import DROPPED_AT_EXPORT, split_target
+from ..interface.dims import Extent
+from ..interface.layout import ValueSpec
+from ..running.values import dtype_name
 from .advice import DATA, OTHERS, advice
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...errors import PipeSwitchError, RegistrationRefused
-from ..bundle import write_bundle
-from ..dims import BATCH, Dim
-from ..nesting import Tree
+from ..graphs.bundle import write_bundle
+from ..interface.dims import BATCH, Dim
+from ..interface.nesting import Tree
+from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..spec import DEFAULT_SEQUENCES
-from ..values import dtype_name, nested_outputs, tensor_bytes
 from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import align, check_program

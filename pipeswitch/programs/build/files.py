@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ...errors import RegistrationRefused
-from ..dims import MAX_EXTENT, values_of
-from ..values import flatten_outputs, is_tensor
+from ..interface.dims import MAX_EXTENT, values_of
+from ..running.values import flatten_outputs, is_tensor
 from .alone import one_export_at_a_time
 from .checking import resized
 from .dynamic import ENDLESS, asked_axes, names_for

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..dims import values_of
+from ..interface.dims import values_of
 from .checking import all_same, keeps_state, on_other_values, program_on_cpu
 
 if TYPE_CHECKING:

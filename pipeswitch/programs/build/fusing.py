@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from msgspec.structs import replace
 
-from ..bundle import Graph, Node, node_references, references
-from ..executor import PackedKernels
-from ..graph import CompiledGraph, resolve
-from ..packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
+from ..graphs.bundle import Graph, Node, node_references, references
+from ..graphs.graph import CompiledGraph, resolve
+from ..interface.packing import CONVOLUTION, CONVOLUTION_ADD, LINEAR, LINEAR_ADD, PackedLayout
+from ..running.executor import PackedKernels
 
 ROUNDS: Final = 7  # rounds of a timing; the minimum counts
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long

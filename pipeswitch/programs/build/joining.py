@@ -12,14 +12,14 @@ import torch
 
 from ...devices.cpu.packed import KERNELS
 from ...errors import RegistrationRefused
-from ..bundle import read_bundle
-from ..claims import check_joinable
-from ..dims import BATCH, at_batch, largest, shape_at
-from ..executor import GraphProgram
-from ..layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
-from ..padding import cut, padded
+from ..graphs.bundle import read_bundle
+from ..graphs.claims import check_joinable
+from ..interface.dims import BATCH, at_batch, largest, shape_at
+from ..interface.layout import MOST_JOINED_BYTES, Batching, Manifest, ValueSpec
+from ..running.executor import GraphProgram
+from ..running.padding import cut, padded
+from ..running.views import tensor_over
 from ..spec import weights_file
-from ..views import tensor_over
 from .checking import is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
 

@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...errors import RegistrationRefused
-from ..bundle import read_safetensors_header, write_safetensors
-from ..dims import Dim, Extent, Values, values_of, values_text
-from ..executor import ModuleProgram
-from ..factories import code_of
-from ..groups import needs
-from ..layout import Manifest, ValueSpec
-from ..loose import loose_tensors
-from ..nesting import Tree
-from ..partition import Layer, Weight, default_plan, place
+from ..graphs.bundle import read_safetensors_header, write_safetensors
+from ..graphs.partition import Layer, Weight, default_plan, place
+from ..interface.dims import Dim, Extent, Values, values_of, values_text
+from ..interface.groups import needs
+from ..interface.layout import Manifest, ValueSpec
+from ..interface.nesting import Tree
+from ..running.executor import ModuleProgram
+from ..running.factories import code_of
+from ..running.loose import loose_tensors
+from ..running.torch_settings import TorchSettings
+from ..running.values import dtype_name, nested_outputs, tensor_bytes
+from ..running.views import bytes_over, tensor_over
 from ..spec import WEIGHTS_FILE, BuildSpec
-from ..torch_settings import TorchSettings
-from ..values import dtype_name, nested_outputs, tensor_bytes
-from ..views import bytes_over, tensor_over
 from .checking import keeps_state, moved, on_clones, on_other_values, same_bits
 from .dynamic import asked_axes
 from .sources import Loaded

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ...errors import RegistrationRefused
-from ..factories import parameters_of, without_cache
-from ..nesting import Tree, flatten, items_of
-from ..values import dtype_name, flatten_outputs, is_tensor
+from ..interface.nesting import Tree, flatten, items_of
+from ..running.factories import parameters_of, without_cache
+from ..running.values import dtype_name, flatten_outputs, is_tensor
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ import msgspec
 import torch
 
 from ...errors import RegistrationRefused
-from ..bundle import Bundle, read_bundle, write_bundle
-from ..dims import Values, corners
-from ..executor import GraphProgram, PackedKernels
-from ..graph import last_readers
-from ..layout import BUNDLE_FILE, Manifest
-from ..packing import DERIVED_FILE, Precision
-from ..partition import Weight, default_plan, layers_of_graph, place
+from ..graphs.bundle import Bundle, read_bundle, write_bundle
+from ..graphs.graph import last_readers
+from ..graphs.partition import Weight, default_plan, layers_of_graph, place
+from ..interface.dims import Values, corners
+from ..interface.layout import BUNDLE_FILE, Manifest
+from ..interface.packing import DERIVED_FILE, Precision
+from ..running.executor import GraphProgram, PackedKernels
+from ..running.values import tensor_bytes
+from ..running.views import tensor_over
 from ..spec import fingerprint
-from ..values import tensor_bytes
-from ..views import tensor_over
 from .checking import workers_default_dtype
 from .fusing import Derived, fused, least_ms
 from .verify import acceptable_inputs, load_image

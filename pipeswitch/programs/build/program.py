@@ -21,18 +21,21 @@ from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
-from ..bundle import Bundle, Graph, read_bundle, read_safetensors_header
-from ..dims import Values, at_batch, batch_range, values_of, values_text
-from ..executor import BoundProgram, GraphProgram
-from ..generation import PADS, STATE, Generation
-from ..graph import check_no_mutation, check_shapes, last_readers
-from ..groups import regrouped
-from ..layout import Manifest
-from ..matching import match
-from ..nesting import argument_names
-from ..operators import checked_by
-from ..partition import Weight as GraphWeight
-from ..partition import default_plan, layers_of_graph, place
+from ..decoding.generation import PADS, STATE, Generation
+from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
+from ..graphs.graph import check_no_mutation, check_shapes, last_readers
+from ..graphs.operators import checked_by
+from ..graphs.partition import Weight as GraphWeight
+from ..graphs.partition import default_plan, layers_of_graph, place
+from ..interface.dims import Values, at_batch, batch_range, values_of, values_text
+from ..interface.groups import regrouped
+from ..interface.layout import Manifest
+from ..interface.matching import match
+from ..interface.nesting import argument_names
+from ..running.executor import BoundProgram, GraphProgram
+from ..running.torch_settings import TorchSettings
+from ..running.values import tensor_bytes
+from ..running.views import tensor_over
 from ..spec import (
     BUNDLE_FILE,
     BuildSpec,
@@ -42,9 +45,6 @@ from ..spec import (
     weights_file,
     with_state,
 )
-from ..torch_settings import TorchSettings
-from ..values import tensor_bytes
-from ..views import tensor_over
 from . import checking
 from .dynamic import NotDynamic, working_end
 from .encoder import Program

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import RegistrationRefused
-from ..contracts import recurrent_results
+from ..graphs.contracts import recurrent_results
 from .advice import PACKED
 
 _WINDOWS: Final = (

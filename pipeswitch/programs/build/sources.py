@@ -19,15 +19,15 @@ from torch import nn
 
 from ...commits.weights import load_weights
 from ...errors import RegistrationRefused
-from ..dims import Dim, typical
-from ..factories import factory, without_cache
-from ..generation import Generation
-from ..layout import ITEM_BYTES, ValueSpec
-from ..loose import loose_tensors
-from ..matching import match
-from ..nesting import Tree, argument_names, arguments
+from ..decoding.generation import Generation
+from ..interface.dims import Dim, typical
+from ..interface.layout import ITEM_BYTES, ValueSpec
+from ..interface.matching import match
+from ..interface.nesting import Tree, argument_names, arguments
+from ..running.factories import factory, without_cache
+from ..running.loose import loose_tensors
+from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
-from ..values import dtype_name, flatten_outputs
 from .advice import refuse_engines
 from .checking import align
 from .decoder import decoder, refuse_encoder

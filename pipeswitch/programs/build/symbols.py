@@ -8,7 +8,7 @@ from typing import Any, Final
 import sympy  # type: ignore[import-untyped]  # torch's own language of shapes
 from torch.utils._sympy import functions
 
-from ..dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
+from ..interface.dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
 from .dynamic import NotDynamic
 
 MAX_CONDITION_CASES: Final = 1 << 18  # about a second

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ...errors import RegistrationRefused
-from ..dims import Values
-from ..executor import BoundProgram
-from ..layout import Manifest, ValueSpec
+from ..interface.dims import Values
+from ..interface.layout import Manifest, ValueSpec
+from ..running.executor import BoundProgram
 from .checking import on_clones, same_bits, to_tensors, workers_default_dtype
 
 __all__ = ["Plain", "acceptable_inputs", "compare", "load_image", "same_bits", "to_tensors"]

@@ -6,7 +6,15 @@ import math
 from typing import Final
 
 from ...errors import HostStoreFull, ServerUnavailable
-from ...ipc import messages as msg
+from ...ipc.messages.base import Epoch, StepCommitted
+from ...ipc.messages.daemon import (
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    OpenCommits,
+    PersistCommit,
+)
+from ...ipc.messages.worker import CommitStep
 from ..core import JOBS
 from ..events import CreateCommits, DropCommits, LoadedCommit
 from ..state.device_state import DeviceState
@@ -80,7 +88,7 @@ class Commits:
     def leaves(self, job: Job) -> None:
         """Another device's daemon copies what it commits from now on."""
         if job.commit_slot_bytes:
-            self._device.tell_daemon(msg.CloseCommits(job=job.name))
+            self._device.tell_daemon(CloseCommits(job=job.name))
 
     def enters(self, job: Job) -> None:
         """It was another device's."""
@@ -89,10 +97,10 @@ class Commits:
 
     def _tell_daemon(self, job: Job) -> None:
         self._device.tell_daemon(
-            msg.OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
+            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
         )
 
-    def commit(self, worker: Worker, message: msg.CommitStep) -> None:
+    def commit(self, worker: Worker, message: CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
 
         Each number once: when a commit is acknowledged its owner writes the slice again, so a
@@ -108,7 +116,7 @@ class Commits:
         job.commit_number = message.number
         job.copying_epoch, job.copying_number = job.epoch, message.number
         self._device.tell_daemon(
-            msg.CommitCopy(
+            CommitCopy(
                 job=job.name,
                 epoch=job.epoch,
                 number=message.number,
@@ -119,7 +127,7 @@ class Commits:
             )
         )
 
-    def committed(self, message: msg.StepCommitted) -> None:
+    def committed(self, message: StepCommitted) -> None:
         """Flipped: tell the worker; what was committed goes to disk as soon as that may be."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
@@ -153,16 +161,14 @@ class Commits:
             job.persist_epoch = job.epoch
             job.persist_began_at_ms, job.persist_due_at_ms = core.now_ms, math.inf
             directory = f"{core.settings.commits_dir}/{job.name}"
-            device.tell_daemon(
-                msg.PersistCommit(job=job.name, epoch=job.epoch, directory=directory)
-            )
+            device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
         """Its newest commit is in the host store, and not on disk."""
         return job.commit_slot_bytes > 0 and job.committed_step > job.persisted_step
 
-    def persisted(self, message: msg.CommitPersisted) -> None:
+    def persisted(self, message: CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
         job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
@@ -195,7 +201,7 @@ class Commits:
         if job.state.state in TASK_FINAL and not job.is_persisting and not self.is_unsaved(job):
             self.forget(job)
 
-    def refused(self, epoch: msg.Epoch, reason: str) -> None:
+    def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
         for job in self._device.jobs.values():
             if job.persist_epoch == epoch and job.is_persisting:
@@ -205,7 +211,7 @@ class Commits:
                 job.copying_epoch, job.copying_number = NO_COPY
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
-    def _restart(self, job: Job, epoch: msg.Epoch, reason: str) -> None:
+    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
         """From the last commit: its script waits for an acknowledgement that will not come."""
         if job.slot is not None and job.epoch == epoch:
             self._device.kill(self._device.workers[job.slot], reason)

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
-from ...ipc import messages as msg
+from ...ipc.messages.base import Epoch, JobName
+from ...ipc.messages.daemon import Scrub
+from ...ipc.messages.worker import (
+    HostGranted,
+    HostRequest,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+)
 from ..core import PLACES
 from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
@@ -26,7 +34,7 @@ class Slices:
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[msg.Epoch, float] = {}  # of a scrub that failed: when to try again
+        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """A place for a job's state, throwing out idle models.
@@ -79,9 +87,9 @@ class Slices:
         assert taken is not None
         self._scrub(epoch, taken)
 
-    def _scrub(self, epoch: msg.Epoch, region: Region) -> None:
+    def _scrub(self, epoch: Epoch, region: Region) -> None:
         self._device.tell_daemon(
-            msg.Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
+            Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
     def scrub_again(self) -> int:
@@ -97,11 +105,11 @@ class Slices:
                 self._scrub(epoch, region)
         return PLACES if self._unscrubbed else 0
 
-    def scrubbed(self, epoch: msg.Epoch) -> None:
+    def scrubbed(self, epoch: Epoch) -> None:
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._arena.regions.release(Owner("scrub", str(epoch)))
 
-    def refused(self, epoch: msg.Epoch) -> None:
+    def refused(self, epoch: Epoch) -> None:
         """The daemon could not zero a range: it is asked again."""
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:
             self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
@@ -110,7 +118,7 @@ class Slices:
         """A slice is held by a process that lives."""
         for region in self._arena.regions:
             if region.owner.kind == "slice":
-                name = msg.JobName(region.owner.name)
+                name = JobName(region.owner.name)
                 assert any(w.job == name for w in self._device.workers.values()), region
 
 
@@ -130,7 +138,7 @@ class Leases:
         self._commits = commits
         self._store = store
 
-    def requested(self, worker: Worker, message: msg.LeaseRequest) -> None:
+    def requested(self, worker: Worker, message: LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
@@ -150,7 +158,7 @@ class Leases:
         if not job.lease_bytes:  # a later phase of the script asks again
             job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
 
-    def host_requested(self, worker: Worker, message: msg.HostRequest) -> None:
+    def host_requested(self, worker: Worker, message: HostRequest) -> None:
         """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
@@ -161,9 +169,9 @@ class Leases:
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        self._device.send(job.slot, msg.HostGranted(epoch=job.epoch), "signal")
+        self._device.send(job.slot, HostGranted(epoch=job.epoch), "signal")
 
-    def reaped(self, name: msg.JobName) -> None:
+    def reaped(self, name: JobName) -> None:
         """The job's process is gone: it holds nothing any more, and writes nowhere."""
         self._store.charge(name, 0)
         self._slices.release(Owner("slice", name))
@@ -213,7 +221,7 @@ class Leases:
                 job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
-            granted = msg.LeaseGranted(
+            granted = LeaseGranted(
                 epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
             self._device.send(job.slot, granted, "signal", commits_of=job.name)
@@ -246,7 +254,7 @@ class Leases:
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None
         wire = to_wire(error)
-        refused = msg.LeaseRefused(
+        refused = LeaseRefused(
             epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
         )
         self._device.send(job.slot, refused, "signal")

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...errors import HostStoreFull, OutOfDeviceMemory
-from ...ipc.messages import JobName, ModelName
+from ...ipc.messages.base import JobName, ModelName
 from ...planning.streaming import Landings, land, least_window
-from ...programs.groups import last_groups
-from ...programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
+from ...programs.interface.groups import last_groups
+from ...programs.interface.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
 from ...shares import left
 from ..core import Core
 from ..policies import Resident, View

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...errors import InvalidInput, PipeSwitchError
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ..policies import Prediction
 from ..policies.placement import PLACEMENTS, Place, best
 from ..state.device_state import DeviceState

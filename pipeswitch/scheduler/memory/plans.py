@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ...planning.grouping import Plan
 from ...planning.planned import costs_of, plan_of, predict
 from ...planning.profile import Found, Profile
 from ...planning.streaming import pass_ms
-from ...programs.groups import layer_bytes, plan_in_force
+from ...programs.interface.groups import layer_bytes, plan_in_force
 from ..core import ALL, MEASURED
 from ..events import Warn
 from ..state.device_state import DeviceState

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ...ipc import messages as msg
+from ...ipc.messages.base import Epoch, ModelName
+from ...ipc.messages.daemon import CancelTransmit, GroupCopy, TransmitEnded, TransmitModel
 from ...planning.grouping import Plan
 from ...planning.streaming import Landings
-from ...programs.groups import regrouped
-from ...programs.layout import REGION_ALIGN_BYTES, aligned
+from ...programs.interface.groups import regrouped
+from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
 from ..core import MEASURED, PLACES, QUEUE, TURN, WORKERS
 from ..events import Span, Spans
 from ..state.device_state import DeviceState
@@ -88,7 +89,7 @@ class Residents:
         self._core.touched |= WORKERS
         return True
 
-    def transmit(self, replica: Replica, window: Window, cause: str) -> msg.Epoch:
+    def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:
         """Evict the window's models, lease it, and tell the daemon to send the groups.
 
         The window has no obstacles (the scheduler waits until they have left).
@@ -102,7 +103,7 @@ class Residents:
         replica.transmit_started_at_ms = core.now_ms
         replica.transmit_ended_at_ms = 0.0
         device.tell_daemon(
-            msg.TransmitModel(
+            TransmitModel(
                 model=replica.name,
                 epoch=replica.residency_epoch,
                 arena_offset_bytes=replica.home_bytes,
@@ -110,7 +111,7 @@ class Residents:
                 waits=landings.waits if landings is not None else (),
                 tenant=core.tenant_of(replica.model.tenant),
                 groups=tuple(
-                    msg.GroupCopy(
+                    GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
                         arena_offset_bytes=replica.home_bytes
                         + (landings.offsets[index] if landings else group.offset_bytes),
@@ -169,7 +170,7 @@ class Residents:
         self._core.counts["evictions"] += 1
         self._device.publish("switch.evicted", model=replica.name, cause=cause)
 
-    def transmit_ended(self, message: msg.TransmitEnded) -> None:
+    def transmit_ended(self, message: TransmitEnded) -> None:
         """The daemon writes no byte of that epoch any more."""
         core, device = self._core, self._device
         replica = device.replicas.get(message.model)
@@ -240,7 +241,7 @@ class Residents:
         if replica.users:
             return
         if replica.residency.state is Residency.TRANSMITTING:
-            self._device.tell_daemon(msg.CancelTransmit(epoch=replica.residency_epoch))  # 1.
+            self._device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))  # 1.
         elif replica.kept_groups:
             self._device.move(replica, ResidencyEvent.RING_FREED, cause)  # 2.
             self._arena.regions.release(replica.rest)
@@ -252,7 +253,7 @@ class Residents:
         self._device.move(replica, ResidencyEvent.RELEASED, cause)
         self._arena.release(replica)
 
-    def prefetch(self, name: msg.ModelName) -> bool:
+    def prefetch(self, name: ModelName) -> bool:
         """Send a model ahead of its request, if that disturbs no request (no answer is owed).
 
         False: not now.
@@ -298,7 +299,7 @@ class Residents:
             if not replica.users and not device.queue.count(replica.name):
                 replica.is_prefetch = False
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
-                device.tell_daemon(msg.CancelTransmit(epoch=replica.residency_epoch))
+                device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
 
     def bring_pinned(self) -> int:
         """Pinned models that are not on the device come back when nothing waits for the link."""
@@ -324,7 +325,7 @@ class Residents:
                 self._send(replica, "pinned")
         return QUEUE | TURN | PLACES | MEASURED
 
-    def refused(self, epoch: msg.Epoch, reason: str) -> None:
+    def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused a copy, or failed at it: no other answer to it will come."""
         for replica in self._device.replicas.values():
             if replica.is_being_sent and replica.residency_epoch == epoch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import QueueFull
-from ...ipc.messages import Epoch
+from ...ipc.messages.base import Epoch
 from ...shares import left
 from ..core import Core
 from ..events import Address, Kill, StartBuild

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from ... import errors
-from ...ipc.messages import ModelName
-from ...programs.chains import Chain, chain_of
-from ...programs.layout import Manifest
+from ...ipc.messages.base import ModelName
+from ...programs.interface.chains import Chain, chain_of
+from ...programs.interface.layout import Manifest
 from ..core import Core, takes
 from ..events import Announce, ChainAsked, Journal, Retract, UnregisterAsked
 from ..machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ..core import Core, takes
 from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token
 from ..machine import Machine

@@ -27,9 +27,11 @@ from ...errors import (
     ServerUnavailable,
     to_wire,
 )
-from ...ipc import messages as msg
-from ...programs.layout import BUNDLE_FILE
-from ...programs.matching import match
+from ...ipc.messages.base import Epoch, JobName, ModelName
+from ...ipc.messages.daemon import CommitPersisted, PersistCommit
+from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
+from ...programs.interface.layout import BUNDLE_FILE
+from ...programs.interface.matching import match
 from ..core import ALL, Core, takes
 from ..events import DropPublished, PublishAsked, Token
 from ..machine import Machine
@@ -46,15 +48,15 @@ MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes dis
 class Publication:
     """One publication, from its acceptance until its version is there or refused."""
 
-    name: msg.ModelName
-    job: msg.JobName
+    name: ModelName
+    job: JobName
     step: int  # -1: of whatever commit is the newest
     part: str  # of the job; empty: the only one that fits
     token: Token | None
-    since: msg.Epoch  # its acceptance: a job or model that is younger only has the name
+    since: Epoch  # its acceptance: a job or model that is younger only has the name
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
-    epoch: msg.Epoch = NO_EPOCH  # of the order to copy
+    epoch: Epoch = NO_EPOCH  # of the order to copy
     device: int = 0  # whose daemon copies
     directory: str = ""  # its copy of the commit; none: where the job keeps it
     is_cancelled: bool = False  # it ends when the daemon has left its folder
@@ -72,7 +74,7 @@ class Publishing:
         self._machine = machine
         self._registry = registry
         self._versions = versions
-        self._lines: dict[msg.ModelName, list[Publication]] = {}
+        self._lines: dict[ModelName, list[Publication]] = {}
 
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
@@ -80,12 +82,12 @@ class Publishing:
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
-    def script_asked(self, device: DeviceState, worker: Worker, message: msg.PublishStep) -> None:
+    def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
-        answer = msg.PublishAnswered(epoch=message.epoch)
+        answer = PublishAnswered(epoch=message.epoch)
         try:
             if self._core.is_draining:
                 raise ServerUnavailable("the server is draining")
@@ -97,7 +99,7 @@ class Publishing:
             match(wanted, given, message.part)
         except PipeSwitchError as error:
             wire = to_wire(error)
-            answer = msg.PublishAnswered(
+            answer = PublishAnswered(
                 epoch=message.epoch, error=wire["type"], message=wire["message"],
                 hint=wire["hint"], data=wire["data"],
             )  # fmt: skip
@@ -117,7 +119,7 @@ class Publishing:
         if event.step not in (-1, job.committed_step):
             raise _other_step(job, event.step, job.committed_step)
 
-    def model_for(self, name: msg.ModelName, tenant: str | None) -> Model:
+    def model_for(self, name: ModelName, tenant: str | None) -> Model:
         """The model that a publication is to follow, when that is ready.
 
         Raises:
@@ -136,7 +138,7 @@ class Publishing:
         return model
 
     def _accept(
-        self, name: msg.ModelName, job: msg.JobName, step: int, part: str, token: Token | None
+        self, name: ModelName, job: JobName, step: int, part: str, token: Token | None
     ) -> None:
         since = self._core.next_epoch()
         one = Publication(name, job, step, part, token, since, token is None)
@@ -168,7 +170,7 @@ class Publishing:
             return len(begun) <= MOST_COPIES  # the first of them is built, or is about to be
         return one.step >= 0 or not any(other.since < one.since for other in begun)
 
-    def _is_awaited(self, name: msg.ModelName) -> bool:
+    def _is_awaited(self, name: ModelName) -> bool:
         model = self._versions.current(name)
         return model is not None and model.state.state in MODEL_AWAITED
 
@@ -186,10 +188,10 @@ class Publishing:
             one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
             device.tell_daemon(
-                msg.PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
+                PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
             )
 
-    def persisted(self, message: msg.CommitPersisted) -> bool:
+    def persisted(self, message: CommitPersisted) -> bool:
         """The copy is there; False: it is of no publication."""
         one = self._copying(message.epoch)
         if one is None:
@@ -206,13 +208,13 @@ class Publishing:
             self._tell_script(one)
         return True
 
-    def refused(self, epoch: msg.Epoch, reason: str) -> None:
+    def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon will not copy it."""
         one = self._copying(epoch)
         if one is not None:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
 
-    def _copying(self, epoch: msg.Epoch) -> Publication | None:
+    def _copying(self, epoch: Epoch) -> Publication | None:
         every = [one for line in self._lines.values() for one in line]
         return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
@@ -221,7 +223,7 @@ class Publishing:
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
-            device.send(job.slot, msg.PublishCopied(epoch=job.epoch), "signal")
+            device.send(job.slot, PublishCopied(epoch=job.epoch), "signal")
 
     def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""
@@ -316,7 +318,7 @@ def _not_ready(model: Model) -> InvalidInput:
     return InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
 
 
-def _no_job(name: msg.JobName) -> ModelNotFound:
+def _no_job(name: JobName) -> ModelNotFound:
     return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
 
 

@@ -7,10 +7,12 @@ from typing import Final
 import msgspec
 
 from ... import errors
-from ...ipc import messages as msg
+from ...ipc.messages.base import Epoch, ModelName
+from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.profile import Found
-from ...programs.layout import Manifest
-from ...programs.signature import is_same_signature
+from ...programs.interface.layout import Manifest
+from ...programs.interface.signature import is_same_signature
 from .. import events as ev
 from ..core import PLACES, QUEUE, TURN, Core, takes
 from ..machine import Machine
@@ -176,7 +178,7 @@ class Registry:
         for served in self._machine.served.values():
             self._core.refuse_all(error, served.end_waiters)
 
-    def progress(self, message: msg.BuildProgress) -> None:
+    def progress(self, message: BuildProgress) -> None:
         if self._of(message.model, message.epoch) is None:
             return
         for token in self.registrations[message.model].waiters:
@@ -188,9 +190,7 @@ class Registry:
                 )
             )
 
-    def built(
-        self, message: msg.BuildDone, manifest: Manifest, profiles: tuple[Found, ...]
-    ) -> None:
+    def built(self, message: BuildDone, manifest: Manifest, profiles: tuple[Found, ...]) -> None:
         """The directory is complete: take room, let the daemon load it, plan its groups.
 
         From here on requests are admitted, and wait: after a restart they come before the bytes do.
@@ -249,7 +249,7 @@ class Registry:
         if device is None:
             return
         device.tell_daemon(
-            msg.StoreModel(
+            StoreModel(
                 model=model.name,
                 epoch=registration.build_epoch,
                 directory=self._core.settings.program_dir(model.manifest.digest),
@@ -272,7 +272,7 @@ class Registry:
             if is_storing and self.registrations[model.name].storing == device:
                 self._store_again(model)
 
-    def stored(self, message: msg.ModelStored) -> None:
+    def stored(self, message: ModelStored) -> None:
         """Complete: requests may be dispatched."""
         core = self._core
         model = self._of(message.model, message.epoch)
@@ -291,19 +291,19 @@ class Registry:
             self._answer_registered(model, token)
         waiters.clear()
 
-    def store_failed(self, message: msg.StoreFailed) -> None:
+    def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.STORING:
             self._refuse(model, errors.RegistrationRefused("weights", message.reason))
 
-    def refused(self, epoch: msg.Epoch, reason: str) -> None:
+    def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon could not carry out an order for a reason of its own: no answer follows."""
         for one in list(self.registrations.values()):
             model = self._machine.models[one.model]
             if one.build_epoch == epoch and model.state.state is ModelState.STORING:
                 self._refuse(model, errors.RegistrationRefused("weights", reason))
 
-    def build_failed(self, message: msg.BuildFailed) -> None:
+    def build_failed(self, message: BuildFailed) -> None:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
             error = errors.from_wire(message.error, message.message, message.hint, message.data)
@@ -311,12 +311,12 @@ class Registry:
 
     def builder_exited(self, event: ev.Exited) -> None:
         """Refuse the model of a builder that died without a message: its code brought it down."""
-        one = self._builds.exited(msg.Epoch(event.source.generation))
+        one = self._builds.exited(Epoch(event.source.generation))
         model = self._of(one.model, one.build_epoch) if one is not None else None
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))
 
-    def _of(self, name: msg.ModelName, epoch: msg.Epoch) -> Model | None:
+    def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
         registration = self.registrations.get(name)
         is_it = registration is not None and registration.build_epoch == epoch
         return self._machine.models[name] if is_it else None

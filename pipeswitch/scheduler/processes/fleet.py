@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
+from ...ipc.messages.base import ModelName, Slot
+from ...ipc.messages.worker import ForgetModel, ModelPrepared, PrepareModel
 from ..core import MEASURED, QUEUE, TURN, WORKERS
 from ..events import Spawn, Warn
 from ..state.device_state import DeviceState

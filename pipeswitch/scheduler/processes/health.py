@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...errors import ServerUnavailable
-from ...ipc.messages import Epoch, Ping, Slot
+from ...ipc.messages.base import Epoch, Ping, Slot
 from ..core import PINGS, WORKERS, Core, takes
 from ..events import PingAsked, Token
 from ..state.device_state import DeviceState

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass, field
 
 from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
-from ...ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
+from ...ipc.messages.base import Epoch, ModelName, Slot
+from ...ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
 from .. import events as ev
 from ..core import QUEUE, STAGES, Core
 from ..state.records import NO_EPOCH, Request

@@ -18,11 +18,11 @@ from typing import Final
 import msgspec
 
 from ... import errors
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import plan_of, predict
-from ...programs.groups import cut, layer_bytes, plan_in_force
-from ...programs.layout import Manifest
+from ...programs.interface.groups import cut, layer_bytes, plan_in_force
+from ...programs.interface.layout import Manifest
 from ..core import ALL, MEASURED, Core, takes
 from ..device import Device
 from ..events import Answer, ProfileAsked, SaveProfile, Token

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
-from ...ipc.messages import ModelName
-from ...programs.dims import BATCH, values_of
+from ...ipc.messages.base import ModelName
+from ...programs.interface.dims import BATCH, values_of
 from ...shares import left
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import Final, NamedTuple
 
-from ...programs.layout import MOST_JOINED_BYTES
+from ...programs.interface.layout import MOST_JOINED_BYTES
 from ..state.device_state import DeviceState
 from ..state.records import Away, Replica, Request
 from .forecast import free_at_ms

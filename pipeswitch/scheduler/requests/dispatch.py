@@ -8,7 +8,8 @@ from collections import Counter
 from typing import Final
 
 from ...errors import DeadlineExceeded, OutOfDeviceMemory
-from ...ipc.messages import Epoch, JobName, JoinedRequest, ModelName, RunInference, Turn
+from ...ipc.messages.base import Epoch, JobName, ModelName, Turn
+from ...ipc.messages.worker import JoinedRequest, RunInference
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
 from ..events import Interrupt, RaiseTurn
 from ..memory.ledgers import Arena

@@ -5,9 +5,10 @@ the server.
 from __future__ import annotations
 
 from ... import errors
-from ...ipc.messages import InferenceDone, InferenceFailed, SlabTensor
-from ...programs.dims import BATCH
-from ...programs.layout import Manifest
+from ...ipc.messages.base import SlabTensor
+from ...ipc.messages.worker import InferenceDone, InferenceFailed
+from ...programs.interface.dims import BATCH
+from ...programs.interface.layout import Manifest
 from ...wire.bill import Bill
 from ..core import DUE, MEASURED
 from ..events import Answer, Span, Spans

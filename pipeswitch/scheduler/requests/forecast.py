@@ -21,8 +21,8 @@ from itertools import islice
 from typing import Final
 
 from ...errors import DeadlineExceeded
-from ...ipc.messages import ModelName
-from ...programs.dims import BATCH
+from ...ipc.messages.base import ModelName
+from ...programs.interface.dims import BATCH
 from ..events import Token
 from ..state.device_state import DeviceState
 from ..state.records import Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ipc.messages import Epoch, JobName, Slot, Turn
+from ...ipc.messages.base import Epoch, JobName, Slot, Turn
 from .records import Activation
 from .states import (
     OWNER_COMPUTES,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...errors import PipeSwitchError
-from ...ipc.messages import BindTenant, JobName, Message, ModelName, Slot
+from ...ipc.messages.base import JobName, Message, ModelName, Slot
+from ...ipc.messages.worker import BindTenant
 from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
 from ..events import Address, Kill, Send, Span, Spans, Spawn, Token
 from ..policies import View

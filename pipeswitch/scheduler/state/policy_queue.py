@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ..policies import View, Waiting
 from ..policies.guard import Judge
 from .fair_queue import Account, Accounts, Share

@@ -7,7 +7,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from ...ipc.messages import ModelName
+from ...ipc.messages.base import ModelName
 from ..events import Token
 from ..policies import View, Waiting
 from ..policies.guard import Judge

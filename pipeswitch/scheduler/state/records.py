@@ -7,22 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...errors import PipeSwitchError
-from ...ipc.messages import (
-    Choosing,
-    Epoch,
-    InferenceDone,
-    JobName,
-    ModelName,
-    SlabTensor,
-    Slot,
-    TransmitEnded,
-    Turn,
-)
+from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
+from ...ipc.messages.daemon import TransmitEnded
+from ...ipc.messages.worker import Choosing, InferenceDone
 from ...planning.grouping import Plan
 from ...planning.profile import Profile
 from ...planning.streaming import Landings
-from ...programs.layout import Manifest
-from ...programs.stages import Stage
+from ...programs.interface.layout import Manifest
+from ...programs.interface.stages import Stage
 from ..events import Token
 from ..policies.job_orders import JobView
 from .fair_queue import Charge

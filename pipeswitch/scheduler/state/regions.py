@@ -13,7 +13,7 @@ from itertools import zip_longest
 from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
-from ...programs.layout import aligned
+from ...programs.interface.layout import aligned
 
 
 class Owner(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from ...errors import InvalidInput
-from ...ipc.messages import Epoch, ModelName
+from ...ipc.messages.base import Epoch, ModelName
 from ..core import Core
 from ..events import Announce, Journal
 from .records import Model, Served

@@ -10,7 +10,8 @@ from ...errors import (
     PipeSwitchError,
     TaskFailed,
 )
-from ...ipc.messages import Epoch, JobName, JobReport
+from ...ipc.messages.base import Epoch, JobName
+from ...ipc.messages.worker import JobReport
 from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
 from ..events import CountSharers, Journal, RemoveJob
 from ..memory import placing

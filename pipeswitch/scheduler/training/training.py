@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from ...errors import WorkerLost
-from ...ipc.messages import (
-    Back,
-    EvictTask,
-    GrantTurn,
-    JobEnded,
-    JobName,
-    Parked,
-    RunJob,
-    Slot,
-    StopTask,
-    Turn,
-)
+from ...ipc.messages.base import JobName, Slot, Turn
+from ...ipc.messages.worker import Back, EvictTask, GrantTurn, JobEnded, Parked, RunJob, StopTask
 from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS
 from ..memory.commits import Commits
 from ..memory.leases import Leases, Slices

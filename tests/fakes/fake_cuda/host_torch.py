@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeswitch.devices.cuda.capture import CudaRecorder
 from pipeswitch.devices.cuda.torch import CudaTorch
-from pipeswitch.programs.layout import TensorSpec
-from pipeswitch.programs.views import tensor_over
+from pipeswitch.programs.interface.layout import TensorSpec
+from pipeswitch.programs.running.views import tensor_over
 
 from . import Stream, World
 

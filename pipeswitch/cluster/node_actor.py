@@ -1,0 +1,282 @@
+"""Actor of one machine: an ordinary server as its child.
+
+Ray pickles what actors tell each other. What a client of a *server* sent reaches them as bytes
+only: a program travels as its bundle's file, and the server that gets it reads it like a
+stranger's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ..client.client import FINAL_JOB_STATES, Client
+from ..client.cluster import connect_ray, why_of
+from ..errors import (
+    ConfigError,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from ..roles import Role
+from ..wire.keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
+from .jobs import NodeJobs, write_whole
+
+log = logging.getLogger(__name__)
+LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
+START_S: Final = 60.0  # for its server's start, before the first of them
+CHILD: Final = """\
+import pathlib, sys, threading
+from pipeswitch.cluster.leases import watch
+threading.Thread(target=watch, args=(pathlib.Path(sys.argv.pop(1)),), daemon=True).start()
+from pipeswitch.cli.main import main
+main()
+"""
+
+
+@contextlib.contextmanager
+def starts_again(*, is_tried: bool = True) -> Iterator[None]:
+    """End this process on an error in an actor's constructor. Ray restarts an actor whose process
+    ends, but gives up for ever if its constructor raises."""
+    try:
+        yield
+    except Exception as error:
+        if not is_tried:
+            raise
+        log.exception("it is started again: %s", why_of(error))
+        os._exit(1)
+
+
+class Node(NodeJobs):
+    """One machine's server. If that ends so does this process, and Ray starts both again: the
+    server's journal knows its models and jobs."""
+
+    def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
+            raise ConfigError(
+                "this Ray lets everybody in who reaches its ports: it was started without a token",
+                hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
+            )
+        super().__init__(name, Path(folder) / name)
+        started = self._state / "started"
+        with starts_again(is_tried=started.exists()):  # first, its user hears what is wrong
+            self._start(host, flags)
+            started.touch()
+
+    def _start(self, host: str, flags: tuple[str, ...]) -> None:
+        """Start the server.
+
+        Raises:
+            ServerUnavailable, OSError, RuntimeError: the server or its watcher does not start.
+        """
+        name = self._name
+        folder_of_keys, secret, self._keys, self._gateway_keys = _keys(self._state)
+        _wait_for_the_one_before(self._state)
+        until_s = self._claim(connect_ray()) + START_S - LEASE_S
+        command = [
+            sys.executable, "-P", "-c", CHILD, str(self._jobs), "serve", "--listen", f"tcp://{host}:0",
+            "--name", f"cluster-{name}", "--state-dir", str(self._state), "--auth", "keys",
+            "--keys-dir", str(folder_of_keys.path), "--allow-code", "*", *self._same_ports(flags),
+            *flags,
+        ]  # fmt: skip
+        self._table = self._state / "table.json"  # until then: the previous one
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+            env={**os.environ, "PIPESWITCH_GATEWAY__CLUSTER": str(self._table)},
+        )  # fmt: skip
+        self._lease(until_s, "-")  # it has no address yet
+        self._address, self._owners, self._gateways = self._addresses()
+        self._client = Client(self._owners)
+        server_key = self._keys.server.decode()
+        # Copies are of the same tenant as what the cluster's clients register.
+        self._tenant = Client(self._address, key=secret, server_key=server_key)
+        self._lock = threading.Lock()  # guards the bodies' file, the lease and the answers
+        self._is_leaving = False
+        self._learned = 0  # number of the table that was written last
+        self._answered = int(time.time() * 1000)  # above those of the one before
+        self._answered_s: dict[int, float] = {}  # by number: answers to placement
+        threading.Thread(target=self._leave_with_it, daemon=True).start()
+
+    @property
+    def _ports(self) -> Path:
+        return self._state / "gateways.json"
+
+    def _same_ports(self, flags: tuple[str, ...]) -> list[str]:
+        """Return flags with the gateway's last addresses, so that its clients find it again. A
+        failed start drops the addresses: another program may have the ports by now."""
+        if any(flag.partition("=")[0] in ("--http", "--grpc", "--no-http") for flag in flags):
+            return []
+        try:
+            known = dict(json.loads(self._ports.read_text("utf-8")))
+        except (OSError, ValueError):
+            return []
+        self._ports.unlink()
+        return [word for name, at in known.items() for word in (f"--{name}", str(at))]
+
+    def _addresses(self) -> tuple[str, str, dict[str, str]]:
+        """Return the addresses of TCP clients, of the owner and of the gateway, once the server is
+        ready."""
+        assert self._process.stdout is not None
+        heard = []
+        for line in self._process.stdout:
+            heard.append(line)
+            if "is ready" in line:
+                at = dict(word.split("://") for word in line.split() if "://" in word)
+                gateways = {
+                    scheme.removesuffix("s"): host
+                    for scheme, host in at.items()
+                    if scheme in ("http", "https", "grpc")
+                }
+                write_whole(self._ports, json.dumps(gateways).encode())
+                return f"tcp://{at['tcp']}", f"ipc://{at['ipc']}", gateways
+        raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
+
+    def _leave_with_it(self) -> None:
+        """Read the server's output until it ends. Then, or if reading fails, end this process
+        too."""
+        assert self._process.stdout is not None
+        try:
+            for _ in self._process.stdout:
+                pass
+        finally:
+            if not self._is_leaving:
+                os._exit(1)
+
+    def _lease(self, until_s: float, address: str) -> None:
+        """To the server: placement counts on this node until then."""
+        self._until_s = until_s
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
+            self._process.stdin.write(f"{until_s} {address}\n")
+            self._process.stdin.flush()
+
+    def summary(self, heard: int = 0) -> dict[str, Any]:
+        """All that placement knows of it, which has ``heard`` the answer of that number."""
+        with self._lock:
+            if heard in self._answered_s:
+                self._lease(self._answered_s[heard] + LEASE_S, self._owners)
+                self._answered_s.clear()
+        answer = self._summary()
+        with self._lock:
+            number = self._answered = self._answered + 1
+            self._answered_s[number] = time.monotonic()
+        return {**answer, "number": number}
+
+    def _summary(self) -> dict[str, Any]:
+        stats, served = self._client.stats(), self._client.models()
+        copies, jobs = self._copies()
+        runs, requests = stats["inferences"], stats["inference"]["in_flight"]
+        each_ms = stats["device_s"]["infer"] * 1000.0 / runs if runs else 0.0
+        return {
+            "name": self._name,
+            "address": self._address,
+            "owners": self._owners,
+            "keys": (self._keys.public, self._keys.secret, self._keys.server),
+            "gateway_keys": self._gateway_keys,
+            "learned": self._learned,
+            **self._gateways,
+            "pid": self._process.pid,
+            "free_bytes": stats["arena_free_bytes"],
+            "queue_ms": requests * each_ms,
+            "each_ms": each_ms,
+            "waiting": requests,
+            "jobs": sum(row["state"] not in FINAL_JOB_STATES for row in jobs),
+            "copies": copies,
+            "models": {row["name"]: (row["digest"], row["bytes"])
+                       for row in served if row["state"] == "ready"},
+            "bodies": self._bodies(),
+        }  # fmt: skip
+
+    def learn(self, table: dict[str, Any]) -> None:
+        """Write placement's table where this node's gateway looks for it."""
+        new = self._table.with_suffix(".tmp")
+        with self._lock:
+            with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+                json.dump({**table, "here": self._name}, file)
+            os.rename(new, self._table)
+            self._learned = table["number"]
+
+    def remember(self, model: str, body: dict[str, Any] | None) -> None:
+        """How it was registered, so that it can be elsewhere; None: it is gone."""
+        with self._lock:
+            bodies = {**self._bodies(), model: body}
+            text = json.dumps({name: one for name, one in bodies.items() if one is not None})
+            write_whole(self._state / "cluster.json", text.encode())
+
+    def _bodies(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self._state / "cluster.json").read_text("utf-8")))
+        except FileNotFoundError:
+            return {}
+
+    def bundle(self, digest: str) -> bytes:
+        """A program's file; empty: it is of the server's own code, and made by name."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._state / "models" / digest / "program.bundle").read_bytes()
+        return b""
+
+    def adopt(self, model: str, body: dict[str, Any], digest: str, bundle: bytes) -> str:
+        """Serve another node's model too; its digest here, which is the same."""
+        if bundle:
+            with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
+                file.write(bundle)
+                file.flush()
+                source = self._tenant.upload(file.name, "bundle")
+            body = {**body, "source": source, "weights": "", "inputs": {}}
+            body.pop("takes", None)
+            body.pop("example", None)
+        found = self._tenant._ask("register", model=model, body=body)["digest"]
+        if found != digest:  # code of another release there: its answers would differ
+            self._tenant.unregister(model)
+            raise PipeSwitchError(f"{self._name} makes another program of {model}: {found}")
+        self.remember(model, body)
+        return str(found)
+
+    def unregister(self, model: str) -> None:
+        self._tenant.unregister(model)
+
+    def stop(self, drain_s: float) -> None:
+        """Finish what was accepted, commit its jobs, leave."""
+        self._is_leaving = True
+        with contextlib.suppress(PipeSwitchError):
+            self._client.stop_server(drain_s)
+        self._process.wait(drain_s + 30.0)
+
+
+def _wait_for_the_one_before(state: Path) -> None:
+    """Its node was killed, and it is still leaving: it commits its jobs."""
+    with open(state / "lock", "a") as lock:
+        os.chmod(state / "lock", 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
+    """Return the folder, the key file of the cluster's clients, their key pair, and the key pair of
+    the other nodes' gateways; each is created once."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = KeyFolder(state / "keys").open()
+    if folder.server() is None:
+        folder.make_server()
+    made = []
+    for name, roles in (("cluster", [role.value for role in Role]), (GATEWAY_KEY, [])):
+        secret = folder.path / f"{name}.key_secret"
+        if not secret.exists():
+            make_pair(name, folder.path)
+        keys = client_keys(str(secret), str(folder.path / "server.key"))
+        assert keys is not None
+        folder.admit(name, keys.public, roles)
+        made.append(keys)
+    clients, gateways = made
+    told = (gateways.public.decode(), gateways.secret.decode(), gateways.server.decode())
+    return folder, folder.path / "cluster.key_secret", clients, told

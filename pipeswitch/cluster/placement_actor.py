@@ -1,0 +1,530 @@
+"""Actor that places models and jobs: it knows nothing that it could not ask the nodes again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
+from ..errors import (
+    AlreadyExists,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from . import lives, placement
+from .node_actor import START_S, starts_again
+from .placement import COPIES, MISSED_S, ROUND_S
+from .ray_nodes import detached, machines, node_names, request_machines, start_node, stop_nodes
+from .scaling import LONG_MS, Scale
+
+log = logging.getLogger(__name__)
+ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
+ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
+COPY_S: Final = 600.0  # limit of copying a model to another node
+STOP_S: Final = 30.0  # to finish what was accepted
+
+
+class Placement:
+    """The versioned table that clients keep. Started again it asks the nodes, and knows as much."""
+
+    def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
+        self._started_with = folder, flags  # nodes
+        self._lock = threading.RLock()
+        self._deciding = threading.Lock()
+        self._nodes = placement.Nodes()
+        self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
+        self._serving: dict[str, str] = {}  # by model: the node that requests go to
+        self._short_since: dict[str, float] = {}  # models with too few copies
+        self._leaving: set[str] = set()
+        self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
+        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
+        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
+        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
+        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
+        self._troubles: dict[str, str] = {}  # what was logged, by what it is of
+        self._version = int(time.time() * 1000)  # above those of the one before
+        self._shown: Any = None
+        self._shared: dict[str, Any] = {}  # the newest table that gateways were sent
+        self._shared_number = self._version
+        self._requested = -1  # of Ray's autoscaler
+        self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
+        self._copying: Future[None] = Future()  # models that have too few copies
+        self._copying.set_result(None)
+        with starts_again():
+            self._look()
+            self._scale = Scale(*scale, len(node_names(connect_ray()))) if scale else None
+            threading.Thread(target=self._rounds, daemon=True).start()
+
+    def table(self) -> dict[str, Any]:
+        """Where each model is served."""
+        with self._lock:
+            return {
+                "version": self._version,
+                "nodes": {name: {"address": facts["address"],
+                                 "keys": [key.decode() for key in facts["keys"]]}
+                          for name, facts in self._facts.items()},
+                "models": dict(self._serving),
+                "holders": {name: sorted(held) for name, held in self._nodes.holders.items()},
+                "may_come": self._may_come(self._silent_since),
+            }  # fmt: skip
+
+    def _share(self, wait_s: float = 0.0) -> None:
+        """Send the current table to nodes whose gateways have an older one; wait for a limited
+        time."""
+        ray = connect_ray()
+        with self._lock:
+            facts = dict(self._facts)
+            table = self.table()
+            for name, row in table["nodes"].items():
+                row["gateway_keys"] = facts[name]["gateway_keys"]
+            table["loads"] = {
+                name: (one["queue_ms"], one["each_ms"]) for name, one in facts.items()
+            }
+            if table != self._shared:
+                self._shared, self._shared_number = table, self._shared_number + 1
+            table = {**table, "number": self._shared_number}
+        asked = [node_of(ray, name).learn.remote(table)
+                 for name, one in facts.items() if one["learned"] != table["number"]]  # fmt: skip
+        if asked and wait_s:
+            ray.wait(asked, num_returns=len(asked), timeout=wait_s)
+
+    def accuse(self, node: str, address: str) -> None:
+        """Exclude a node that did not answer a client at that address, until the next check. A node
+        that has restarted since has another address."""
+        with self._lock:
+            if node in self._facts and self._facts[node]["address"] == address:
+                self._silent_since[node] = time.monotonic()
+                self._forget(node)
+                self._place()
+
+    def _may_come(self, nodes: Iterable[str]) -> bool:
+        """Return whether one of these nodes has been silent so briefly that it may come back."""
+        now_s = time.monotonic()
+        return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
+
+    def home(self, size_bytes: int) -> str:
+        """Where a model that is new is to be registered."""
+        with self._lock:
+            return self._nodes.choose("", size_bytes).node
+
+    def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
+        """A node has it; its second copy is there when this returns. What could not be done.
+
+        Raises:
+            AlreadyExists: another node had another model of that name before.
+        """
+        ray = connect_ray()
+        with self._deciding:  # who comes first has the name
+            self._look()
+            with self._lock:
+                known = [
+                    (facts["models"][model][0], name == node or model in facts["bodies"])
+                    for name, facts in self._facts.items()
+                    if model in facts["models"]
+                ]
+            if len({digest for digest, counts in known if counts}) > 1:
+                told(ray, node_of(ray, node).unregister.remote(model))
+                raise AlreadyExists(f'another client has registered a model "{model}" meanwhile',
+                                    hint="choose another name")  # fmt: skip
+            ray.get(node_of(ray, node).remember.remote(model, body))
+            self._look()
+        missed = self._copy(model)
+        self._share(ANSWER_S)
+        return missed
+
+    def forgotten(self, model: str) -> None:
+        ray, names = connect_ray(), list(self._facts)
+        asked = [node_of(ray, name).remember.remote(model, None) for name in names]
+        for answer in asked:
+            told(ray, answer, ORDER_S)
+        self._look()
+
+    def drain(self, node: str) -> list[str]:
+        """Nothing new goes there; what it alone holds goes elsewhere. What could not be moved."""
+        with self._lock:
+            if node not in self._facts:
+                raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
+            jobs = [job for job, one in self._copies()[node].items() if one.state == "home"]
+            if self._facts[node]["jobs"] > len(jobs):
+                return ["jobs train there that were not started through the cluster"]
+            held = [name for name, one in self._nodes.holders.items() if node in one]
+            self._leaving.add(node)
+            self._nodes.remove(node)
+        is_empty = False
+        try:
+            missed = [note for job in jobs for note in self._move_away(job)]
+            missed += [note for name in held for note in self._copy(name, leaving=node)]
+            is_empty = not missed
+        finally:
+            with self._lock:
+                if not is_empty:
+                    self._leaving.discard(node)  # the next check makes it serve again
+                else:
+                    self._forget(node)
+                    if self._scale:  # else another would be started there
+                        self._scale.wanted = min(self._scale.wanted, len(self._facts))
+        self._look()
+        return missed
+
+    def _move_away(self, job: str) -> list[str]:
+        try:
+            self.move(job, self._idle())
+        except PipeSwitchError as error:
+            return [f"job {job}: {error.message}"]
+        return []
+
+    def status(self) -> dict[str, Any]:
+        self._look()
+        with self._lock:
+            hidden, copies = (
+                ("keys", "gateway_keys", "learned", "bodies", "copies", "number"),
+                self._copies(),
+            )
+            kept = {job: {node: one[job].state for node, one in copies.items() if job in one}
+                    for job in {job for one in copies.values() for job in one}}  # fmt: skip
+            return {
+                "version": self._version,
+                "nodes": [{key: value for key, value in one.items() if key not in hidden}
+                          for one in self._facts.values()],
+                "models": {name: {"serving": self._serving.get(name, ""), "nodes": sorted(held)}
+                           for name, held in self._nodes.holders.items() if held},
+                "jobs": kept,
+            }  # fmt: skip
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
+        """Start a job where the fewest are, or where one of its name has ended.
+
+        Raises:
+            AlreadyExists: one of its name is not over.
+        """
+        job = body["name"]
+        with self._lock:
+            if self.is_alive(job):
+                raise AlreadyExists(f'there is a job "{job}"', hint="choose another --name")
+            over = [node for node, kept in self._copies().items() if job in kept]
+            node, life = over[0] if over else self._idle(), self._next_life(job)
+            self._moving.add(job)
+        try:
+            return dict(self._order(node, "train", body, script, life))
+        finally:
+            with self._lock:
+                self._moving.discard(job)
+
+    def move(self, job: str, to: str) -> None:
+        """It commits its last step, and goes on over there."""
+        with self._lock:
+            homes = lives.homes_of(job, self._copies())
+            if not homes:
+                raise ModelNotFound(f'no job "{job}" is under way', hint="pipeswitch jobs")
+            if to not in self._nodes or job in self._moving:
+                why = "it is being moved already" if job in self._moving else f'no node "{to}"'
+                raise ModelNotFound(f'job "{job}": {why}', hint="pipeswitch cluster status")
+            if to == homes[0]:
+                return
+            life = self._next_life(job)
+            self._moving.add(job)
+        try:
+            self._order(homes[0], "hand_over", job, to, life)
+            self._order(to, "take_over", job, life)
+        finally:
+            with self._lock:
+                self._moving.discard(job)
+
+    def is_alive(self, job: str) -> bool:
+        """It is not over, though it may be between two lives."""
+        with self._lock:
+            states = {one[job].state for one in self._copies().values() if job in one}
+            return job in self._moving or "home" in states or states == {"replica"}
+
+    def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
+        """A node starts, and would go on with these lives: those that are elsewhere by now. None:
+        others have not said yet what they have; ask again."""
+        now_s, names = time.monotonic(), node_names(connect_ray())
+        with self._lock:
+            self._forget(node)
+            self._claims[node] = (now_s, claimed)
+            silent = (one for one in names if one not in self._facts and one not in self._claims)
+            if self._may_come(silent) or claimed.keys() & self._busy():
+                return None
+            gone = lives.lost(node, self._copies(), self._claimed())
+            kept = {job: life for job, life in claimed.items() if job not in gone}
+            self._claims[node] = (now_s, kept)
+            return gone
+
+    def _idle(self) -> str:
+        """Where a job goes: the fewest jobs."""
+        with self._lock:
+            found = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
+            if not found:
+                raise ServerUnavailable(
+                    "the cluster has no node left", hint="pipeswitch cluster up"
+                )
+            self._facts[found]["jobs"] += 1  # until the next look at it
+            return found
+
+    def _targets(self) -> list[str]:
+        """Where something new may go, the node that keeps the least first."""
+        ready = [name for name in self._facts if name in self._nodes]
+        return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
+
+    def _copies(self) -> dict[str, dict[str, lives.Copy]]:
+        return {name: facts["copies"] for name, facts in self._facts.items()}
+
+    def _claimed(self) -> dict[str, dict[str, int]]:
+        """Of nodes that may still come."""
+        now_s = time.monotonic()
+        return {node: claimed for node, (at_s, claimed) in self._claims.items()
+                if now_s - at_s < START_S}  # fmt: skip
+
+    def _next_life(self, job: str) -> int:
+        """Above those of older jobs of its name, too: a node that is away may have a replica."""
+        return max(lives.last_life(job, self._copies(), self._claimed()) + 1, int(time.time()))
+
+    def _busy(self) -> set[str]:
+        """Jobs that are started or moved, or of which a node that answers was told something; under
+        the lock, as all that reads or changes what placement keeps."""
+        return self._moving | {job for node, job in self._ordered if node in self._facts}
+
+    def _order(self, node: str, verb: str, *args: Any) -> Any:
+        """What a node answers; what it has become is known when this returns."""
+        ray = connect_ray()
+        answer = told(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
+        self._look()
+        return answer
+
+    def _tend(self) -> None:
+        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
+        ray, now_s = connect_ray(), time.monotonic()
+        for (node, job), answer in list(self._ordered.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                with self._lock:
+                    del self._ordered[node, job]
+                self._trouble(f"job {job}", partial(ray.get, answer))
+        with self._lock:
+            copies, claims, busy = self._copies(), self._claimed(), self._busy()
+            alone = lives.homeless(copies, claims) - busy
+            self._homeless_since = {job: self._homeless_since.get(job, now_s) for job in alone}
+            given_up = {job for job in alone if now_s - self._homeless_since[job] > MISSED_S}
+            for node, verb, job, life, to in lives.orders(
+                copies, claims, self._targets(), given_up
+            ):
+                if job in busy or (node, job) in self._ordered:
+                    continue
+                life = self._next_life(job) if verb == "take_over" else life
+                args = [to] if to else [life] if life else []
+                answer = getattr(node_of(ray, node), verb).remote(job, *args)
+                self._ordered[node, job] = answer
+
+    def _trouble(self, what: str, work: Callable[[], Any]) -> None:
+        """Do it; why it cannot be done is logged once, until that changes."""
+        try:
+            found = work()
+            now = "; ".join(found) if isinstance(found, list) else ""
+        except Exception as error:  # Ray's are of no one class; there is another round
+            now = why_of(error)
+        if now and now != self._troubles.get(what):
+            log.warning("%s: %s", what, now)
+        self._troubles[what] = now
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def _rounds(self) -> None:
+        while True:
+            time.sleep(ROUND_S)  # a load is looked at, not told
+            self._trouble("look", self._look)
+            self._trouble("share", self._share)
+            self._trouble("jobs", self._tend)
+            if self._scale:
+                self._trouble("scale", partial(self._follow, self._scale))
+            self._trouble("copies", self._copy_short)
+
+    def _look(self) -> None:
+        """Ask every node how it is; who does not say so is gone."""
+        ray, names = connect_ray(), node_names(connect_ray())
+        with self._lock:
+            heard = {name: facts["number"] for name, facts in self._facts.items()}
+        asked = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
+                asked[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) \
+            if asked else ([], [])  # fmt: skip
+        found = {}
+        for name, answer in asked.items():
+            if answer in ready:
+                with contextlib.suppress(Exception):  # it died, or its server did
+                    found[name] = ray.get(answer)
+        with self._lock:
+            now_s = time.monotonic()
+            self._silent_since = {name: self._silent_since.get(name, now_s)
+                                  for name in names if name not in found}  # fmt: skip
+            self._leaving &= set(asked)  # one of its name may be started later
+            for name in set(self._facts) - set(found):
+                self._forget(name)
+            for name, facts in found.items():
+                self._heard(name, facts)
+            self._place()
+
+    def _heard(self, name: str, facts: dict[str, Any]) -> None:
+        if facts["number"] < self._facts.get(name, facts)["number"]:
+            return  # another thread has looked later
+        self._facts[name] = facts
+        self._claims.pop(name, None)
+        if name in self._leaving:
+            return
+        for held in self._nodes.holders.values():
+            held.discard(name)
+        for model, (digest, _) in facts["models"].items():
+            others = self._nodes.holders[model]
+            if all(self._facts[one]["models"][model][0] == digest for one in others):
+                others.add(name)  # else it is about to be told that its name is taken
+        self._nodes.put(placement.Node(
+            name, facts["free_bytes"], facts["queue_ms"], facts["waiting"],
+            served_bytes=sum(size_bytes for model, (_, size_bytes) in facts["models"].items()
+                             if self._serving.get(model) == name),
+        ))  # fmt: skip
+
+    def _forget(self, name: str) -> None:
+        self._facts.pop(name, None)
+        self._nodes.remove(name)
+
+    def _place(self) -> None:
+        """Of each model's holders the one that requests go to; the table is new if one changed."""
+        serving = {}
+        for model, held in self._nodes.holders.items():
+            if held:
+                size_bytes = self._facts[next(iter(held))]["models"][model][1]
+                at = self._serving.get(model, "")
+                serving[model] = self._nodes.serving(model, size_bytes, at)
+        self._serving = serving
+        shown = (serving, {name: one["address"] for name, one in self._facts.items()})
+        if shown != self._shown:
+            self._shown, self._version = shown, self._version + 1
+
+    # ---- machines that come and go -------------------------------------------------------------
+
+    def _follow(self, scale: Scale) -> None:
+        """Start a server on a machine that has come, or leave one that is too many; tell Ray."""
+        ray = connect_ray()
+        names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
+        with self._lock:
+            facts = {one: of for one, of in self._facts.items() if one not in self._leaving}
+            jobs = sum(of["jobs"] for of in facts.values())
+            queues_ms = [  # behind the one that computes
+                of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
+                for of in facts.values()
+            ]
+            wanted = scale.look(queues_ms, jobs)
+            spare = min(facts, key=lambda one: (facts[one]["jobs"], len(facts[one]["models"])),
+                        default="")  # fmt: skip
+            is_over = len(facts) > wanted and not self._leaving
+        if wanted != self._requested:
+            request_machines(wanted)
+            self._requested = wanted
+        come = sorted(free.keys() - names)
+        if len(names) < wanted and come:
+            start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
+        if is_over:  # beside the rounds: nodes want to be heard
+            leave = partial(self._trouble, f"leave {spare}", partial(self._leave, scale, spare))
+            thread = threading.Thread(target=leave, daemon=True)
+            with self._lock:
+                thread.start()
+                self._leaving.add(spare)
+
+    def _leave(self, scale: Scale, node: str) -> list[str]:
+        """Drain a node and end it; Ray takes its machine when nothing holds that any more."""
+        is_left = False
+        try:
+            missed = self.drain(node)
+            if not missed:
+                stop_nodes(connect_ray(), [node], STOP_S)
+                is_left = True
+        finally:
+            with self._lock:
+                if not is_left:  # check it again later
+                    scale.wanted += 1
+                    self._leaving.discard(node)
+        return missed
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def _short(self) -> list[str]:
+        """Models that have had too few copies for so long that their node does not come back; where
+        machines come as they are wanted, also those whose nodes are all behind."""
+        now_s = time.monotonic()
+        with self._lock:
+            wanted = min(COPIES, len(self._facts) - len(self._leaving))
+            behind = {name for name, facts in self._facts.items() if facts["queue_ms"] > LONG_MS}
+            if not self._scale or len(behind) == len(self._facts):
+                behind = set()
+            short = {name for name, held in self._nodes.holders.items()
+                     if 0 < len(held) < wanted or (held and held <= behind)}  # fmt: skip
+            since = {name: self._short_since.get(name, now_s) for name in short}
+            self._short_since = since
+        return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
+
+    def _copy_short(self) -> None:
+        """Begin another copy of a model that has too few, beside the rounds: one copy at a time."""
+        short = self._short()
+        if short and self._copying.done():
+            copy = partial(self._copy, short[0], is_short=True)
+            self._copying = self._copier.submit(self._trouble, short[0], copy)
+
+    def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
+        """Another copy, from a node that has one, if there are too few; what could not be done."""
+        with self._lock:
+            held = self._nodes.holders.get(model, set()) - self._leaving
+            others = [name for name in self._facts if name not in held | self._leaving]
+            source = min(held) if held else leaving
+            if (len(held) >= COPIES and not is_short) or not others or not source:
+                return [] if held else [f"{model}: no other node"]
+            facts = self._facts.get(source, {"models": {}})
+            if model not in facts["models"]:
+                return [f"{model} was lost with {source}"]
+            digest, size_bytes = facts["models"][model]
+            body, without = facts["bodies"].get(model), held | self._leaving
+            try:
+                target = self._nodes.choose(model, size_bytes, without=without).node
+            except ServerUnavailable:
+                return [f"{model}: no other node"]
+        if body is None:
+            return [f"{model} was not registered through the cluster: it stays on {source}"]
+        ray = connect_ray()
+        try:  # from node to node, not through here
+            bundle = node_of(ray, source).bundle.remote(digest)
+            answer = node_of(ray, target).adopt.remote(model, body, digest, bundle)
+            ray.get(answer, timeout=COPY_S)
+        except Exception as error:
+            return [f"{model} has no copy on {target}: {why_of(error)}"]
+        self._look()
+        return []
+
+
+def start_nodes(
+    ray: Any, names: dict[str, str], folder: str, hosts: dict[str, str], flags: tuple[str, ...],
+    scale: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """One node on each of Ray's, and placement; those that are there already stay.
+
+    Args:
+        names: our nodes, and the id of Ray's that each is on.
+        hosts: where each listens.
+        scale: as many as are wanted, between these; placement starts others.
+    """
+    here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
+    made = detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
+    handles = [  # they ask it whether their jobs are still theirs
+        start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
+        for name, where in names.items()
+    ]
+    told(ray, [handle.summary.remote() for handle in handles])
+    told(ray, made.status.remote())

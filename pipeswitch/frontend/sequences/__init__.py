@@ -1,0 +1,1 @@
+"""Sequences: what one request leaves for the next."""

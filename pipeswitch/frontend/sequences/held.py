@@ -1,0 +1,227 @@
+"""One sequence: what it holds between its requests, and what a request says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ...errors import InvalidInput, TaskFailed
+from ...ipc.messages.base import Epoch, SlabTensor
+from ...ipc.messages.worker import Choosing
+from ...programs.decoding.generation import MOST_STEPS, TOKENS
+from ...programs.decoding.sampling import Sampling
+from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ...scheduler.events import Announce, Answer
+from ...units import printable
+from ..admission import Admitted, Body
+from ..request_pool import RequestPool, Room
+from ..transport.clients import Client
+from .prefixes import History, Tokens, tokens_of
+
+MAX_ID: Final = 64
+
+MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
+NO_TOKENS: Final = tokens_of(())
+
+Key = tuple[str, str]  # who asks, and what it calls the sequence
+
+
+class Grown(msgspec.Struct, kw_only=True, eq=False):
+    """State that grows along one dimension, such as a cache: rows after rows."""
+
+    room: Room  # its inputs' slab
+    row_bytes: int
+    capacity: int  # rows
+    least: int  # that its input has: of zeros, until there are as many
+    used: int = 0
+    stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
+
+    def append(self, memory: memoryview, made: SlabTensor) -> None:
+        """Copy the rows that a step made behind those that the sequence has."""
+        at = self.room.input_offset_bytes + self.row_bytes * self.used
+        rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
+        memory[at : at + made.size_bytes] = rows
+        self.used += made.size_bytes // self.row_bytes
+
+    def has_room_for(self, made: SlabTensor | None) -> bool:
+        """Whether these are whole rows, no more than were foreseen."""
+        if made is None:
+            return False
+        left_bytes = (self.capacity - self.used) * self.row_bytes
+        return made.size_bytes <= left_bytes and made.size_bytes % self.row_bytes == 0
+
+
+class Held(msgspec.Struct, kw_only=True, eq=False):
+    """One sequence."""
+
+    key: Key
+    number: int  # the scheduler's name for it
+    client: Client
+    announced: Announce  # the version that it began with
+    used_at_ms: float
+    values: dict[str, SlabTensor] = {}  # by the input that each will be
+    room: Room | None = None  # where those that are replaced lie
+    grown: dict[str, Grown] = {}  # where those lie that grow
+    made: dict[str, SlabTensor] = {}  # by the request that is being answered
+    run: Epoch = Epoch(0)  # that answers it
+    epoch: Epoch = Epoch(0)  # of the run that answered the one before
+    steps: int = 0  # that were answered
+    is_busy: bool = False
+    is_ending: bool = False  # with the request that it has
+    is_left: bool = False  # the same, however that ends
+    copies: list[tuple[int, Any, int]] = []  # to, from (None: zeros), bytes; in this order
+    leaving: list[Room] = []  # that are copied from, and not needed then
+    donors: list[Held] = []  # that are copied from
+    pins: int = 0  # sequences that copy from this one
+    history: History | None = None  # of a language model's tokens, as long as they are known
+    choosing: Choosing | None = None  # of the request under way
+    sent: int = 0  # tokens that the worker gets of it
+    chosen: SlabTensor | None = None  # what came of it
+    asked: Tokens[int] = NO_TOKENS  # by the request under way
+    borrowed: int = 0  # of these, those whose rows were there
+    ahead: Tokens[int] = NO_TOKENS  # tokens with rows after the used ones
+
+    @property
+    def copy_bytes(self) -> int:
+        """To be copied before its request is computed; many, where another copy must come first."""
+        waits = any(donor.copies for donor in self.donors)
+        return 1 << 62 if waits else sum(size for _, _, size in self.copies)
+
+    @property
+    def state(self) -> Mapping[str, tuple[str, int]]:
+        """Its inputs, the outputs that they come from, and the dimension that grows by those."""
+        found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
+        return found
+
+    @property
+    def size_bytes(self) -> int:
+        """What it holds of the pool."""
+        grown = sum(one.room.held_bytes for one in self.grown.values())
+        replaced = [one for name, one in self.values.items() if name not in self.grown]
+        return grown + sum(one.size_bytes for one in replaced)
+
+    def row(self, now_ms: float) -> dict[str, Any]:
+        """Return its row of ``pipeswitch sequences``."""
+        return {
+            "id": self.key[1],
+            "model": self.announced.base or self.announced.model,
+            "version": self.announced.version,
+            "tenant": self.key[0],
+            "steps": self.steps,
+            "bytes": self.size_bytes,
+            "idle_ms": 0.0 if self.is_busy else now_ms - self.used_at_ms,
+        }
+
+    def memory(self, pool: RequestPool) -> memoryview:
+        """Return the file in which it lies."""
+        return pool.memory_of_tenant(self.announced.tenant)
+
+    def copy(self, pool: RequestPool) -> None:
+        """Copy what its request needs to its place. Any thread may; ``Sequences.copied`` comes
+        next."""
+        memory = self.memory(pool)
+        for at, source, size in self.copies:
+            if isinstance(source, int):
+                source = memory[source : source + size]
+            memory[at : at + size] = bytes(size) if source is None else source
+
+    def give_rows_back(self) -> None:
+        """Leave the sequence as it was before its request, whose tokens are not its own."""
+        for grown in self.grown.values():
+            grown.stale = max(grown.stale, grown.used)
+            grown.used -= self.borrowed
+        self.borrowed, self.asked = 0, NO_TOKENS
+
+    def chosen_tokens(self, pool: RequestPool) -> Tokens[int]:
+        """Return the tokens that the worker chose."""
+        if self.chosen is None:
+            return NO_TOKENS
+        tokens = self.memory(pool)[self.chosen.offset_bytes :][: self.chosen.size_bytes]
+        return tokens_of(np.frombuffer(tokens, np.int64))
+
+    def apart(self, admitted: Admitted) -> Admitted:
+        """Less what is not copied into the request's own room. An operator's module may write to
+        its inputs, so it has copies. Where tokens are chosen the reply has these and all rows."""
+        if self.announced.manifest.mode == "module":
+            return admitted
+        inputs, offset = [], 0
+        for one in admitted.inputs:
+            if one.name not in self.values:
+                inputs.append(replace(one, offset_bytes=offset))
+                offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
+        reply_bytes = admitted.reply_bytes
+        if self.choosing is not None:
+            rows = self.sent + self.choosing.steps - 1
+            sizes = [one.row_bytes * rows for one in self.grown.values()]
+            sizes.append(self.choosing.steps * ITEM_BYTES["int64"])
+            reply_bytes = sum(aligned(size, TENSOR_ALIGN_BYTES) for size in sizes)
+        return Admitted(inputs=tuple(inputs), input_bytes=offset, reply_bytes=reply_bytes)
+
+    def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
+        """All inputs in order: those that were placed, and the state where it lies."""
+        known = self.values | {one.name: one for one in placed}
+        return tuple(known[one.name] for one in self.announced.manifest.inputs)
+
+    def answered(self, answer: Answer) -> Answer:
+        """What its client gets: the state stays. What a worker claims may be wrong: then it is as
+        before, and the answer says so."""
+        if answer.error is not None:
+            return answer
+        by_output = {output: name for name, (output, _) in self.state.items()}
+        made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
+        fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
+        if made.keys() != self.state.keys() or not fits or not self._fits_choosing(answer, made):
+            error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
+            return Answer(token=answer.token, error=error)
+        self.made = made
+        self.run = Epoch(answer.timing.epoch if answer.timing is not None else 0)
+        self.chosen = answer.outputs[0] if self.choosing is not None else None
+        told = tuple(one for one in answer.outputs if one.name not in by_output)
+        body = {key: value for key, value in answer.body.items() if key != "returns"}
+        return msgspec.structs.replace(answer, outputs=told, body=body)
+
+    def _fits_choosing(self, answer: Answer, made: Mapping[str, SlabTensor]) -> bool:
+        """Whether the first output is the tokens, and there is a row for each but the last."""
+        if self.choosing is None:
+            return True
+        first = answer.outputs[0]
+        count = math.prod(first.shape)
+        rows = {made[name].size_bytes // grown.row_bytes for name, grown in self.grown.items()}
+        is_right = (first.name, first.dtype, first.shape) == (TOKENS, "int64", (1, count))
+        is_within = 1 <= count <= self.choosing.steps
+        return is_right and is_within and rows == {self.sent + count - 1}
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of its sequence."""
+
+    id: str
+    starts: bool
+    ends: bool
+    choosing: Choosing | None = None
+
+
+def asked_of(body: Body) -> Asked | None:
+    """None: it stands alone. Raises InvalidInput."""
+    name = body.text("sequence", "")
+    starts, ends = body.flag("start"), body.flag("end")
+    if not name:
+        if starts or ends:
+            raise InvalidInput("infer: start and end are of a sequence", hint="name its sequence")
+        return None
+    choosing: Choosing | None = body.of_type("choose", Choosing | None)
+    if choosing is not None:
+        sampling = {key: getattr(choosing, key) for key in ("temperature", "top_p", "seed")}
+        Sampling(**sampling).check()
+        if not 1 <= choosing.steps <= MOST_STEPS:
+            raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
+        if choosing.rows < 0:
+            raise InvalidInput(f"infer: choose: {choosing.rows} rows, it is 0 or more")
+    if len(name) > MAX_ID or printable(name, keep="") != name:
+        raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
+    return Asked(id=name, starts=starts, ends=ends, choosing=choosing)

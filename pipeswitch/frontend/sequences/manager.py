@@ -1,0 +1,532 @@
+"""Sequences: requests that go on from what the one before left (``register(…, state=…)``).
+
+A sequence keeps the outputs that are its state where its worker wrote them, in the request pool,
+and its next request brings them along as inputs. So the scheduler sees ordinary requests, and
+a worker that dies costs nothing: the request is computed again from the same bytes. What a
+sequence holds is of its caller's share of the pool.
+
+It has one request at a time. One that fails leaves the state as it was. An answer that did not
+reach its client ends the sequence: nobody could say which step it is at.
+
+A language model's sequence that has ended stays as a *spare* until its memory is wanted: one of the
+same caller that begins with the same tokens takes it over, and of one that goes on it copies the
+rows. Large copies are another thread's (``copy``), before the request is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ...errors import InvalidInput, SequenceNotFound
+from ...ipc.messages.base import SlabTensor
+from ...programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
+from ...programs.interface.dims import NoExtent, Values, shape_at
+from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
+from ...scheduler.events import Announce
+from ...wire.frames import RequestHeader, WireTensor
+from ..admission import check_brought
+from ..request_pool import RequestPool, Room
+from ..transport.clients import Client
+from .held import MAX_STEP_TOKENS, NO_TOKENS, Asked, Grown, Held, Key
+from .prefixes import BLOCK, TOKEN_BYTES, History, Prefixes, Tokens, common, tokens_of
+
+ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
+SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
+MOST_SPARES: Final = 128
+PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
+SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids and rows
+IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
+HINT: Final = "start another one: it ended, was idle for 5 minutes, or the server began again"
+
+
+class Sequences:
+    """All of them, in the order in which they were used."""
+
+    def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
+        self._pool, self._now_ms = pool, now_ms
+        self.held: dict[Key, Held] = {}
+        self.spare: dict[int, Held] = {}  # by identity; the one that ended first is first
+        self._prefixes = Prefixes()
+        self._steps = self._tokens_reused = 0
+        self._tokens: dict[str, int] = {}  # that were answered, by language model
+        pool.give_up = self._give_up
+        self._look_at_ms = 0.0  # none is abandoned before
+        self._number = 0
+
+    def of(self, asked: Asked, client: Client, caller: str, announced: Announce) -> Held:
+        """The sequence that a request goes on with, or a new one, which ``begin`` will keep.
+
+        Raises:
+            InvalidInput: the model has no state; another request is under way.
+            SequenceNotFound: there is none of this name, or it is another model's.
+        """
+        self.expire()
+        if not announced.manifest.extra.get("state"):
+            raise InvalidInput(
+                f'"{announced.base or announced.model}" was registered without a state',
+                hint='register(…, state={"h": "h_out"})',
+            )
+        if asked.choosing is not None and not announced.manifest.extra.get("generation"):
+            raise InvalidInput(f'"{announced.base or announced.model}" has no tokens to choose')
+        key = (caller, asked.id)
+        known = self.held.get(key)
+        if known is not None and known.is_busy:
+            raise InvalidInput(
+                f'sequence "{asked.id}" has a request under way', hint="wait for its answer"
+            )
+        if not asked.starts:
+            base = announced.base or announced.model
+            if known is None or (known.announced.base or known.announced.model) != base:
+                raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
+            return known
+        self._number += 1
+        held = Held(key=key, number=self._number, client=client, announced=announced,
+                    used_at_ms=self._now_ms())  # fmt: skip
+        if announced.manifest.extra.get("generation"):
+            held.history = History((caller, announced.model, announced.manifest.digest), of=held)
+        return held
+
+    def given(
+        self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
+    ) -> tuple[RequestHeader, list[Any]]:
+        """Return a request's inputs and frames with the state added, as if the client had sent it.
+
+        The first request may contain the state. The rest begins as zeros, or without rows.
+
+        Raises:
+            InvalidInput: an input does not fit the model, a later request contains the state, or
+            the state's initial shape is unknown.
+        """
+        manifest = held.announced.manifest
+        brought = {one.name: one for one in header.inputs if one.name}
+        if brought and len(brought) < len(header.inputs):
+            raise InvalidInput(f"{header.model}: an input appears twice or has no name")
+        if held.steps and (twice := brought.keys() & held.state.keys()):
+            raise InvalidInput(
+                f'"{min(twice)}" is the state of sequence "{held.key[1]}": only the request that '
+                "starts it may bring that"
+            )
+        own = [one for one in manifest.inputs if one.name not in held.state]
+        if not brought and len(header.inputs) != len(own):
+            names = ", ".join(f'"{one.name}"' for one in own)
+            raise InvalidInput(f"{header.model} takes {names} in a sequence, and no other inputs")
+        if not brought:
+            pairs = zip(own, header.inputs, strict=True)
+            brought = {
+                spec.name: msgspec.structs.replace(one, name=spec.name) for spec, one in pairs
+            }
+        all_frames = list(frames)
+        values = check_brought(header.model, brought, [*map(len, frames)], manifest)
+        grows = {name for name, (_, axis) in held.state.items() if axis >= 0}
+        first = {name: frames[brought.pop(name).frame] for name in grows & brought.keys()}
+        if manifest.extra.get("generation"):
+            self._reuse(held, brought, all_frames, values, first)
+        inputs = [*brought.values()]
+        held.choosing, held.sent = asked.choosing, values.get("length", 0)
+        for spec in manifest.inputs:
+            if spec.name not in held.state or spec.name in brought:
+                continue
+            if (axis := held.state[spec.name][1]) >= 0:
+                self._make_room(held, spec, axis, values, first.get(spec.name))
+            kept = held.values.get(spec.name)
+            if kept is not None:
+                shape = kept.shape
+                data: Any = held.memory(self._pool)[kept.offset_bytes :][: kept.size_bytes]
+            else:
+                shape = _beginning(spec, values, held)
+                data = bytes(ITEM_BYTES[spec.dtype] * math.prod(shape))
+            inputs.append(
+                WireTensor(name=spec.name, dtype=spec.dtype, shape=shape, frame=len(all_frames))
+            )
+            all_frames.append(data)
+        return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
+
+    def _reuse(
+        self,
+        held: Held,
+        brought: dict[str, WireTensor],
+        frames: list[Any],
+        values: dict[str, int],
+        first: Mapping[str, Any],
+    ) -> None:
+        """Remove the tokens that have rows from a language model's request, except the last one.
+
+        The inputs are read once and the model computes that copy: a sender could still change its
+        own bytes.
+        """
+        known = values["past"] if first else next((one.used for one in held.grown.values()), 0)
+        ids, count, found = _ids_of(held, brought, frames, known), 0, None
+        if first:
+            self._forget_tokens(held)  # nobody knows what its rows are of
+        if held.history is not None:
+            count = common(held.ahead, ids[:-1])
+        if held.history is not None and len(ids) > BLOCK and not count:
+            found = self._prefixes.find(held.history, ids[:-1])
+        donor: Held | None = found[0].of if found is not None else None
+        if donor is not None and donor.copies and not donor.is_busy:
+            donor = None  # a request of its own was refused, and nobody carries them
+        if found is not None and donor is not None:
+            count = found[1] - known
+            if id(donor) in self.spare and not (known or donor.pins) and (
+                count == len(ids) - 1 or 2 * count >= len(found[0].tokens)
+            ):  # fmt: skip
+                self._take_over(held, donor)
+            else:
+                self._copy_rows(held, donor, known, count, values)
+        for grown in held.grown.values():
+            grown.used += count
+        held.asked, held.borrowed, values["length"] = ids, count, len(ids) - count
+        left = ids[count:]
+        for name, numbers in ((IDS, left), (COUNT, [len(left)]), (USED, [known + count])):
+            frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
+        brought[IDS] = msgspec.structs.replace(brought[IDS], shape=(1, len(left)))
+
+    def _take_over(self, held: Held, donor: Held) -> None:
+        """All that a spare has."""
+        held.grown, donor.grown = donor.grown, {}
+        held.ahead = donor.history.tokens if donor.history is not None else NO_TOKENS
+        for grown in held.grown.values():
+            grown.stale, grown.used = max(grown.stale, grown.used), 0
+        self.drop(donor)
+
+    def _copy_rows(self, held: Held, donor: Held, known: int, count: int, values: Values) -> None:
+        """Of one that others may need: it stays as it is."""
+        donor.pins += 1  # before room is made, which a spare may be given up for
+        held.ahead = NO_TOKENS  # copied over
+        held.donors.append(donor)
+        for spec in held.announced.manifest.inputs:
+            if spec.name in donor.grown:
+                self._make_room(held, spec, held.state[spec.name][1], values)
+                mine, theirs = held.grown[spec.name], donor.grown[spec.name]
+                at = mine.row_bytes * known
+                ends = (one.room.input_offset_bytes + at for one in (mine, theirs))
+                held.copies.append((*ends, mine.row_bytes * count))  # type: ignore[arg-type]
+
+    def _forget_tokens(self, held: Held) -> None:
+        """Nobody knows any more what its rows are of."""
+        if held.history is not None:
+            self._prefixes.remove(held.history)
+        held.history, held.ahead, held.asked = None, NO_TOKENS, NO_TOKENS
+
+    def copied(self, held: Held) -> None:
+        """What was copied from is needed no longer."""
+        donors, held.donors, held.copies = held.donors, [], []
+        for donor in donors:
+            donor.pins -= 1
+        for one in (held, *donors):
+            self._let_go(one)
+
+    def _let_go(self, held: Held) -> None:
+        """Of what nobody copies from any more: all, if it is over."""
+        if held.pins or held.copies:
+            return
+        rooms, held.leaving = held.leaving, []
+        if self.held.get(held.key) is not held and id(held) not in self.spare:
+            rooms += [grown.room for grown in held.grown.values()]
+            held.grown = {}
+        for room in rooms:
+            self._pool.release_inputs(room)
+            self._pool.release_reply(room)
+
+    def refused(self, held: Held) -> None:
+        """The request was not accepted: one that it would have started holds nothing."""
+        held.give_rows_back()
+        if self.held.get(held.key) is not held:
+            self.drop(held)
+
+    def begin(self, held: Held, asked: Asked) -> None:
+        """Its request was accepted. One that starts replaces another of this name."""
+        known = self.held.get(held.key)
+        if known is not None and known is not held:
+            self.drop(known)
+        held.is_busy, held.is_ending = True, asked.ends
+        self.held[held.key] = self.held.pop(held.key, held)
+
+    def ended(self, held: Held, room: Room | None, *, is_ok: bool, is_sent: bool) -> None:
+        """Its request is over, and the room of the reply is this one's to give back."""
+        held.is_busy, held.used_at_ms = False, self._now_ms()
+        made, held.made = held.made, {}
+        chosen = held.chosen_tokens(self._pool) if is_ok else NO_TOKENS
+        if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
+            model = held.announced.model
+            self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
+        is_here = self.held.get(held.key) is held
+        is_last = held.is_left or (is_ok and held.is_ending)
+        if is_ok and is_sent and is_here and not is_last:
+            for name, grown in held.grown.items():
+                grown.append(held.memory(self._pool), made.pop(name))
+            if held.history is not None:
+                fed = held.asked + chosen[:-1]
+                self._prefixes.extend(held.history, fed)
+                is_same = held.ahead[: len(fed)] == fed
+                held.ahead = held.ahead[len(fed) :] if is_same else NO_TOKENS
+                self._tokens_reused += held.borrowed
+                held.borrowed, held.asked = 0, NO_TOKENS
+            if made:
+                room, held.room = held.room, room
+                held.values |= made
+            held.epoch = held.run
+            held.steps += 1
+            self._steps += 1
+        elif is_here:
+            held.give_rows_back()
+            if not held.steps or not is_sent or is_last:
+                self._retire(held)
+        if room is not None:
+            self._pool.release_reply(room)
+
+    def drop(self, held: Held) -> None:
+        """It is over; what it holds is free, as soon as nobody copies from it."""
+        if self.held.get(held.key) is held:
+            del self.held[held.key]
+        self.spare.pop(id(held), None)
+        self._forget_tokens(held)
+        room, held.room = held.room, None
+        if room is not None:
+            self._pool.release_reply(room)
+        self.copied(held)
+
+    def _retire(self, held: Held) -> None:
+        """It is over. A language model's is a spare, if it knows its tokens."""
+        tokens = held.history.tokens if held.history is not None else NO_TOKENS
+        is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
+        if len(tokens) < BLOCK or not is_whole:
+            self.drop(held)
+            return
+        self.held.pop(held.key, None)
+        held.used_at_ms = self._now_ms()
+        self.spare[id(held)] = held
+        if self._pool.on_release is not None:
+            self._pool.on_release()
+        if len(self.spare) > MOST_SPARES:
+            self._give_up()
+
+    def _give_up(self) -> bool:
+        """A spare's memory is wanted. False: there is none."""
+        held = next(iter(self.spare.values()), None)
+        if held is not None:
+            self.drop(held)
+        return held is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
+        return {
+            "sequences": len(self.held),
+            "sequences_by_model": self.by_model(),
+            "sequence_steps": self._steps,
+            "tokens_reused": self._tokens_reused,
+            "pool_spare_slabs": sum(2 * len(one.grown) for one in self.spare.values()),
+        }
+
+    def by_model(self) -> dict[str, dict[str, int]]:
+        """Of each that has any: live ones, what they and the spares hold, and the tokens so far."""
+        nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
+        found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
+        for held in (*self.held.values(), *self.spare.values()):
+            row = found.setdefault(held.announced.model, dict(nothing))
+            is_spare = id(held) in self.spare
+            row["spare_bytes" if is_spare else "sequence_bytes"] += held.size_bytes
+            row["sequences"] += not is_spare
+        return found
+
+    def retract(self, model: str) -> None:
+        """End all sequences and spares of a removed model: a later model may have its name."""
+        self._tokens.pop(model, None)
+        for held in (*self.held.values(), *self.spare.values()):
+            if held.announced.model == model:
+                self._forget_tokens(held)  # it leaves no spare
+                held.is_left = True
+                if not held.is_busy:
+                    self.drop(held)
+
+    def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
+        """Return whether another answer of this caller continues, besides the given ones."""
+        return any(
+            key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
+            for key, one in self.held.items()
+        )
+
+    def _make_room(
+        self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
+    ) -> None:
+        """Make room for the rows of the answer to come, so that it cannot fail then.
+
+        Args:
+            first: the rows in the request that starts the sequence.
+
+        Raises:
+            QueueFull: over its caller's share of the pool.
+            InvalidInput: the sequence has several rows, which would grow side by side; it is full;
+            or it has no rows, and the model cannot distinguish zeros from rows.
+        """
+        manifest, (output, _) = held.announced.manifest, held.state[spec.name]
+        (made,) = [one for one in manifest.outputs if one.name == output]
+        dim = next((one for one in manifest.dims if one.name == spec.shape[axis]), None)
+        shape = [*spec.shape[:axis], dim.low if dim else spec.shape[axis], *spec.shape[axis + 1 :]]
+        numbers = _beginning(msgspec.structs.replace(spec, shape=tuple(shape)), values, held)
+        if math.prod(numbers[:axis]) != 1:
+            raise InvalidInput(f'"{spec.name}" grows: a sequence of it has a batch of 1')
+        row_bytes = ITEM_BYTES[spec.dtype] * math.prod(numbers[axis + 1 :])
+        grown = held.grown.get(spec.name)
+        used = grown.used if grown is not None else 0
+        if first is not None:
+            used = len(first) // row_bytes
+        elif not (used or (dim is not None and dim.name in manifest.pads)):
+            raise InvalidInput(
+                f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
+                hint=f'pass "{spec.name}" with the request that starts the sequence',
+            )
+        more = held.choosing.steps - 1 if held.choosing is not None else 0
+        wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
+        most = dim.high if dim is not None else wanted
+        if wanted > most:
+            raise InvalidInput(
+                f'"{spec.name}" would have {wanted} rows, the model takes {most}',
+                hint="start another sequence",
+            )
+        if held.choosing is not None:
+            wanted = max(wanted, min(held.choosing.rows, most))
+        if grown is None or wanted > grown.capacity:
+            grown = self._larger(held, grown, row_bytes, wanted, most, first)
+            held.grown[spec.name] = grown
+            grown.least, grown.used = numbers[axis], used
+        rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
+        if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
+            rows = min(aligned(rows + more, ROWS_STEP), grown.capacity)
+        held.values[spec.name] = SlabTensor(
+            name=spec.name, dtype=spec.dtype,
+            shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
+            offset_bytes=grown.room.input_offset_bytes, size_bytes=row_bytes * rows,
+        )  # fmt: skip
+
+    def _larger(
+        self, held: Held, grown: Grown | None, row_bytes: int, wanted: int, most: int, first: Any
+    ) -> Grown:
+        """Return room for the ``wanted`` rows and some more, ``most`` at most, with what it copies
+        noted; raises as ``_make_room``."""
+        manifest, tenant, token_bytes = held.announced.manifest, held.announced.tenant, 0
+        if manifest.extra.get("generation"):
+            token_bytes = TOKEN_BYTES
+            most = max(wanted, longest(manifest, self._pool.share_bytes)[0])
+        rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
+        capacity = min(aligned(wanted, rows_more), most)
+        size = 0 if grown is None else row_bytes * grown.capacity
+        beside = token_bytes * capacity
+        if grown is not None and self._pool.grow(grown.room, row_bytes * capacity, beside):
+            room = grown.room
+        else:
+            room = self._pool.reserve(held.key[0], row_bytes * capacity, 0, tenant, beside)
+        at = room.input_offset_bytes
+        if grown is not None and room is not grown.room:  # with what lies ahead
+            held.copies.append((at, grown.room.input_offset_bytes, size))
+            held.leaving.append(grown.room)
+        held.copies.append((at + size, None, row_bytes * capacity - size))
+        if first is not None:
+            held.copies.append((at, first, len(first)))
+        stale = grown.stale if grown is not None else 0
+        return Grown(room=room, row_bytes=row_bytes, capacity=capacity, least=0, stale=stale)
+
+    def forget(self, client: Client) -> None:
+        """Of a client that is gone: those without a request; the others end with it."""
+        for held in [one for one in self.held.values() if one.client is client]:
+            if not held.is_busy:
+                self._retire(held)
+
+    def expire(self) -> float:
+        """Drop those that were abandoned; milliseconds until the next one may be."""
+        now_ms, next_ms = self._now_ms(), IDLE_MS
+        if now_ms < self._look_at_ms:
+            return self._look_at_ms - now_ms
+        for held in (*self.held.values(), *self.spare.values()):
+            left_ms = held.used_at_ms + IDLE_MS - now_ms
+            if held.is_busy:
+                continue
+            if left_ms <= 0:
+                self.drop(held)
+            else:
+                next_ms = min(next_ms, left_ms)
+        self._look_at_ms = now_ms + next_ms
+        return next_ms
+
+    def end(self, name: str, caller: str) -> None:
+        """As its client asks, without a request; where one is under way, when that is over.
+
+        Raises:
+            SequenceNotFound: there is none.
+        """
+        held = self.held.get((caller, name))
+        if held is None:
+            raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
+        if held.is_busy:
+            held.is_left = True
+        else:
+            self._retire(held)
+
+    def rows(self, caller: str | None) -> list[dict[str, Any]]:
+        """As ``pipeswitch sequences`` shows them; of one caller, or all."""
+        self.expire()
+        now_ms = self._now_ms()
+        return [
+            held.row(now_ms)
+            for held in self.held.values()
+            if caller is None or held.key[0] == caller
+        ]
+
+
+def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
+    """Return the maximum number of tokens of a language model's answer with its prompt, and of
+    a step, such that its cache and request fit a caller's share of the pool."""
+    high = {dim.name: dim.high for dim in manifest.dims}
+    (cache,) = [one for one in manifest.inputs if one.name == CACHE]
+    row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
+    rows = (share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
+    piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
+    beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
+    return min(high["past"], max(0, rows - beside)), piece
+
+
+def _ids_of(
+    held: Held, brought: Mapping[str, WireTensor], frames: Sequence[Any], used: int
+) -> Tokens[int]:
+    """Return the tokens of a language model's step, whose sequence has ``used`` rows.
+
+    Raises:
+        InvalidInput: the ids, their count or their position is wrong; the text has the right value.
+    """
+    if missing := [name for name in (IDS, COUNT, USED) if name not in brought]:
+        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"pass {IDS}, {COUNT} and {USED}")
+    length = brought[IDS].shape[1]
+    if brought[IDS].shape[0] != 1:
+        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows; a sequence has exactly one')
+    if length > MAX_STEP_TOKENS:
+        raise InvalidInput(
+            f"{length} tokens in one request; the limit is {MAX_STEP_TOKENS}",
+            hint="send the prompt in pieces",
+        )
+    for name, right in ((COUNT, length), (USED, used)):
+        number = int(np.frombuffer(frames[brought[name].frame], np.int64)[0])
+        if number != right:
+            data: dict[str, Any] = {name: right}
+            text = f'"{name}" is {number}, but sequence "{held.key[1]}" needs {right} here'
+            raise InvalidInput(text, hint=f"{name}=[{right}]", **data)
+    ids = np.frombuffer(bytes(frames[brought[IDS].frame]), np.int64)
+    vocabulary = held.announced.manifest.extra["generation"]["vocabulary"]
+    for number in (int(ids.min()), int(ids.max())):
+        if not 0 <= number < vocabulary:
+            raise InvalidInput(f"token id {number} is outside 0 to {vocabulary - 1}")
+    return tokens_of(ids)
+
+
+def _beginning(spec: ValueSpec, values: Values, held: Held) -> tuple[int, ...]:
+    try:
+        return shape_at(spec.shape, values)
+    except NoExtent:
+        raise InvalidInput(
+            f'the shape of "{spec.name}" does not follow from the other inputs',
+            hint=f'the request that starts sequence "{held.key[1]}" must bring it',
+        ) from None

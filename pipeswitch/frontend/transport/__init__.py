@@ -1,0 +1,1 @@
+"""Clients' connections: from bytes to messages and back."""

@@ -1,0 +1,81 @@
+"""Who is connected, and what is on its way to them.
+
+Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
+only to both together.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from ...roles import Standing
+from ...scheduler.events import Token
+
+Outcome = Literal["ok", "error", "undeliverable"]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
+
+    accepted: int = 0
+    ok: int = 0
+    error: int = 0
+    undeliverable: int = 0
+    rejected: int = 0  # refused before acceptance; not part of the sum
+
+    @property
+    def in_flight(self) -> int:
+        return self.accepted - self.ok - self.error - self.undeliverable
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows them."""
+        return {**asdict(self), "in_flight": self.in_flight}
+
+
+class Outgoing(msgspec.Struct, kw_only=True, eq=False):
+    """A message for one client, until the kernel has taken all of it."""
+
+    frames: list[Any]
+    on_end: Callable[[bool], None] | None = None  # it has left, or never will
+    size_bytes: int = 0  # the outbox's
+    since_ms: float = 0.0  # it waits there
+
+
+class Peer(Protocol):
+    """A client's connection."""
+
+    @property
+    def wants_turn(self) -> bool:
+        """It would go on without waiting."""
+
+    def transmit(self, outgoing: Outgoing) -> bool:
+        """Send a message, or go on with it; False: not all has left, call again with the same.
+
+        Raises:
+            OSError: it is gone.
+        """
+
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Client:
+    """One session on one connection."""
+
+    peer: Peer
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    standing: Standing
+    requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
+    readings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of events: their topics
+    backlog: deque[Outgoing] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    upload_chunks: int = 0
+    counts: Counters = field(default_factory=Counters)  # of this session's requests
+    is_gone: bool = False

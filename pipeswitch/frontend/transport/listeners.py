@@ -1,0 +1,190 @@
+"""Where clients come in: a TCP address and the owner's unix socket.
+
+Both are plain streams. TCP is the frontend's on loopback; where other machines can reach it, or the
+owner says so, each client needs a CURVE key, and the gateway listens there (``gateway/keyed.py``).
+The owner's socket lies in a folder that is the owner's alone, so what reaches it is the owner's: it
+gives every role, and asks for no key.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...config import ServerConfig
+from ...errors import ConfigError, PipeSwitchError
+from ...ipc.messages.gateway import KeyedSettings
+from ...roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
+from ...wire.addresses import is_live, is_loopback, parse_listen
+from ...wire.keys import KeyFolder
+from ...wire.private import private_directory
+
+_logger = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH: Final = 107  # sun_path has 108 bytes, with the NUL
+BACKLOG_CONNECTIONS: Final = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """A socket that listens, and whose clients come in there."""
+
+    sock: socket.socket
+    address: str
+    standing: Standing
+    needs_keys: bool = False  # it is the gateway's to accept there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """Made and closed on the frontend's behalf."""
+
+    tcp: Listener
+    ipc: Listener
+    warnings: tuple[str, ...] = ()  # for who starts the server
+
+    def keyed(self, config: ServerConfig) -> KeyedSettings | None:
+        """What the gateway is told that accepts at TCP; None: the frontend does."""
+        if not self.tcp.needs_keys:
+            return None
+        return KeyedSettings(
+            address=self.tcp.address,
+            keys_dir=str(_keys_path(config)),
+            roles=config.tcp_roles,
+            max_message_bytes=config.max_message_bytes,
+            max_connections=config.max_connections,
+            client_bytes=config.pool_bytes,
+        )
+
+    @property
+    def ours(self) -> list[Listener]:
+        """Those at which the frontend accepts."""
+        return [one for one in (self.tcp, self.ipc) if not one.needs_keys]
+
+    def close(self) -> None:
+        """Close them, and remove the owner's file."""
+        self.tcp.sock.close()
+        self.ipc.sock.close()
+        Path(self.ipc.address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _keys_path(config: ServerConfig) -> Path:
+    """Where the server's key and the clients' are."""
+    return Path(config.keys_dir or Path(config.state_dir, "keys"))
+
+
+def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
+    """Whether clients at this TCP address must prove a key, and what its owner is to be told.
+
+    Raises:
+        ConfigError: keys are needed and there is none of the server's, or no client is admitted.
+    """
+    if config.auth == "auto" and is_loopback(host):
+        if not config.allow_code or Role.CODE in config.tcp_roles:
+            return False, []
+        wanted = ",".join(in_order({*parse_roles(config.tcp_roles), Role.REGISTER, Role.CODE}))
+        return False, [
+            "--allow-code lets nothing in: TCP clients have not the role code; "
+            f"give it to them with: --tcp-roles {wanted}"
+        ]
+    path = _keys_path(config)
+    folder = KeyFolder(path).open()
+    keys = folder.server()
+    missing = "the server has no key" if keys is None else "no client is admitted"
+    if keys is None or not folder.clients():
+        where = f"--keys-dir {path}"
+        raise ConfigError(
+            f"{config.listen} needs clients' keys"
+            + ("" if is_loopback(host) else ", other machines can reach it")
+            + f": {missing}",
+            hint=f"pipeswitch keys {where} server; then, for each client: "
+            f"pipeswitch keys {where} client NAME. Or listen on 127.0.0.1",
+        )
+    silent = [name for name, admitted in folder.admitted().items() if not admitted.has_roles]
+    if not silent:
+        return True, []
+    return True, [
+        f"keys without a role have infer alone: {', '.join(silent)}; give them others with: "
+        f"pipeswitch keys --keys-dir {path} roles NAME --role register"
+    ]
+
+
+def open_listeners(config: ServerConfig) -> Listeners:
+    """Bind everything or nothing.
+
+    Raises:
+        ConfigError: the address, the folder or the name cannot be used.
+        PipeSwitchError: the port or the name is in use.
+    """
+    host, port = parse_listen(config.listen)
+    needs_keys, warnings = check_access(config, host)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"tcp://{shown}:{port or '*'}"
+    try:
+        tcp = socket.create_server(
+            ("" if host == "*" else host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=BACKLOG_CONNECTIONS,
+        )
+    except OSError as error:
+        raise _bind_failed(address, error) from None
+    tcp.setblocking(False)
+    port = tcp.getsockname()[1]
+    try:
+        path = _owners_path(config, port)
+        ipc = _bind_unix(path)
+    except PipeSwitchError:
+        tcp.close()
+        raise
+    roles = Standing(tenant=ANYONE, roles=parse_roles(config.tcp_roles))
+    address = f"tcp://{shown}:{port}"
+    return Listeners(
+        tcp=Listener(sock=tcp, address=address, standing=roles, needs_keys=needs_keys),
+        ipc=Listener(sock=ipc, address=f"ipc://{path}", standing=OWNER),
+        warnings=tuple(warnings),
+    )
+
+
+def _bind_failed(address: str, error: OSError) -> PipeSwitchError:
+    if error.errno == errno.EADDRINUSE:
+        return PipeSwitchError(
+            f"{address} is in use",
+            hint="stop the other server (pipeswitch stop) or choose --listen tcp://127.0.0.1:6555",
+        )
+    return ConfigError(f"cannot listen on {address}: {error.strerror}")
+
+
+def _owners_path(config: ServerConfig, port: int) -> Path:
+    directory = private_directory(Path(config.runtime_dir), "[server] runtime_dir")
+    path = directory / f"{config.name or port}.sock"
+    if len(str(path).encode()) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for a socket ({MAX_SOCKET_PATH} bytes)",
+            hint="set [server] runtime_dir to a shorter folder",
+        )
+    return path
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Listens there; a dead server's file is removed."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            if is_live(path):
+                raise PipeSwitchError(f"{path} is in use", hint="another server has that name")
+            _logger.info("socket=%s removed cause=dead_server", path)
+            path.unlink()
+        sock.setblocking(False)
+        sock.bind(str(path))
+        sock.listen(BACKLOG_CONNECTIONS)
+    except OSError as error:
+        sock.close()
+        raise _bind_failed(f"ipc://{path}", error) from None
+    except PipeSwitchError:
+        sock.close()
+        raise
+    return sock

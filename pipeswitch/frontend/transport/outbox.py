@@ -1,0 +1,134 @@
+"""Messages on their way out: replies, and events to those who read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ...errors import QueueFull
+from ...scheduler.events import Publish
+from ...wire.frames import RequestHeader
+from ..admission import Body
+from .clients import Client, Outgoing
+from .replies import reply_frames
+
+SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
+MAX_READINGS: Final = 16  # of events, by one client
+READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
+SHORT_BYTES: Final = 64 << 10  # of a message that need not wait behind long answers
+
+
+class Outbox:
+    """Sends without ever blocking; what a client does not read waits under its byte budget."""
+
+    def __init__(
+        self, budget_bytes: int, now_ms: Callable[[], float], drop: Callable[[Client], None]
+    ) -> None:
+        """``drop``: a client that is over its budget, too slow or gone."""
+        self._budget_bytes = budget_bytes
+        self._now_ms = now_ms
+        self._drop = drop
+        self.backlogged: set[Client] = set()  # whose socket is full
+
+    @property
+    def wants_turn(self) -> bool:
+        """A message would go on without waiting for its socket."""
+        return any(one.peer.wants_turn for one in self.backlogged)
+
+    def send(self, client: Client, outgoing: Outgoing) -> None:
+        """Send a message, or keep it. A short one goes before long answers that have not begun to
+        leave: one connection may serve many callers. A request sends nothing after its answer."""
+        if client.is_gone:
+            if outgoing.on_end is not None:
+                outgoing.on_end(False)
+            return
+        outgoing.size_bytes = sum(map(len, outgoing.frames))
+        backlog, place = client.backlog, len(client.backlog)
+        if outgoing.size_bytes <= SHORT_BYTES:
+            while place > 1 and _is_long_answer(backlog[place - 1]):
+                place -= 1
+        backlog.insert(place, outgoing)
+        client.unsent_bytes += outgoing.size_bytes
+        if not self._flush(client):
+            self._drop(client)
+        elif client.backlog:
+            now_ms = outgoing.since_ms = self._now_ms()
+            if self._is_too_slow(client, now_ms):
+                self._drop(client)
+
+    def reply(self, client: Client, request_id: str, **fields: Any) -> None:
+        """A message that settles nothing; ``fields`` as of ``reply_frames``."""
+        frames = reply_frames(request_id, client.session, **fields)
+        self.send(client, Outgoing(frames=frames))
+
+    def _is_too_slow(self, client: Client, now_ms: float) -> bool:
+        is_stuck = client.backlog and now_ms - client.backlog[0].since_ms > SLOW_CLIENT_MS
+        return bool(is_stuck) or client.unsent_bytes > self._budget_bytes
+
+    def _flush(self, client: Client) -> bool:
+        """Send in order until the client's socket is full; False: its connection is gone."""
+        while client.backlog:
+            outgoing = client.backlog[0]
+            try:
+                if not client.peer.transmit(outgoing):
+                    self.backlogged.add(client)
+                    return True
+            except OSError:
+                return False
+            client.backlog.popleft()
+            client.unsent_bytes -= outgoing.size_bytes
+            if outgoing.on_end is not None:
+                outgoing.on_end(True)
+        self.backlogged.discard(client)
+        return True
+
+    def forget(self, client: Client) -> None:
+        """The client is gone: what it did not take is lost."""
+        self.backlogged.discard(client)
+        while client.backlog:
+            outgoing = client.backlog.popleft()
+            client.unsent_bytes -= outgoing.size_bytes
+            if outgoing.on_end is not None:
+                outgoing.on_end(False)
+
+    def sweep(self) -> None:
+        """Retry what was refused."""
+        for client in list(self.backlogged):
+            if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
+                self._drop(client)
+
+
+def _is_long_answer(outgoing: Outgoing) -> bool:
+    return outgoing.on_end is not None and outgoing.size_bytes > SHORT_BYTES
+
+
+class Readers:
+    """Clients that read events: from now on each is a reply of which more follow."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.clients: set[Client] = set()
+
+    def add(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """The verb ``events``.
+
+        Raises:
+            QueueFull: it reads too often.
+        """
+        body = Body("events", header.body)
+        topics = body.texts("topics")
+        body.done()
+        if len(client.readings) >= MAX_READINGS:
+            raise QueueFull(f"this client reads events {MAX_READINGS} times already")
+        client.readings[header.id] = topics or ("",)
+        self.clients.add(client)
+        self._outbox.reply(client, header.id, more=True)  # they begin
+
+    def tell(self, published: Publish) -> None:
+        """An event, to each that wants it; who does not read misses some."""
+        for reader in list(self.clients):
+            for request_id, topics in list(reader.readings.items()):
+                is_wanted = published.topic.startswith(topics) and reader.standing.may_operate
+                if is_wanted and reader.unsent_bytes <= READER_BYTES:
+                    body = {"topic": published.topic, **published.body}
+                    self._outbox.reply(reader, request_id, body=body, more=True)

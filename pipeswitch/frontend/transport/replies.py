@@ -1,0 +1,162 @@
+"""What goes back to a client, as frames; and what can be said of a message that is wrong. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ...errors import PipeSwitchError, RemoteProtocolError, to_wire
+from ...ipc.messages.base import SlabTensor
+from ...programs.interface.layout import ITEM_BYTES
+from ...roles import MODEL_FACTS, Role, Standing
+from ...scheduler.events import Answer
+from ...texts import BYTES
+from ...units import printed
+from ...wire.bill import Bill
+from ...wire.frames import (
+    BODY_TENSOR,
+    MAGIC,
+    VERSION,
+    ReplyHeader,
+    WireError,
+    WireTensor,
+    encode_header,
+    pack_dict,
+)
+
+INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
+
+
+def reply_frames(
+    request_id: str,
+    session: str = "",
+    *,
+    body: dict[str, Any] | None = None,
+    outputs: tuple[WireTensor, ...] = (),
+    timing: Bill | None = None,
+    error: PipeSwitchError | None = None,
+    more: bool = False,
+) -> list[Any]:
+    """Magic and header; a body too large for a header follows as a tensor of its own."""
+    header = ReplyHeader(
+        v=VERSION,
+        id=request_id,
+        status="error" if error is not None else "progress" if more else "ok",
+        session=session,
+        more=more,
+        timing=timing,
+        outputs=outputs,
+        body=body or {},
+        error=WireError(**printed(to_wire(error))) if error is not None else None,
+    )
+    try:
+        packed = encode_header(header)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        if header.error is None:
+            raise
+        bare = msgspec.structs.replace(header.error, data={})  # a refusal always leaves
+        packed = encode_header(msgspec.structs.replace(header, error=bare))
+    if len(packed) <= INLINE_BODY_BYTES or outputs:
+        return [MAGIC, packed]
+    large = pack_dict(header.body)
+    tensor = WireTensor(name=BODY_TENSOR, dtype="uint8", shape=(len(large),), frame=0)
+    header = msgspec.structs.replace(header, body={}, outputs=(tensor,))
+    return [MAGIC, encode_header(header), large]
+
+
+def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryview) -> list[Any]:
+    """A reply with its outputs, which lie in ``memory`` and are not copied here."""
+    outputs: list[WireTensor] = []
+    tensors: list[Any] = []
+    for number, tensor in enumerate(answer.outputs):
+        outputs.append(
+            WireTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, frame=number)
+        )
+        at = tensor.offset_bytes
+        tensors.append(memory[at : at + tensor.size_bytes])
+    frames = reply_frames(
+        request_id,
+        session,
+        body=answer.body,
+        outputs=tuple(outputs),
+        timing=answer.timing,
+        error=answer.error,
+        more=answer.more,
+    )
+    return [*frames, *tensors]
+
+
+def told(
+    op: str, body: dict[str, Any], standing: Standing, counts: Mapping[str, int]
+) -> dict[str, Any]:
+    """A listing, less what only operators learn: paths, and what other clients have and do.
+
+    Args:
+        counts: of the asker's own requests.
+    """
+    if standing.may_operate or not body:
+        return body
+    match op:
+        case "stats":
+            return dict(counts)
+        case "models":
+            return {"models": [_told_of(row, standing) for row in body["models"]]}
+        case "show":
+            return {"model": _told_of(body["model"], standing)}
+        case _:
+            return body
+
+
+def _told_of(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
+    is_own = row.get("tenant") == standing.tenant and Role.REGISTER in standing.roles
+    return {key: value for key, value in row.items() if is_own or key in MODEL_FACTS}
+
+
+class _Envelope(msgspec.Struct):
+    """What can be had of a header that is otherwise wrong."""
+
+    id: str = ""
+    v: int = 0
+
+
+def envelope_id(parts: Sequence[Any]) -> str:
+    """The request id of a message that is otherwise wrong; empty when there is none."""
+    return envelope.id if (envelope := _envelope(parts)) and len(envelope.id) <= 64 else ""
+
+
+def wrong_version(parts: Sequence[Any]) -> RemoteProtocolError | None:
+    """Another version may have other fields: say that, not which field was unknown."""
+    envelope = _envelope(parts)
+    if envelope is None or envelope.v == VERSION:
+        return None
+    return RemoteProtocolError(
+        f"protocol version {envelope.v} is not spoken here, this server speaks {VERSION}",
+        hint="use the client of the server's own release",
+    )
+
+
+def _envelope(parts: Sequence[Any]) -> _Envelope | None:
+    if len(parts) < 2 or bytes(parts[0][:4]) != MAGIC or len(parts[1]) > INLINE_BODY_BYTES:
+        return None
+    try:
+        return msgspec.msgpack.decode(parts[1], type=_Envelope)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: int) -> str:
+    """Why a worker's claim about its outputs is refused: it may only name its own reply slab."""
+    end_bytes = start_bytes + size_bytes
+    for tensor in outputs:
+        size = ITEM_BYTES.get(tensor.dtype, 0)
+        for extent in tensor.shape:
+            size *= extent
+        if tensor.dtype == BYTES:  # what a function returned: measured where it was packed
+            size = tensor.size_bytes
+        if size != tensor.size_bytes or min(tensor.shape, default=0) < 0:
+            return f"{tensor.name} claims {tensor.size_bytes} bytes for {size}"
+        if not start_bytes <= tensor.offset_bytes <= tensor.offset_bytes + size <= end_bytes:
+            return f"{tensor.name} lies outside of its slab"
+    return ""

@@ -1,0 +1,1 @@
+"""What PipeSwitch alone has over HTTP: ``/api`` and the page."""

@@ -1,0 +1,345 @@
+"""``/api``: what PipeSwitch alone has over HTTP: jobs, models, events, the timeline.
+
+One table of routes says what there is, who may ask it and how it is described (openapi.py). The
+gateway speaks through the owner's socket, which may do all, so each route names its role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from ...client.client import FINAL_JOB_STATES
+from ...codec import encode_json
+from ...errors import InvalidInput
+from ...frontend.permissions import Rules
+from ...frontend.registration import check, check_origin, require_roles
+from ...roles import Role, Standing
+from ...units import nearest
+from ...wire.register_request import RegisterRequest
+from ..callers import require_role, told
+from ..decoding import decode_json
+from ..http.feed import CONTENT_TYPE, Feed
+from ..http.server import Answer, Head, Work, json_answer
+from ..refusals import MethodNotAllowed, NotFound
+from ..serving.upstream import Upstream
+from .openapi import Route, document
+
+MAX_TRACE_S: Final = 3600.0
+PREFIX: Final = "/api"
+HINT: Final = "GET /api/openapi.json tells what is there"
+MAX_QUERY_FIELDS: Final = 16
+LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
+MAX_OFFSET: Final = 1 << 50
+OFFSET: Final = {"offset": ("integer", "Where to begin, in bytes; below 0: so far before the end")}
+MAX_VERSION: Final = 1 << 30
+TEXT: Final = "text/plain; charset=utf-8"
+BUNDLE: Final = "application/octet-stream"
+GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request to one route."""
+
+    caller: Standing
+    head: Head
+    body: Any  # a buffer
+    names: Mapping[str, str]  # what stands for the braces of its path
+    query: Mapping[str, str]
+
+    def flag(self, name: str) -> bool:
+        text = self.query.get(name, "false")
+        if text not in ("true", "false"):
+            raise InvalidInput(f"{name} must be true or false, got {text[:40]!r}")
+        return text == "true"
+
+    def number(self, name: str, default: float, high: float, *, low: float = 0) -> float:
+        text = self.query.get(name)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise InvalidInput(
+                f"{name} must be a number from {low:g} to {high:g}, got {text!r:.40}"
+            )
+        return value
+
+
+OPERATE, INFER, REGISTER = Role.OPERATE, Role.INFER, Role.REGISTER
+Verb = Callable[[Asked], Awaitable[Answer]]
+
+
+class Api:
+    """The routes, over one server."""
+
+    def __init__(
+        self, upstream: Upstream, feed: Feed, *, version: str, allow_code: Sequence[str]
+    ) -> None:
+        """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
+        self._upstream = upstream
+        self._feed = feed
+        self._rules = Rules(allow_code=allow_code)
+        self.routes = (*self._server_routes(), *self._job_routes(), *self._model_routes())
+        self._description = document(self.routes, prefix=PREFIX, version=version)
+
+    def _server_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="openapi.json", role=INFER, run=self._document,
+                  what="This description"),
+            Route(method="GET", path="about", role=OPERATE, run=self._verb("ping"),
+                  what="The server: device, sizes, addresses"),
+            Route(method="GET", path="ps", role=OPERATE, run=self._verb("ps"),
+                  what="Models, jobs and processes, what they do and hold now"),
+            Route(method="GET", path="stats", role=OPERATE, run=self._verb("stats"),
+                  what="Counters and sizes"),
+            Route(method="GET", path="plan", role=OPERATE, run=self._verb("plan"),
+                  what="Each model's profile, and the arena"),
+            Route(method="GET", path="trace", role=OPERATE, run=self._trace,
+                  what="The end of the timeline, as a Chrome trace; now_ms is its clock",
+                  query={"seconds": ("number", "How much of it; 10 unless told")}),
+            Route(method="GET", path="events", role=OPERATE, run=self._events,
+                  gives=CONTENT_TYPE,
+                  what="Events as they come; Last-Event-ID goes on behind one; an event named "
+                  "dropped counts those a slow reader missed",
+                  query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
+        )  # fmt: skip
+
+    def _job_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="jobs", role=OPERATE, run=self._verb("jobs"),
+                  what="One row for each job"),
+            Route(method="GET", path="jobs/{job}", role=OPERATE, run=self._job("show"),
+                  what="A job's row"),
+            *(
+                Route(method="POST", path=f"jobs/{{job}}/{action}", role=OPERATE,
+                      run=self._job(action), what=what)
+                for action, what in (
+                    ("pause", "Commit, give the device back, hold until resume"),
+                    ("resume", "Let it have the device again"),
+                    ("cancel", "End it"),
+                )
+            ),
+            Route(method="GET", path="jobs/{job}/logs", role=OPERATE, run=self._text("logs"),
+                  gives=TEXT, what="What it printed",
+                  query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="jobs/{job}/history", role=OPERATE,
+                  run=self._text("history"), gives=TEXT, query=OFFSET,
+                  what="What job.log reported, a line of JSON for each time"),
+        )  # fmt: skip
+
+    def _model_routes(self) -> tuple[Route, ...]:
+        return (
+            Route(method="GET", path="models", role=INFER, run=self._models,
+                  what="One row for each model; in full with the role operate"),
+            Route(method="GET", path="models/{model}", role=INFER, run=self._model,
+                  what="A model's row", query={"version": ("integer", "0: the current one's")}),
+            Route(method="POST", path="models/{model}", role=REGISTER, run=self._register,
+                  what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
+                  "body then; to pin needs operate, a factory code and --allow-code",
+                  takes={"application/json": RegisterRequest,
+                         BUNDLE: {"type": "string", "format": "binary"}},
+                  query={"priority": ("string", "With a bundle: high, normal or low"),
+                         "pin": ("boolean", "With a bundle: keep it on the device"),
+                         "max_batch": ("integer", "With a bundle: the largest batch"),
+                         "batch": ("integer", "With a bundle: up to which requests are joined"),
+                         "batch_delay_ms": ("number", "With a bundle: for which one waits"),
+                         "precision": ("string", "With a bundle: exact or fast"),
+                         "max_error": ("number", "With a bundle: of precision, at most")}),
+            Route(method="DELETE", path="models/{model}", role=OPERATE,
+                  run=self._verb("unregister", is_safe=False), what="Unregister"),
+            Route(method="POST", path="models/{model}/load", role=OPERATE,
+                  run=self._verb("load"), what="Pin it on the device"),
+            Route(method="POST", path="models/{model}/unload", role=OPERATE,
+                  run=self._verb("unload"), what="Unpin it"),
+        )  # fmt: skip
+
+    def find(self, head: Head, caller: Standing) -> Work:
+        """What a request asks for.
+
+        Raises:
+            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: nothing of its body is read.
+        """
+        path = head.path.rstrip("/")
+        parts = path.removeprefix(PREFIX).lstrip("/").split("/")
+        here = [(route, names) for route in self.routes
+                if (names := route.names_in(parts)) is not None]  # fmt: skip
+        if not here:
+            known = [f"{PREFIX}/{route.path}" for route in self.routes]
+            raise NotFound(f"no path {head.path[:200]!r}{nearest(path, known)}", hint=HINT)
+        method = "GET" if head.method == "HEAD" else head.method
+        for route, names in here:
+            if route.method == method:
+                require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
+                return _work(route, caller, head, names, _query(head, route))
+        raise MethodNotAllowed(head.method, head.path, ", ".join(route.method for route, _ in here))
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    async def _document(self, asked: Asked) -> Answer:
+        return _json(self._description)
+
+    async def _trace(self, asked: Asked) -> Answer:
+        seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
+        found = await self._upstream.ask("trace", body={"seconds": seconds})
+        told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
+        text = await asyncio.to_thread(encode_json, told)  # megabytes of an hour
+        return Answer(parts=[text], headers=GUARDS)
+
+    async def _events(self, asked: Asked) -> Answer:
+        await self._upstream.follow(self._feed.add)
+        topics = [topic for topic in asked.query.get("topics", "").split(",") if topic]
+        last_id = asked.head.headers.get("last-event-id", "")
+        reader = self._feed.read(asked.head.peer, topics, last_id)
+        return Answer(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def _job(self, action: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            return _json((await self._upstream.job(asked.names["job"], action))["job"])
+
+        return run
+
+    def _text(self, kind: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            is_followed = asked.flag("follow")
+            offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
+            piece = await self._upstream.job(
+                asked.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
+            )
+            if offset < 0:
+                offset = max(0, piece["end_bytes"] + offset)
+            if is_followed:
+                await self._upstream.follow(self._feed.add)
+            text = JobText(
+                self._upstream, self._feed, asked.names["job"], kind, offset,
+                peer=asked.head.peer, is_followed=is_followed,
+            )  # fmt: skip
+            return Answer(content_type=TEXT, headers=GUARDS, stream=text)
+
+        return run
+
+    # ---- models --------------------------------------------------------------------------------
+
+    async def _models(self, asked: Asked) -> Answer:
+        rows = (await self._upstream.ask("models"))["models"]
+        return _json({"models": [told(row, asked.caller) for row in rows]})
+
+    async def _model(self, asked: Asked) -> Answer:
+        version = int(asked.number("version", 0, MAX_VERSION))
+        return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
+
+    def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
+        """Of the server, or of the model that the path names."""
+
+        async def run(asked: Asked) -> Answer:
+            model = asked.names.get("model", "")
+            return _json(await self._upstream.ask(op, model, is_safe=is_safe))
+
+        return run
+
+    async def _register(self, asked: Asked) -> Answer:
+        """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
+        caller = asked.caller
+        require = partial(require_role, caller)
+        if asked.head.headers.get("content-type", "").startswith(BUNDLE):
+            if not len(asked.body):
+                raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
+            fields = {"source": "", **asked.query}
+            given = _registration(lambda: msgspec.convert(fields, RegisterRequest, strict=False))
+            require_roles(given, require)
+            source = await self._upstream.upload(asked.body, "bundle", caller.tenant)
+            given = msgspec.structs.replace(given, source=source)
+        else:
+            given = _registration(lambda: decode_json(asked.body, RegisterRequest))
+            check_origin(given, require, self._rules, is_owner=False)
+        # It counts as that client's, not as the owner's.
+        body = given.body() | {"tenant": caller.tenant}
+        return _json(await self._upstream.ask("register", asked.names["model"], body=body))
+
+
+class JobText:
+    """A job's log or history from a place on; an ``http.Stream``, one that the feed counts."""
+
+    def __init__(
+        self, upstream: Upstream, feed: Feed, job: str, kind: str, offset: int,
+        *, peer: str, is_followed: bool,
+    ) -> None:  # fmt: skip
+        feed.enter(peer)
+        self._upstream, self._feed, self._job, self._kind = upstream, feed, job, kind
+        self._offset = offset
+        self._peer = peer
+        self._is_followed = is_followed
+
+    async def next(self) -> bytes:
+        while True:
+            # Asked before reading: what is written before the end is read after it.
+            is_over = not self._is_followed or await self._has_ended()
+            piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
+            self._offset = piece["offset_bytes"]
+            if piece["text"] or is_over:
+                return str(piece["text"]).encode()
+            await self._feed.news(LOG_LOOK_S)
+
+    async def _has_ended(self) -> bool:
+        row = (await self._upstream.job(self._job, "show"))["job"]
+        return row["state"] in FINAL_JOB_STATES
+
+    def close(self) -> None:
+        self._feed.leave(self._peer)
+
+
+def _work(
+    route: Route, caller: Standing, head: Head, names: Mapping[str, str], query: Mapping[str, str]
+) -> Work:
+    async def run(body: Any) -> Answer:
+        if len(body) and not route.takes:
+            raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
+        return await route.run(Asked(caller=caller, head=head, body=body, names=names, query=query))
+
+    return run
+
+
+def _json(value: Any) -> Answer:
+    return json_answer(value, headers=GUARDS)
+
+
+def _query(head: Head, route: Route) -> dict[str, str]:
+    """Raises InvalidInput: a field that the route does not have, or one that is there twice."""
+    try:
+        pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
+    except ValueError:
+        raise InvalidInput(f"a query has at most {MAX_QUERY_FIELDS} fields") from None
+    for name, _ in pairs:
+        if name not in route.query:
+            has = ", ".join(route.query) or "none"
+            raise InvalidInput(
+                f"no query field {name[:80]!r}{nearest(name, route.query)}", hint=f"fields: {has}"
+            )
+    query = dict(pairs)
+    if len(query) != len(pairs):
+        raise InvalidInput("a query field is there twice")
+    return query
+
+
+def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
+    try:
+        given = decode()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(
+            f"this is not a registration: {error}",
+            hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
+            f"{BUNDLE}",
+        ) from None
+    check(given)
+    return given

@@ -1,0 +1,128 @@
+"""The description of ``/api`` for machines: OpenAPI 3.1, made from the table of routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import unquote
+
+import msgspec
+
+from ...roles import Role
+from ..http.server import Answer
+
+REFUSAL: Final = "#/components/responses/Refusal"
+SCHEMAS: Final = "#/components/schemas/{name}"
+PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One method of one path."""
+
+    method: str
+    path: str  # below the prefix, with {names}
+    role: Role
+    what: str
+    run: Callable[[Any], Awaitable[Answer]]
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
+    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
+    gives: str = "application/json"
+
+    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
+        """The names of a path's parts; None: it is another route's."""
+        wanted = self.path.split("/")
+        if len(wanted) != len(parts):
+            return None
+        names = {}
+        for want, part in zip(wanted, parts, strict=True):
+            if found := PLACEHOLDER.fullmatch(want):
+                names[found[1]] = unquote(part)
+            elif want != part:
+                return None
+        return names
+
+
+def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
+    """All routes by path and method.
+
+    Args:
+        prefix: before each path.
+        version: of the program.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, Any] = {
+        "Refusal": {
+            "type": "object",
+            "required": ["error", "code", "hint"],
+            "properties": {name: {"type": "string"} for name in ("error", "code", "hint")},
+        }
+    }
+    for route in routes:
+        paths.setdefault(f"{prefix}/{route.path}", {})[route.method.lower()] = _operation(
+            route, schemas
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "PipeSwitch", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": {
+                "Refusal": {
+                    "description": "Why not, and what would be right",
+                    "content": _content({"$ref": SCHEMAS.format(name="Refusal")}),
+                }
+            },
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+    words = re.sub(r"[^a-z]+", "_", route.path.lower()).strip("_")
+    is_json = route.gives == "application/json"
+    told: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}_{words}",
+        "summary": route.what,
+        "description": f'Needs the role "{route.role.value}".',
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in PLACEHOLDER.findall(route.path)
+            ),
+            *(
+                {"name": name, "in": "query", "description": text, "schema": {"type": kind}}
+                for name, (kind, text) in route.query.items()
+            ),
+        ],
+        "responses": {
+            "200": {
+                "description": "Done",
+                "content": _content({"type": "object" if is_json else "string"}, route.gives),
+            },
+            "default": {"$ref": REFUSAL},
+        },
+        "security": [{}, {"token": []}] if route.role is Role.INFER else [{"token": []}],
+    }
+    if route.takes:
+        content: dict[str, Any] = {}
+        for kind, given in route.takes.items():
+            content |= _content(_schema(given, schemas), kind)
+        told["requestBody"] = {"required": True, "content": content}
+    return told
+
+
+def _schema(given: Any, schemas: dict[str, Any]) -> Any:
+    """Of a struct, which joins ``schemas``; anything else is a schema."""
+    if not isinstance(given, type):
+        return given
+    (found,), more = msgspec.json.schema_components([given], ref_template=SCHEMAS)
+    schemas |= more
+    return found
+
+
+def _content(schema: Any, kind: str = "application/json") -> dict[str, Any]:
+    return {kind: {"schema": schema}}

@@ -1,0 +1,44 @@
+"""``/ui``: the page's files, as they lie in the package (docs/adr/0027-the-page.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ..http.server import Answer
+
+FILES: Final[Mapping[str, tuple[str, str]]] = {  # by path: the file's name and type
+    "/ui": ("page.html", "text/html; charset=utf-8"),
+    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/ui/lanes.js": ("lanes.js", "text/javascript; charset=utf-8"),
+    "/ui/model.js": ("model.js", "text/javascript; charset=utf-8"),
+    "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+POLICY: Final = "; ".join(
+    [
+        "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'",
+        "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # nothing is ever parsed as HTML by a script
+    ]
+)  # fmt: skip
+HEADERS: Final = (
+    ("Content-Security-Policy", POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-cache"),
+)
+
+
+class Page:
+    """Answers by path. They hold no secret: what the page shows, it asks ``/api`` for."""
+
+    def __init__(self) -> None:
+        folder = Path(__file__).with_name("static")
+        self.answers = {
+            path: Answer(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
+            for path, (name, kind) in FILES.items()
+        }

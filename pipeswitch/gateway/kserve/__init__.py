@@ -1,0 +1,1 @@
+"""The Open Inference Protocol over gRPC, as KServe and Triton speak it."""

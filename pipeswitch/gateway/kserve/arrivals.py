@@ -1,0 +1,203 @@
+"""Bytes of gRPC messages that have not arrived whole, with a share for each address.
+
+gRPC's library reads the sockets itself and hands over whole messages only. The kernel knows how
+many bytes came on a connection; what its calls have taken of them is subtracted. If an address
+uses up its share, the waiting calls of its connection with the most bytes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import struct
+import termios
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Final
+from urllib.parse import unquote
+
+import grpc.aio
+
+from ...errors import QueueFull
+from ...shares import Shares
+from ..refusals import RequestTimeout
+
+LOOK_S: Final = 0.05  # between two counts, while there are calls
+CALL_BYTES: Final = 1024  # of a connection, around each message: headers, pings, window updates
+FRAMING: Final = 256  # one byte around so many, of frames and of TLS
+TCP_BYTES_RECEIVED: Final = 128  # offset in Linux's struct tcp_info
+
+Arrived = Callable[[Collection[str]], Mapping[str, int]]
+"""Return the bytes that the process has read of each peer that is still connected."""
+
+
+class Arrivals:
+    """Connections with calls, and the bytes that their calls have not taken. Owned by the loop."""
+
+    def __init__(self, shares: Shares, arrived: Arrived) -> None:
+        self._shares = shares
+        self._arrived = arrived
+        self._connections: dict[str, _Connection] = {}
+        self._is_due = False  # the next look
+
+    @contextmanager
+    def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
+        """Count a call's bytes until it ends."""
+        peer = str(context.peer())
+        if (connection := self._connections.get(peer)) is None:
+            connection = self._connections[peer] = _Connection(self._shares, address)
+        connection.calls += 1
+        self._look_later()
+        try:
+            yield Arriving(connection, context)
+        finally:
+            connection.calls -= 1
+
+    def look(self) -> None:
+        """Count what has arrived; end calls of addresses that have more than their share."""
+        arrived = self._arrived(self._connections.keys())
+        for peer, connection in [*self._connections.items()]:
+            connection.count(arrived.get(peer))
+            if peer not in arrived and not connection.calls:
+                del self._connections[peer]
+        for largest in sorted(self._connections.values(), key=lambda one: -one.unfinished_bytes):
+            if largest.unfinished_bytes and not self._shares.left(largest.address):
+                largest.refuse()
+
+    def _look_later(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(LOOK_S, self._look_in_time)
+
+    def _look_in_time(self) -> None:
+        self._is_due = False
+        self.look()
+        if any(one.calls or one.unfinished_bytes for one in self._connections.values()):
+            self._look_later()
+
+
+class _Connection:
+    """One peer of gRPC."""
+
+    def __init__(self, shares: Shares, address: str) -> None:
+        self._shares = shares
+        self.address = address
+        self.calls = 0
+        self.waiting: set[Arriving] = set()
+        self.unfinished_bytes = 0  # held in its address's share
+        self._arrived = 0  # at the last count
+        self._passed = 0  # bytes that arrived and lie in no unfinished message
+
+    def count(self, arrived: int | None) -> None:
+        """``arrived``: bytes since the connection's begin; None: it has ended."""
+        self._arrived = self._passed if arrived is None else arrived
+        if not self.calls or self._arrived < self._passed:
+            self._passed = self._arrived
+        self._hold(self._arrived - self._passed)
+
+    def took(self, size: int) -> None:
+        """A call has taken a message of this size."""
+        self._passed += size + size // FRAMING + CALL_BYTES
+        self._hold(max(0, self.unfinished_bytes - size))
+
+    def refuse(self) -> None:
+        """End the calls that wait for a message."""
+        if self.waiting:
+            error = QueueFull(
+                f"{self._shares.of(self.address)} bytes of messages that have not arrived whole "
+                f"are more than this client's share of {self._shares.size}",
+                hint="smaller batches, or fewer at once",
+            )
+            self._passed = self._arrived
+            self._hold(0)
+            while self.waiting:
+                self.waiting.pop().refuse(error)
+
+    def _hold(self, size: int) -> None:
+        self._shares.give(self.address, self.unfinished_bytes)
+        self._shares.add(self.address, size)
+        self.unfinished_bytes = size
+
+
+class Arriving:
+    """The messages of one call."""
+
+    def __init__(self, connection: _Connection, context: grpc.aio.ServicerContext) -> None:
+        self._connection = connection
+        self._context = context
+        self._limit = asyncio.timeout(None)
+        self._refusal: QueueFull | None = None
+
+    async def next(self, limit_s: float | None = None) -> bytes | None:
+        """Return the next message; None at the end.
+
+        Raises:
+            QueueFull: its address has more than its share of what has not arrived whole.
+            RequestTimeout: it takes longer than ``limit_s``.
+        """
+        waiting = self._connection.waiting
+        try:
+            async with asyncio.timeout(limit_s) as self._limit:
+                waiting.add(self)
+                data = await self._context.read()
+        except TimeoutError:
+            raise self._refusal or RequestTimeout("the message came too slowly") from None
+        finally:
+            waiting.discard(self)
+        if data is grpc.aio.EOF:
+            return None
+        self._connection.took(len(data))
+        return bytes(data)
+
+    def refuse(self, error: QueueFull) -> None:
+        """End the wait."""
+        if not self._limit.expired():
+            self._refusal = error
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+class Sockets:
+    """Connections at a port of this process that a library owns."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._descriptors: set[int] = set()  # of them
+
+    def arrived(self, peers: Collection[str]) -> dict[str, int]:
+        """Return the bytes that were read of each peer, named as gRPC does (``ipv4:HOST:PORT``)."""
+        found = self._arrived(self._descriptors)
+        if not found.keys() >= {*map(_place, peers)}:
+            found = self._arrived({*map(int, os.listdir("/proc/self/fd"))})
+        return {peer: found[place] for peer in peers if (place := _place(peer)) in found}
+
+    def _arrived(self, descriptors: set[int]) -> dict[str, int]:
+        found, self._descriptors = {}, set()
+        for descriptor in descriptors:
+            # A name of IPv6 is the longest: less would be cut off where a socket serves both.
+            kind = socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP
+            with suppress(OSError):
+                one = socket.socket(*kind, descriptor)
+                try:
+                    own = one.getsockname()
+                    if isinstance(own, tuple) and own[1] == self._port:
+                        host, port, *_ = one.getpeername()
+                        found[f"{host.removeprefix('::ffff:')}:{port}"] = _received(one)
+                        self._descriptors.add(descriptor)
+                finally:
+                    one.detach()  # it stays open
+        return found
+
+
+def _place(peer: str) -> str:
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return f"{host.strip('[]')}:{port}"
+
+
+def _received(one: socket.socket) -> int:
+    """Return the bytes that came on a connection, less those that nobody has read."""
+    facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES_RECEIVED + 8)
+    (unread,) = struct.unpack("=i", fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4)))
+    (count,) = struct.unpack_from("=Q", facts, TCP_BYTES_RECEIVED)
+    return int(count) - int(unread)

@@ -1,0 +1,647 @@
+"""``inference.GRPCInferenceService``, health and reflection on gRPC's own asyncio server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from itertools import starmap
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from ...errors import InvalidInput, PipeSwitchError, QueueFull
+from ...ipc.messages.gateway import GatewaySettings
+from ...roles import Standing
+from ...shares import Shares
+from ...wire.frames import MAX_TENSORS, WireTensor
+from ..callers import Callers
+from ..refusals import NotFound, TooLarge, as_ours, status_of
+from ..serving import oip
+from ..serving.oip import InferRequest, Output, RequestedOutput
+from ..serving.service import Service
+from ..sharing import CROWD, Shared
+from .arrivals import Arrivals, Arriving, Sockets
+from .protos import HEALTH, INFERENCE, REFLECTION
+from .reflection import NAME as REFLECTION_NAME
+from .reflection import described
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "inference.GRPCInferenceService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
+CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls costs up to 0.6 MiB
+WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
+MAX_CALLS: Final = 1024  # of all callers, at once
+CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
+ARRIVING_MESSAGES: Final = 4  # of the largest, all together while they arrive
+MESSAGE_S: Final = 60.0  # for the only message of a call, which has a place meanwhile
+MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
+OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_concurrent_streams", 256),  # of one connection
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.keepalive_time_ms", 60_000),  # a peer that is gone is found
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 1),  # the controller holds the port
+    # What a stream may send before its last answer was read. Probing would raise it to many MiB.
+    # A message that is being read may come whole: ``Arrivals`` counts it.
+    ("grpc.http2.lookahead_bytes", 256 << 10),
+    ("grpc.http2.bdp_probe", 0),
+)
+_CONTENTS: Final[Mapping[str, str]] = {
+    "bool": "bool_contents", "int8": "int_contents", "int16": "int_contents",
+    "int32": "int_contents", "int64": "int64_contents", "uint8": "uint_contents",
+    "float32": "fp32_contents", "float64": "fp64_contents", "bytes": "bytes_contents",
+}  # fmt: skip
+
+_RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
+_OUTPUT_TAG: Final = 6 << 3 | 2  # of raw_output_contents
+_STREAMED_TAG: Final = 2 << 3 | 2  # of a stream's infer_response
+SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
+MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
+SMALL_BYTES: Final = 64 << 10  # of a message without tensors
+MAX_MODELS: Final = 1024  # whose answers are remembered to be long
+
+CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
+"""Metadata of the call that this task serves."""
+LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
+"""What the call's own deadline leaves it; not of a stream, which has many requests."""
+Verb = Callable[[Standing, Any], Awaitable[Any]]
+Answered = Callable[[Standing, str, bytes], Awaitable[bytes]]
+"""The answer to a message of a caller, at an address."""
+
+
+async def open_server(
+    service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
+) -> grpc.aio.Server:
+    """A server that listens."""
+    most_bytes = settings.max_body_bytes + SPARE_BYTES
+    bounds = (
+        ("grpc.max_receive_message_length", most_bytes),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
+    )
+    server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
+    arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
+    arrivals = Arrivals(Shares(ARRIVING_MESSAGES * most_bytes), arrived)
+    server.add_generic_rpc_handlers(Calls(service, callers, shared, arrivals).handlers())
+    if settings.tls_cert:
+        pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
+        server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
+    else:
+        server.add_insecure_port(settings.grpc)
+    await server.start()
+    return server
+
+
+class Calls:
+    """Calls to verbs.
+
+    All are served as streams of messages, though most have one: gRPC's library would read that
+    before it asks here who calls, and would not tell when an answer has left. Messages are read
+    through the call's context: the library's iterator would keep the last one.
+    """
+
+    def __init__(
+        self, service: Service, callers: Callers, shared: Shared, arrivals: Arrivals
+    ) -> None:
+        self._service = service
+        self._callers = callers
+        self._shared = shared
+        self._arrivals = arrivals
+        self._watchers = Shares(MAX_WATCHERS, "watches of the health")
+        self._by_address: Counter[str] = Counter()
+        self._answer_bytes: dict[str, int] = {}  # of the last long answer, by model
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        verbs: dict[str, Verb] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ModelReady": _of_model("ModelReady", self._service.is_model_ready, "ready"),
+            "ServerMetadata": self._about,
+            "ModelMetadata": _of_model("ModelMetadata", self._service.metadata),
+            "ModelConfig": _of_model("ModelConfig", self._service.config, "config"),
+            "ModelStatistics": _of_model("ModelStatistics", self._service.statistics),
+            "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+            "TraceSetting": self._trace_setting,
+            "LogSettings": self._log_settings,
+            "SystemSharedMemoryStatus": self._region_rows,
+            "SystemSharedMemoryRegister": self._register_region,
+            "SystemSharedMemoryUnregister": self._unregister_region,
+        }
+        inference = {
+            name: self._unary(name, _small(INFERENCE[f"{name}Request"], verb))
+            for name, verb in verbs.items()
+        }
+        inference["ModelInfer"] = self._unary("ModelInfer", self._infer)
+        inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        health = {
+            "Check": self._unary("Check", _small(HEALTH["HealthCheckRequest"], self._check)),
+            "Watch": grpc.stream_stream_rpc_method_handler(
+                self._watch, response_serializer=_to_bytes
+            ),
+        }
+        services: dict[str, dict[str, grpc.RpcMethodHandler]] = {
+            SERVICE: inference, HEALTH_SERVICE: health,
+        }  # fmt: skip
+        for package, messages in REFLECTION.items():
+            reflect = grpc.stream_stream_rpc_method_handler(
+                functools.partial(self._reflect, messages["ServerReflectionRequest"]), None,
+                _to_bytes,
+            )  # fmt: skip
+            services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
+        return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
+
+    def _unary(self, name: str, verb: Answered) -> grpc.RpcMethodHandler:
+        is_probe = name in ("ServerLive", "ServerReady", "Check")
+
+        async def call(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            try:
+                with self._place(context) as (address, arriving):
+                    caller = Callers.PROBE if is_probe else self._caller(context)
+                    data = await _only(arriving)
+                    LEFT_S.set(context.time_remaining())
+                    async with self._answered(
+                        verb, caller, address, context.peer(), data
+                    ) as answer:
+                        data = b""  # the client may be slow to read the answer
+                        yield answer
+                return
+            except PipeSwitchError as error:
+                told = _told(error)
+            except Exception as error:
+                log.exception("call=%s failed", name)
+                told = _told(as_ours(error))
+            await context.abort(*told)
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, verb: Answered, caller: Standing, address: str, peer: str, data: bytes
+    ) -> AsyncIterator[bytes]:
+        """A message's answer, until it has left.
+
+        Raises:
+            QueueFull: its address has as many bytes here as it may have.
+        """
+        with self._shared.waiting.holding(address, _charged(len(data))):
+            if self._by_address[address] > CROWD:
+                await self._shared.passes.turn(address, peer)
+            answer = await verb(caller, address, data)
+        del data  # it is no longer charged
+        with self._shared.answers.holding(address, _charged(len(answer))):
+            yield answer
+
+    @contextlib.contextmanager
+    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
+        """Count a call among those under way; yield its address and its messages.
+
+        Raises:
+            QueueFull: its address has half of them.
+        """
+        address = _address(context)
+        if self._by_address[address] >= CALLS_PER_ADDRESS:
+            raise QueueFull(
+                f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
+            )
+        self._by_address[address] += 1
+        try:
+            with self._arrivals.call(context, address) as arriving:
+                yield address, arriving
+        finally:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
+        metadata = dict(context.invocation_metadata() or ())
+        CARRIER.set(metadata)
+        return self._callers.standing(str(metadata.get("authorization", "")))
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    async def _live(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerLiveResponse"](live=await self._service.is_live())
+
+    async def _ready(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerReadyResponse"](ready=await self._service.is_ready())
+
+    async def _about(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerMetadataResponse"](**self._service.about())
+
+    async def _index(self, caller: Standing, request: Any) -> Any:
+        rows = await self._service.index(caller, ready_only=request.ready)
+        return INFERENCE["RepositoryIndexResponse"](models=rows)
+
+    async def _load(self, caller: Standing, request: Any) -> Any:
+        await self._service.load(caller, request.model_name, dict(request.parameters))
+        return INFERENCE["RepositoryModelLoadResponse"]()
+
+    async def _unload(self, caller: Standing, request: Any) -> Any:
+        await self._service.unload(caller, request.model_name)
+        return INFERENCE["RepositoryModelUnloadResponse"]()
+
+    async def _region_rows(self, caller: Standing, request: Any) -> Any:
+        rows = self._service.regions.rows(caller, request.name)
+        return INFERENCE["SystemSharedMemoryStatusResponse"](
+            regions={row["name"]: row for row in rows}
+        )
+
+    async def _register_region(self, caller: Standing, request: Any) -> Any:
+        fields = {name: getattr(request, name) for name in ("key", "offset", "byte_size")}
+        self._service.regions.register(caller, request.name, fields)
+        return INFERENCE["SystemSharedMemoryRegisterResponse"]()
+
+    async def _unregister_region(self, caller: Standing, request: Any) -> Any:
+        self._service.regions.unregister(caller, request.name)
+        return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
+
+    async def _trace_setting(self, caller: Standing, request: Any) -> Any:
+        wanted = {name: list(one.value) or None for name, one in request.settings.items()}
+        told = await self._service.settings(caller, wanted, request.model_name)
+        settings = {name: {"value": [value]} for name, value in told.items()}
+        return INFERENCE["TraceSettingResponse"](settings=settings)
+
+    async def _log_settings(self, caller: Standing, request: Any) -> Any:
+        wanted = {
+            name: getattr(one, choice) if (choice := one.WhichOneof("parameter_choice")) else None
+            for name, one in request.settings.items()
+        }
+        kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+        told = await self._service.settings(caller, wanted)
+        settings = {name: {kinds[type(value)]: value} for name, value in told.items()}
+        return INFERENCE["LogSettingsResponse"](settings=settings)
+
+    async def _check(self, caller: Standing, request: Any) -> Any:
+        if request.service not in ("", SERVICE):
+            raise NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
+        return await self._status()
+
+    async def _watch(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            address = _address(context)
+            with self._watchers.holding(address, 1):
+                with self._arrivals.call(context, address) as arriving:
+                    data = await _only(arriving)
+                request = _read(HEALTH["HealthCheckRequest"], data)
+                if request.service not in ("", SERVICE):
+                    yield HEALTH["HealthCheckResponse"](status="SERVICE_UNKNOWN")
+                    return
+                told = None
+                while True:
+                    found = await self._status()
+                    if found != told:
+                        told = found
+                        yield found
+                    await asyncio.sleep(WATCH_EVERY_S)
+        except PipeSwitchError as error:
+            await context.abort(*_told(error))
+
+    async def _reflect(
+        self, message: Any, _: object, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        try:
+            with self._place(context) as (_, arriving):
+                self._caller(context)
+                while (data := await arriving.next()) is not None:
+                    yield described(_read(message, data))
+        except PipeSwitchError as error:
+            await context.abort(*_told(error))
+
+    async def _status(self) -> Any:
+        word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
+        return HEALTH["HealthCheckResponse"](status=word)
+
+    # ---- a model -------------------------------------------------------------------------------
+
+    async def _infer(
+        self, caller: Standing, address: str, data: bytes, *, is_streamed: bool = False
+    ) -> bytes:
+        rest, raw = split_raw(data)
+        if len(rest) <= oip.LONG_BYTES:
+            request, asked = read_infer(rest, raw)
+        else:
+            request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
+        left_s = LEFT_S.get()
+        if left_s is not None and asked.deadline_ms is None:
+            left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
+            asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
+        model = request.model_name
+        # Else who reads no answers would have them computed again and again.
+        if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
+            raise refusal
+        outputs, bill = await self._service.infer(
+            caller, model, request.model_version, asked, CARRIER.get(), address
+        )
+        parts = encode_answer(model, asked, outputs, bill, is_streamed=is_streamed)
+        if (size_bytes := sum(map(len, parts))) <= SPLIT_BYTES:
+            self._answer_bytes.pop(model, None)
+            return b"".join(parts)
+        if len(self._answer_bytes) >= MAX_MODELS:
+            self._answer_bytes.clear()
+        self._answer_bytes[model] = size_bytes
+        with self._shared.answers.holding(address, size_bytes):  # before it is copied
+            return await self._shared.aside.run(address, joined, parts)
+
+    async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """One answer for each request, in order; an error is an answer too, and goes on."""
+        response = INFERENCE["ModelStreamInferResponse"]
+        streamed = functools.partial(self._infer, is_streamed=True)
+        try:
+            with self._place(context) as (address, arriving):
+                caller = self._caller(context)
+                while (data := await arriving.next()) is not None:
+                    try:
+                        async with self._answered(
+                            streamed, caller, address, context.peer(), data
+                        ) as answer:
+                            data = b""  # the client may be slow to read the answer
+                            yield answer
+                        continue
+                    except PipeSwitchError as error:
+                        failed = response(error_message=_told(error)[1])
+                    if request_id := _id_of(data):
+                        failed.infer_response.id = request_id
+                    del data  # nothing large is held while nobody reads this
+                    yield _to_bytes(failed)
+        except PipeSwitchError as error:
+            await context.abort(*_told(error))
+
+
+def _address(context: grpc.aio.ServicerContext) -> str:
+    return str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
+
+
+def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """What ``abort`` ends a call with: code, text, and the error's name as trailing metadata."""
+    code = grpc.StatusCode[status_of(error).grpc]
+    return code, str(error), (("pipeswitch-code", type(error).__name__),)
+
+
+async def _only(arriving: Arriving) -> bytes:
+    """Return the message of a call that has one.
+
+    Raises:
+        InvalidInput: there is none.
+        QueueFull, RequestTimeout: see ``Arriving.next``.
+    """
+    data = await arriving.next(MESSAGE_S)
+    if data is None:
+        raise InvalidInput("the call has no message")
+    return data
+
+
+def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") -> Verb:
+    """What the service says of a model: all of the answer, or that field of it."""
+
+    async def verb(caller: Standing, request: Any) -> Any:
+        found = await ask(caller, request.name, request.version)
+        return INFERENCE[f"{name}Response"](**({field: found} if field else found))
+
+    return verb
+
+
+def _small(message: Any, verb: Verb) -> Answered:
+    """A verb whose message has no tensors."""
+
+    async def answered(caller: Standing, address: str, data: bytes) -> bytes:
+        return _to_bytes(await verb(caller, _read(message, data)))
+
+    return answered
+
+
+def _read(message: Any, data: bytes, most_bytes: int = SMALL_BYTES) -> Any:
+    """
+    Raises:
+        InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
+        TooLarge: they are more than any such message has.
+    """
+    if len(data) > most_bytes:
+        raise TooLarge(f"{len(data)} bytes of a message, {most_bytes} at most are read here")
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise _no_message(message) from None
+
+
+def _no_message(message: Any) -> InvalidInput:
+    return InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}")
+
+
+def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
+    """A ModelInferRequest, and what is asked by it. ``data``, ``raw``: see ``split_raw``.
+
+    Raises:
+        InvalidInput: it is no such message, or a tensor is not what it says.
+        TooLarge: too much of it is no raw contents.
+    """
+    request = _read(INFERENCE["ModelInferRequest"], data, oip.MAX_JSON_BYTES)
+    return request, decode_request(request, raw)
+
+
+def _id_of(data: bytes) -> str:
+    """Of a request that was refused, where it can be told."""
+    try:
+        return str(_read(INFERENCE["ModelInferRequest"], split_raw(data)[0]).id)
+    except PipeSwitchError:
+        return ""
+
+
+def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
+    """A ModelInferRequest less its raw contents, and those as they lie in ``data``: protobuf would
+    copy each twice. A small message is left as it is.
+
+    Raises:
+        InvalidInput: it is no such message, or has more parts than one has.
+    """
+    if len(data) < SPLIT_BYTES:
+        return data, ()
+    whole, at = memoryview(data), 0
+    rest: list[memoryview] = []
+    raw: list[memoryview] = []
+    while at < len(whole):
+        began = at
+        try:
+            tag, at = _number(whole, at)
+            size, at = _number(whole, at)
+        except IndexError:
+            raise _no_message(INFERENCE["ModelInferRequest"]) from None
+        at += size if tag & 7 == 2 else 0  # else the number was the value
+        if tag & 7 not in (0, 2) or at > len(whole):
+            raise _no_message(INFERENCE["ModelInferRequest"])
+        if tag == _RAW_TAG:
+            raw.append(whole[at - size : at])
+        else:
+            rest.append(whole[began:at])
+        if len(raw) + len(rest) > MAX_PARTS:
+            raise InvalidInput(f"a request of more than {MAX_PARTS} parts", hint="64 of each kind")
+    return b"".join(rest), raw
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """A varint, and where it ends. IndexError: it does not, or after ten bytes not yet."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise IndexError
+
+
+def _charged(size: int) -> int:
+    """Return the bytes that count to a share: the number of calls bounds small messages."""
+    return size if size > SMALL_BYTES else 0
+
+
+def _to_bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
+    """A ModelInferRequest, its tensors raw or as typed numbers; ``raw``: see ``read_infer``.
+
+    Raises:
+        InvalidInput: a tensor is not what it says.
+    """
+    oip.check_count(len(request.inputs))
+    oip.check_count(len(request.raw_input_contents), "raw contents")
+    oip.check_count(len(request.outputs), "outputs")
+    parameters = _plain(request.parameters)
+    places = [oip.place_of(one.name, _plain(one.parameters)) for one in request.inputs]
+    raw = raw or list(request.raw_input_contents)
+    if raw and len(raw) != places.count(None):
+        raise InvalidInput(f"{places.count(None)} inputs, and raw contents for {len(raw)}")
+    raws = iter(raw)
+    tensors: list[WireTensor] = []
+    frames: list[Any] = []
+    for number, (given, place) in enumerate(zip(request.inputs, places, strict=True)):
+        dtype = oip.dtype_of(given.name, given.datatype)
+        shape = tuple(given.shape)
+        size = oip.check_shape(given.name, dtype, shape)
+        if place is not None or raw:
+            frames.append(next(raws) if place is None else place)
+            oip.check_bytes(given.name, dtype, shape, frames[-1], size)
+        else:
+            frames.append(_typed(given.name, dtype, shape, given.contents))
+        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=shape, frame=number))
+    wanted = tuple(
+        RequestedOutput(name=one.name, parameters=_plain(one.parameters)) for one in request.outputs
+    )
+    oip.check_outputs(wanted)
+    return InferRequest(
+        id=request.id,
+        inputs=tuple(tensors),
+        frames=frames,
+        outputs=wanted or None,
+        **oip.schedule(parameters),
+    )
+
+
+def _typed(name: str, dtype: str, shape: Sequence[int], contents: Any) -> memoryview:
+    if dtype not in _CONTENTS:
+        raise InvalidInput(
+            f'input "{name}" is {oip.DATATYPE_OF[dtype]}, which has no typed contents',
+            hint="send raw_input_contents",
+        )
+    if math.prod(shape) > oip.MAX_NUMBERS:
+        raise TooLarge(
+            f'input "{name}" has more than {oip.MAX_NUMBERS} numbers',
+            hint="send raw_input_contents",
+        )
+    return oip.from_numbers(name, dtype, shape, list(getattr(contents, _CONTENTS[dtype])))
+
+
+def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name; one that says nothing is not there."""
+    oip.check_parameters(parameters)
+    return {
+        name: getattr(value, choice)
+        for name, value in parameters.items()
+        if (choice := value.WhichOneof("choice")) is not None
+    }
+
+
+def encode_answer(
+    model: str,
+    asked: InferRequest,
+    outputs: Sequence[Output],
+    bill: Mapping[str, Any],
+    *,
+    is_streamed: bool = False,
+) -> list[Any]:
+    """Return the buffers of a serialized ModelInferResponse, or of one in a
+    ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
+
+    Raises:
+        InvalidInput: an output is asked for that the model does not have.
+    """
+    version = str(bill.get("version", oip.FIRST_VERSION))
+    answer = INFERENCE["ModelInferResponse"](model_name=model, model_version=version, id=asked.id)
+    _set(answer.parameters, bill)
+    raw: list[Any] = []
+    for output, _ in oip.wanted(asked, outputs):
+        row = answer.outputs.add(
+            name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
+        )
+        if output.place is not None:
+            _set(row.parameters, output.place.parameters())
+        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # clients count: one for each
+    parts = [_to_bytes(answer), *raw]
+    return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_streamed else parts
+
+
+def _head(tag: int, size: int) -> bytes:
+    """Return a field's tag and length, as protobuf writes them before its bytes."""
+    head = bytearray([tag])
+    while size >= 128:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head)
+
+
+def joined(parts: Sequence[Any]) -> bytes:
+    """Return the parts in one. Unlike ``bytes.join``, this copies without the interpreter's lock,
+    so a thread that does it holds up no other."""
+    whole = bytes(sum(map(len, parts)))  # filled before anyone else sees it
+    at = np.frombuffer(whole, np.uint8).ctypes.data
+    for part in parts:
+        if size := len(part):
+            ctypes.memmove(at, np.frombuffer(part, np.uint8).ctypes.data, size)
+            at += size
+    return whole
+
+
+def _set(parameters: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        parameter = parameters[name]
+        match value:
+            case bool():
+                parameter.bool_param = value
+            case int():
+                parameter.int64_param = value
+            case float():
+                parameter.double_param = value
+            case _:
+                parameter.string_param = str(value)

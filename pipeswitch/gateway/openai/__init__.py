@@ -1,0 +1,1 @@
+"""Text: OpenAI's paths, and the processes that encode and decode it."""

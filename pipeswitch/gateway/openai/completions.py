@@ -1,0 +1,440 @@
+"""Text over HTTP: OpenAI's ``/v1``, and Triton's ``generate`` and ``generate_stream``.
+
+What OpenAI's clients may say and is not done here is refused by its name, in their form of errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from ...codec import encode_json
+from ...errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ...programs.decoding.answer import MAX_STOPS, Ending
+from ...programs.decoding.generating import Token
+from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS
+from ...programs.decoding.sampling import MAX_SEED, Sampling
+from ...roles import Standing
+from ...units import nearest
+from ..decoding import check_memory
+from ..http.feed import CONTENT_TYPE
+from ..http.server import Answer, Head, Work, json_answer, refusal
+from ..refusals import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
+from ..serving.oip import LONG_BYTES
+from ..serving.service import Service
+from ..sharing import Aside
+from .answers import Answering, Answers
+from .text_process import Begin
+
+PREFIX: Final = "/v1"
+MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_FIELDS: Final = 256
+NEUTRAL_BYTES: Final = 256  # limit of a value without effect
+NULL: Final = msgspec.Raw(b"null")
+ABSENT: Final = msgspec.Raw()
+SHORT_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
+WHOLE_CONTEXT: Final = 1 << 40
+SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
+_NEUTRAL: Final = """
+user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
+stream_options.include_obfuscation parallel_tool_calls = true false
+n best_of repetition_penalty length_penalty = 1
+frequency_penalty presence_penalty min_p min_tokens priority top_logprobs = 0
+store echo use_beam_search ignore_eos include_stop_str_in_output logprobs = false
+continue_final_message return_token_ids return_tokens_as_token_ids = false
+stream_options.continuous_usage_stats chat.add_special_tokens enable_response_messages = false
+skip_special_tokens spaces_between_special_tokens add_special_tokens include_reasoning = true
+add_generation_prompt exclude_input_in_output = true
+tools functions documents bad_words stop_token_ids logits_processors previous_input_messages = []
+logit_bias chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
+kv_transfer_params = {}
+tool_choice function_call = "none" "auto"
+reasoning_effort verbosity = "medium"
+service_tier = "auto" "default"
+modalities = ["text"]
+response_format = {"type":"text"}
+suffix = ""
+top_k = 0 -1
+truncate_prompt_tokens = -1
+"""
+NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
+    name: [json.loads(value) for value in values.split()]
+    for names, _, values in (line.partition(" = ") for line in _NEUTRAL.split("\n"))
+    for name in names.split()
+}
+"""Unsupported options of OpenAI and vLLM, each with the values that change no answer (``*``: all).
+These values and null are accepted; any other value is refused by name."""
+CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
+S = TypeVar("S", "Said", "Asked")
+log = logging.getLogger(__name__)
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Triton's body; its ``parameters`` may stand beside the text as well."""
+
+    text_input: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+
+
+class Said(Asked, frozen=True, kw_only=True):
+    """Either of OpenAI's; null is as if it were left out."""
+
+    model: str
+    prompt: str | list[int] | None = None
+    messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
+    max_completion_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completions:
+    """The paths below ``/v1``, and two of a model."""
+
+    def __init__(self, service: Service, aside: Aside) -> None:
+        self._service, self._answers, self._aside = service, Answers(service), aside
+        self._began_s = int(time.time())
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def find(self, head: Head, caller: Standing) -> Work:
+        """What a request below ``/v1`` asks for.
+
+        Raises:
+            NotFound, MethodNotAllowed, TooLarge: nothing of its body is read.
+        """
+        path, model = head.path.rstrip("/"), ""
+        if path.startswith(f"{MODELS}/"):
+            path, model = MODELS, path.removeprefix(f"{MODELS}/")
+        if path not in (MODELS, TEXT, CHAT):
+            near = nearest(path, (MODELS, TEXT, CHAT))
+            raise NotFound(f"no path {path[:200]!r}{near}", hint=f"{MODELS}, {TEXT}, {CHAT}")
+        if head.method != (method := "GET" if path == MODELS else "POST"):
+            raise MethodNotAllowed(head.method, path, method)
+        _check_size(head.length or 0)
+
+        async def work(body: Any) -> Answer:
+            try:
+                if path == MODELS:
+                    return await self._models(caller, model)
+                return await self._complete(caller, head, body, is_chat=path == CHAT)
+            except PipeSwitchError as error:
+                return refused(error)
+
+        return work
+
+    async def _models(self, caller: Standing, name: str) -> Answer:
+        told = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
+        rows = {
+            row["name"]: {"id": row["name"], **told}
+            for row in await self._service.rows(caller)
+            if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
+        }
+        if not name:
+            return json_answer({"object": "list", "data": [*rows.values()]})
+        if name not in rows:
+            raise ModelNotFound(f"no language model {name[:80]!r}{nearest(name, rows)}")
+        return json_answer(rows[name])
+
+    async def _complete(self, caller: Standing, head: Head, body: Any, *, is_chat: bool) -> Answer:
+        said = await self._read(head, body, Said)
+        wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+        absent = None, ABSENT
+        if getattr(said, wanted) in absent or getattr(said, other) not in absent:
+            raise InvalidInput(f"this path takes {wanted}, and no {other}", param=wanted)
+        if said.max_completion_tokens is not None:
+            said = replace(said, max_tokens=said.max_completion_tokens)
+        prompt = said.prompt or ""
+        messages = bytes(said.messages) if is_chat else None
+        tokens = None if is_chat else SHORT_TOKENS
+        begin = partial(_begin, said, prompt, messages, tokens=tokens)
+        answering = await self._answers.begin(caller, head, said.model, begin, "")
+        form = _OpenAi(answering, said, has_ids=isinstance(prompt, list))
+        return await self._answer(answering, form, is_stream=bool(said.stream))
+
+    async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
+        """Decode a request; a long one beside the loop, in its address's turn."""
+        _check_size(len(body))
+        if len(body) <= LONG_BYTES:
+            return _said(body, kind)
+        return await self._aside.run(head.peer, _said, body, kind)
+
+    async def generate(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any,
+        *, is_stream: bool,
+    ) -> Answer:  # fmt: skip
+        """Triton's, of one model."""
+        asked = await self._read(head, body, Asked)
+        begin = partial(_begin, asked, asked.text_input, temperature=0.0)
+        answering = await self._answers.begin(caller, head, model, begin, version)
+        return await self._answer(answering, _Triton(answering), is_stream=is_stream)
+
+    async def _answer(
+        self, answering: Answering, form: _OpenAi | _Triton, *, is_stream: bool
+    ) -> Answer:
+        """All of it, or what comes; its first token decides whether that is a refusal."""
+        try:
+            token, texts = await answering.next(), [""]
+            if is_stream:
+                events = _Events(_pieces(answering, form, token), partial(self._close, answering))
+                cut = lambda error: _event(form.failed(error))  # noqa: E731
+                return Answer(content_type=CONTENT_TYPE, stream=events, cut=cut)
+            while token is not None:
+                texts.append(token.text)
+                token = await answering.next()
+        except BaseException:
+            self._close(answering)
+            raise
+        await answering.close()
+        return json_answer(form.whole("".join(texts)))
+
+    def _close(self, answering: Answering) -> None:
+        task = asyncio.get_running_loop().create_task(answering.close())
+        self._closing.add(task)  # else nothing would hold it
+        task.add_done_callback(self._closing.discard)
+
+
+class _OpenAi:
+    """How chats and completions are told."""
+
+    end = b"data: [DONE]\n\n"
+
+    def __init__(self, answering: Answering, said: Said, *, has_ids: bool) -> None:
+        """``has_ids``: who asks in token ids is told them, beside the text."""
+        self._answering, self._has_ids = answering, has_ids
+        self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
+        self._role = {"role": "assistant"}
+        self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
+
+    def whole(self, text: str) -> dict[str, Any]:
+        ids = {"token_ids": self._answering.tokens} if self._has_ids else {}
+        message = {**self._role, "content": text, "refusal": None}
+        choice = {"message": message} if self._is_chat else {"text": text, **ids}
+        return self._told("", choice, self._usage())
+
+    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
+        """Of a token, or None: of the end."""
+        text = token.text if token else ""
+        if text or self._has_ids or not token:
+            ids = {"token_ids": [token.id] if token else []} if self._has_ids else {}
+            delta = {**self._role, **({"content": text} if token else {})}
+            self._role = {}  # the first says it
+            yield self._told(".chunk", {"delta": delta} if self._is_chat else {"text": text, **ids},
+                             is_last=not token)  # fmt: skip
+        if not token and self._tells_usage:
+            yield self._told(".chunk", None, self._usage())
+
+    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
+        return openai_body(error)
+
+    def _told(
+        self, kind: str, choice: dict[str, Any] | None, usage: Any = None, *, is_last: bool = True
+    ) -> dict[str, Any]:
+        is_chat, answering = self._is_chat, self._answering
+        rest = {"logprobs": None, "finish_reason": answering.step.reason if is_last else None}
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answering.id}",
+            "object": f"chat.completion{kind}" if is_chat else "text_completion",
+            "created": self._created_s,
+            "model": answering.model,
+            "choices": [] if choice is None else [{"index": 0, **choice, **rest}],
+            **({"usage": usage} if usage or self._tells_usage else {}),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        asked, made = self._answering.step.prompt_count, len(self._answering.tokens)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+class _Triton:
+    """How ``generate`` tells it."""
+
+    end = b""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def whole(self, text: str) -> dict[str, Any]:
+        model, version = self._answering.model, self._answering.version
+        return {"model_name": model, "model_version": str(version), "text_output": text}
+
+    def events(self, token: Token | None) -> Iterable[dict[str, Any]]:
+        return [self.whole(token.text)] if token and token.text else []
+
+    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
+        return body_of(error)
+
+
+class _Events:
+    """An answer as it comes; an ``http.Stream``."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self._pieces, self.close = pieces, close
+
+    async def next(self) -> bytes:
+        return await anext(self._pieces, b"")
+
+
+async def _pieces(
+    answering: Answering, form: _OpenAi | _Triton, token: Token | None
+) -> AsyncIterator[bytes]:
+    try:
+        while token is not None:
+            for one in form.events(token):
+                yield _event(one)
+            token = await answering.next()
+        yield b"".join([*map(_event, form.events(None)), form.end]) or b"\n"
+    except PipeSwitchError as error:
+        yield _event(form.failed(error))
+    except Exception as error:
+        log.exception("answer=%s failed", answering.id)
+        yield _event(form.failed(as_ours(error)))
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % encode_json(value)
+
+
+def openai_body(error: PipeSwitchError) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    name, status = type(error).__name__, status_of(error).http
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    told = {
+        "message": str(error),
+        "type": "server_error" if status >= 500 else kind,
+        "param": error.data.get("param"),
+        "code": CODES.get(name, name),
+    }
+    return {"error": told}
+
+
+def refused(error: PipeSwitchError) -> Answer:
+    """As ``http.refusal``, for OpenAI's clients."""
+    return replace(refusal(error), parts=[encode_json(openai_body(error))])
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise TooLarge(f"{size} bytes, and a prompt comes with {MAX_BODY_BYTES} at most")
+
+
+def _said(body: Any, kind: type[S]) -> S:
+    """
+    Raises:
+        InvalidInput: it is no such request, or asks for what is not done here.
+    """
+    check_memory(len(body))
+    try:
+        given = _fields(body)
+        if kind is Asked and "parameters" in given:
+            given |= _fields(given.pop("parameters"))
+        if len(given) > MAX_FIELDS:
+            raise InvalidInput(f"{len(given)} fields in a request; the limit is {MAX_FIELDS}")
+        known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
+        for name in given.keys() - {*known}:
+            _check_neutral(name, given[name], known, is_chat="messages" in given)
+        options = bytes(given.get("stream_options", b""))
+        for name, value in _fields(options).items() if options[:1] == b"{" else ():
+            if name not in StreamOptions.__struct_fields__:
+                _check_neutral(f"stream_options.{name}", value, known)
+        if "prompt" in given:
+            given["prompt"] = _prompt(given["prompt"])
+        wanted = {name: given[name] for name in known if name in given}
+        return msgspec.json.decode(encode_json(wanted), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = re.search(r"\$\.(\w+)", str(error))
+        raise InvalidInput(
+            f"the body is no such request: {error}", param=where[1] if where else None
+        ) from None
+
+
+def _fields(data: Any) -> dict[str, msgspec.Raw]:
+    """Return an object's non-null fields undecoded, since their decoded size is unknown."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return {name: value for name, value in fields.items() if value != NULL}
+
+
+def _check_neutral(
+    name: str, raw: msgspec.Raw, known: Iterable[str], *, is_chat: bool = False
+) -> None:
+    """Raise InvalidInput if an unsupported option has a value that would change the answer."""
+    neutral = NEUTRAL.get(f"chat.{name}" if is_chat else name, NEUTRAL.get(name, ()))
+    if "*" in neutral:
+        return
+    value = msgspec.json.decode(raw) if len(raw) <= NEUTRAL_BYTES else ...
+    is_flag = isinstance(value, bool)  # which equals a number
+    if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
+        near = nearest(name, known)
+        hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
+        raise InvalidInput(f"{name[:80]!r} is not done here{near}", hint=hint, param=name[:80])
+
+
+def _begin(
+    asked: Asked,
+    prompt: str | list[int],
+    messages: bytes | None = None,
+    *,
+    own: Mapping[str, Any],
+    tokens: int | None = None,
+    temperature: float | None = None,
+) -> Begin:
+    """Return the requested answer.
+
+    Options that the request omits come from ``tokens`` and ``temperature``; if these are None, from
+    the model's author (``own``), else from OpenAI's defaults.
+    """
+    if asked.max_tokens is not None and asked.max_tokens < 1:
+        raise InvalidInput(f"max_tokens is {asked.max_tokens}, below 1", param="max_tokens")
+    stop = asked.stop or []
+    return Begin(
+        answer=0,
+        prompt=prompt,
+        messages=messages,
+        sampling=Sampling(
+            temperature=_first(asked.temperature, temperature, own.get("temperature"), 1.0),
+            top_p=_first(asked.top_p, own.get("top_p"), 1.0),
+            seed=secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed,
+        ),
+        ending=Ending(
+            max_new_tokens=_first(
+                asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
+            ),
+            stop=(stop,) if isinstance(stop, str) else (*stop,),
+        ),
+    )
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is set."""
+    return next(value for value in values if value is not None)
+
+
+def _prompt(given: msgspec.Raw) -> msgspec.Raw:
+    """Return a text or ids; unwrap a list of one, which some clients send.
+
+    Raises:
+        InvalidInput: it is something else; decoding stops as soon as that is clear.
+    """
+    for kind in (str | list[int], tuple[str], tuple[list[int]]):
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.json.decode(given, type=kind)
+            return msgspec.Raw(encode_json(found[0])) if isinstance(found, tuple) else given
+    raise InvalidInput("prompt must be one text, or a list of token ids", param="prompt")

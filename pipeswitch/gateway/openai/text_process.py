@@ -1,0 +1,305 @@
+"""The process of one model's texts: its chat template, its tokenizer, and when an answer ends.
+
+Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
+to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import signal
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from ...codec import encode_msgpack
+from ...errors import InvalidInput
+from ...programs.decoding import generating
+from ...programs.decoding.answer import Ending
+from ...programs.decoding.generating import Facts, Generating, Token, Tokenizer, tokenizer_of
+from ...programs.decoding.sampling import Sampling
+from ...sandbox.confine import confine_worker, missing
+from ..decoding import check_memory
+
+MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
+CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
+USUAL_CHARS: Final = 4  # of a usual token; of a longer prompt the beginning is tried first
+SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
+GROWTH: Final = 4  # growth of that beginning from try to try
+NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
+MAX_MESSAGES: Final = 1024
+MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
+LENGTH_BYTES: Final = 4
+PR_SET_PDEATHSIG: Final = 1
+NO_TEXT: Final = msgspec.Raw(b"null")
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the process, of an answer."""
+
+    answer: int
+
+
+class Begin(Said, frozen=True, kw_only=True, tag=True):
+    """A new one."""
+
+    prompt: str | list[int] = ""
+    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
+    sampling: Sampling
+    ending: Ending
+    # Of an answer that another process began: tokens that came, those of them whose text is known,
+    # rows of the cache that are computed.
+    so_far: list[int] = []
+    told: int = 0
+    used: int = 0
+
+
+class Came(Said, frozen=True, kw_only=True, tag=True):
+    """The tokens of a step."""
+
+    tokens: list[int]
+
+
+class Lost(Said, frozen=True, kw_only=True, tag=True):
+    """Its sequence is gone."""
+
+
+class Drop(Said, frozen=True, kw_only=True, tag=True):
+    """Nobody asks for more of it; this alone has no reply."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Reply that the process is ready, to the message with the model's facts."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Back: the tokens that have come, and what is asked next."""
+
+    prompt_count: int
+    next: generating.Step
+    tokens: list[Token] = []
+    reason: str | None = None  # why there is no next
+    prompt: bytes = b""  # ids of a new answer's, int32
+
+
+class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Back: it cannot be; as InvalidInput says it."""
+
+    message: str
+    hint: str = ""
+    param: str = ""
+
+
+Asked = Begin | Came | Lost | Drop
+
+
+class Texts:
+    """One model's answers."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._answers: dict[int, tuple[Generating, int]] = {}
+
+    def handle(self, asked: Asked) -> Step | Wrong | None:
+        if isinstance(asked, Drop):
+            self._answers.pop(asked.answer, None)
+            return None
+        try:
+            return self._step(asked)
+        except InvalidInput as error:
+            return Wrong(
+                message=error.message, hint=error.hint, param=error.data.get("param") or ""
+            )
+        except Exception as error:  # a template's own refusal of a role too, and MemoryError
+            is_new = isinstance(asked, Begin) and not asked.so_far
+            if isinstance(error, MemoryError) and not is_new:
+                raise  # this answer needs little: another process goes on with it
+            return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
+
+    def _step(self, asked: Begin | Came | Lost) -> Step:
+        tokens: list[Token] = []
+        prompt = b""
+        if isinstance(asked, Begin):
+            ids = self._ids(asked)
+            decode = self._tokenizer[1] if self._facts.tokenizer else None
+            new = Generating(self._facts, ids, asked.sampling, asked.ending, decode)
+            self._answers[asked.answer] = new, len(ids)
+            if asked.so_far or asked.used:
+                tokens = new.resume(asked.so_far, asked.used)[asked.told :]
+            else:
+                prompt = array("i", ids).tobytes()
+        answer, prompt_count = self._answers[asked.answer]
+        if isinstance(asked, Lost):
+            answer.lost()
+        elif isinstance(asked, Came):
+            tokens = answer.answered(asked.tokens)
+        return Step(
+            prompt_count=prompt_count,
+            next=answer.step(),
+            tokens=tokens,
+            reason=answer.reason,
+            prompt=prompt,
+        )
+
+    def _ids(self, asked: Begin) -> list[int]:
+        if isinstance(asked.prompt, list):
+            return asked.prompt
+        encode, _ = self._tokenizer
+        text = asked.prompt if asked.messages is None else self._rendered(parsed(asked.messages))
+        context = self._facts.context
+        check_length(text, context)
+        with_special = asked.messages is None  # a template writes its own
+        size = USUAL_CHARS * context
+        while size < len(text):
+            if len(encode(text[:size], with_special=with_special)) > SURE * context:
+                raise _too_long(f"{len(text)} characters", context)
+            size *= GROWTH
+        return encode(text, with_special=with_special)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+        if not self._facts.chat_template:
+            raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
+        return self._template(messages=messages, add_generation_prompt=True, tools=None,
+                              documents=None, **self._facts.special)  # fmt: skip
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self._facts)
+
+    @cached_property
+    def _template(self) -> Callable[..., str]:
+        return compiled(self._facts.chat_template)
+
+
+def check_length(prompt: str | list[int], context: int) -> None:
+    """Raise InvalidInput if the prompt is too long for any tokenizer to make it fit."""
+    is_text = isinstance(prompt, str)
+    if len(prompt) > (CHARS_PER_TOKEN * context if is_text else context - 1):
+        raise _too_long(f"{len(prompt)} {'characters' if is_text else 'tokens'}", context)
+
+
+def _too_long(what: str, context: int) -> InvalidInput:
+    return InvalidInput(
+        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens"
+    )
+
+
+def parsed(messages: bytes) -> list[dict[str, Any]]:
+    """Return a chat's messages in the form that templates take: each content is one text.
+
+    Raises:
+        InvalidInput: they are not a list of messages, or a content is not text.
+    """
+    try:
+        check_memory(len(messages))
+        chat = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
+        if not 0 < len(chat) <= MAX_MESSAGES:
+            raise InvalidInput(
+                f"{len(chat)} messages; a chat has 1 to {MAX_MESSAGES}", param="messages"
+            )
+        texts = [one.pop("content", NO_TEXT) for one in chat]
+        if (rest := sum(len(raw) for one in chat for raw in one.values())) > MAX_REST_BYTES:
+            raise InvalidInput(
+                f"{rest} bytes besides the messages' texts; the limit is {MAX_REST_BYTES}",
+                param="messages",
+            )
+        return [
+            {**{name: msgspec.json.decode(raw) for name, raw in one.items()}, "content": _text(raw)}
+            for one, raw in zip(chat, texts, strict=True)
+        ]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Part of a message's content."""
+
+    text: str
+
+
+def _text(content: msgspec.Raw) -> str:
+    try:
+        found = msgspec.json.decode(content, type=str | list[Part] | None) or ""
+    except msgspec.ValidationError:
+        raise InvalidInput("a message's content is text", param="messages") from None
+    return found if isinstance(found, str) else "".join(one.text for one in found)
+
+
+def compiled(template: str) -> Callable[..., str]:
+    """What renders it, with the names that transformers gives a template."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Marked(Extension):
+        """Which text is the model's own, which matters to who trains: here it is as any."""
+
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marked, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
+    return environment.from_string(template).render
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def _frame(source: BinaryIO) -> bytes:
+    """Empty: who asked is gone."""
+    head = source.read(LENGTH_BYTES)
+    return source.read(int.from_bytes(head, "big")) if len(head) == LENGTH_BYTES else b""
+
+
+def main() -> None:
+    """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
+    os.nice(NICENESS)
+    from jinja2.exceptions import TemplateError
+
+    with contextlib.suppress(TemplateError):
+        compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
+            messages=[]
+        )
+    with contextlib.suppress(ImportError):  # said to who brings a text
+        import tokenizers  # noqa: F401
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source, sink = os.fdopen(0, "rb", closefd=False), os.fdopen(0, "wb", closefd=False)
+    if "seccomp" not in missing():
+        confine_worker(MEMORY_BYTES)
+    texts = Texts(msgspec.msgpack.decode(_frame(source), type=Facts))
+    decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+    reply: Hello | Step | Wrong | None = Hello()
+    while True:
+        if reply is not None:
+            sink.write(framed(encode_msgpack(reply)))
+            sink.flush()
+        if not (data := _frame(source)):
+            return
+        reply = texts.handle(decoder.decode(data))
+
+
+if __name__ == "__main__":
+    main()

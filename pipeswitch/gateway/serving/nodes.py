@@ -1,0 +1,278 @@
+"""Connections of one node's gateway to all nodes of a cluster.
+
+The node's actor writes placement's table into a file, which the gateway reads; it does not use Ray.
+A request goes to the server beside the gateway if that holds the model, else to another node's
+server, by its port for clients with keys. No server forwards a request, so there is at most one
+hop. If a node does not answer, the request goes to the model's other holders, each once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ...client.calls import Reply
+from ...client.connection import Connection
+from ...client.holders import (
+    ELSEWHERE,
+    RETURN_S,
+    Balance,
+    NodeAddress,
+    Table,
+    home_of,
+    lost,
+    models_of,
+)
+from ...client.looped import LoopConnection
+from ...errors import InvalidInput, SequenceNotFound, ServerUnavailable
+from ...wire.keys import ClientKeys
+
+HELLO_S: Final = 2.5  # limit for the answer of a live node
+LOOK_S: Final = 0.25  # interval between checks of the table
+FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
+MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
+REFUSED: Final = frozenset({"put", "register", "unregister"})
+ROUTED: Final = frozenset({"infer", "show", "generation"})
+log = logging.getLogger(__name__)
+
+
+class Nodes:
+    """Replacement for a ``LoopConnection``; used by the loop's thread."""
+
+    def __init__(self, local: LoopConnection, path: Path) -> None:
+        """``path``: the file of the table, which need not exist yet."""
+        self._local, self._path = local, path
+        self._seen: tuple[int, int] = (0, 0)
+        self._table = Table()
+        self._links: dict[NodeAddress, Connection] = {}
+        self._balance = Balance()
+        self._busy: Counter[str] = Counter()  # requests under way, by address
+        self._failed_s: dict[str, float] = {}  # by address
+        self._began: dict[tuple[str, str], str] = {}  # nodes, by tenant and sequence
+        self._read()
+        self._reading = asyncio.get_running_loop().create_task(self._follow())
+
+    def close(self) -> None:
+        self._reading.cancel()
+        for link in self._links.values():
+            link.close()
+        self._local.close()
+
+    def ask(self, op: str, **options: Any) -> Awaitable[Any]:
+        """Send a request as ``LoopConnection.ask`` does, to the right node."""
+        if op in REFUSED:
+            raise InvalidInput(
+                f"{op} concerns the whole cluster, but this address is one node's",
+                hint="pipeswitch --host cluster register NAME SOURCE; in Python Client('cluster')",
+            )
+        if op in ROUTED:
+            return self._of_model(op, options)
+        if op in ("load", "unload"):
+            return self._of_holders(op, options)
+        if op == "ping":
+            return self._ping(options)
+        if op == "models" and not options.get("body"):
+            return self._models(options)
+        if op == "sequences" and options.get("body"):
+            return self._end(options)
+        return self._local.ask(op, **options)
+
+    # ---- one model -----------------------------------------------------------------------------
+
+    async def _of_model(self, op: str, options: dict[str, Any]) -> Any:
+        """Return the answer of one holder of the model; try the others if it fails.
+
+        Raises:
+            SequenceNotFound: the node that has the sequence does not answer.
+            PipeSwitchError: the last node's error.
+        """
+        model, body = options["model"], options.get("body") or {}
+        deadline_ms = options.get("deadline_ms")
+        began_s, tried = time.monotonic(), set[str]()
+        until_s = began_s + min(RETURN_S, (deadline_ms or math.inf) / 1000.0)
+        while True:
+            node = self._node_for(model, body, tried)
+            try:
+                return await self._send(node, op, options)
+            except ELSEWHERE as error:
+                failed = error
+            is_dead = isinstance(failed, ServerUnavailable)
+            address = self._table.address(node)
+            tried.add(address)
+            if is_dead:
+                self._failed_s[address] = time.monotonic()
+            if "sequence" in body and not body.get("start"):
+                raise self._lost(body) from failed
+            while not self._table.untried(model, tried):
+                if self._read():
+                    continue
+                may_come = is_dead or self._table.may_come
+                if not may_come or time.monotonic() + LOOK_S > until_s:
+                    raise failed
+                await asyncio.sleep(LOOK_S)
+            if deadline_ms is not None:
+                left_ms = deadline_ms - (time.monotonic() - began_s) * 1000.0
+                options = {**options, "deadline_ms": max(left_ms, 0.001)}
+
+    def _fresh(self, nodes: list[str]) -> list[str]:
+        """Return the nodes that have not failed recently; all nodes if there are none."""
+        since_s, table = time.monotonic() - FAILED_S, self._table
+        return [
+            node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s
+        ] or nodes
+
+    def _node_for(self, model: str, body: Mapping[str, Any], tried: set[str]) -> str:
+        """Return the node for a request; this node if no node is known to have the model.
+
+        Raises:
+            SequenceNotFound: its node is gone.
+        """
+        if not (held := self._table.untried(model, tried)) and self._read():
+            held = self._table.untried(model, tried)
+        if not held:
+            return self._table.here
+        first = self._balance.choose(self._fresh(held), time.monotonic())
+        if "sequence" not in body:
+            return first
+        key = _key(body)
+        node = "" if body.get("start") else self._began.get(key, "")
+        if node and node not in held:
+            raise self._lost(body)
+        self._began.pop(key, None)
+        if not node:  # a text is this gateway's; others' steps may come in at another one
+            node = first if "choose" in body else home_of("\0".join(key), self._fresh(held))
+        if not body.get("end"):
+            self._began[key] = node
+        if len(self._began) > MAX_SEQUENCES:
+            del self._began[next(iter(self._began))]
+        return node
+
+    def _lost(self, body: Mapping[str, Any]) -> SequenceNotFound:
+        self._began.pop(_key(body), None)
+        return lost(body["sequence"])
+
+    async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
+        """Ask every holder: requests may go to any of them."""
+        held = self._table.untried(options["model"]) or [self._table.here]
+        return next(iter((await self._all(held, op, options)).values()))
+
+    # ---- all nodes -----------------------------------------------------------------------------
+
+    async def _all(
+        self, nodes: Sequence[str], op: str, options: dict[str, Any]
+    ) -> dict[str, Reply]:
+        """Return the answers of all nodes that answer.
+
+        Raises:
+            PipeSwitchError: no node answers, or a node refuses.
+        """
+        asked = [self._send(node, op, options) for node in nodes]
+        answers = dict(
+            zip(nodes, await asyncio.gather(*asked, return_exceptions=True), strict=True)
+        )
+        errors = [one for one in answers.values() if isinstance(one, BaseException)]
+        for error in errors:
+            if not isinstance(error, ELSEWHERE) or len(errors) == len(nodes):
+                raise error
+        return {node: one for node, one in answers.items() if isinstance(one, Reply)}
+
+    async def _models(self, options: dict[str, Any]) -> Reply:
+        """List the models of all nodes."""
+        names = dict.fromkeys((self._table.here, *self._table.nodes))
+        answers = await self._all([*names], "models", options)
+        bodies = {node: answer.body for node, answer in answers.items()}
+        first = next(iter(answers.values()))
+        return msgspec.structs.replace(first, body={"models": models_of(bodies)})
+
+    async def _ping(self, options: dict[str, Any]) -> Any:
+        """Return the answer of the first ready node, this one first; if none is ready, this
+        node's."""
+        found: Any = None
+        for node in dict.fromkeys((self._table.here, *self._table.nodes)):
+            with contextlib.suppress(*ELSEWHERE):
+                reply = await self._send(node, "ping", options)
+                if reply.body["ready"]:
+                    return reply
+                found = found or reply
+        return found or await self._local.ask("ping", **options)
+
+    async def _end(self, options: dict[str, Any]) -> Any:
+        """End a sequence, on its node."""
+        body = options["body"]
+        node = self._began.pop((body.get("tenant", ""), body["end"]), self._table.here)
+        return await self._send(node, "sequences", options)
+
+    # ---- one node ------------------------------------------------------------------------------
+
+    async def _send(self, node: str, op: str, options: dict[str, Any]) -> Any:
+        """Send a request to one node. Cancelling this cancels the request there, too."""
+        address = self._table.address(node)
+        self._balance.count(node, 1)
+        self._busy[address] += 1
+        try:
+            if node == self._table.here:
+                return await self._local.ask(op, **options)
+            return await asyncio.wrap_future(self._link(node).request(op, **options))
+        finally:
+            self._balance.count(node, -1)
+            self._busy[address] -= 1
+
+    def _link(self, node: str) -> Connection:
+        """Return the connection to a node.
+
+        Raises:
+            ServerUnavailable: the node has left, or it cannot be reached.
+        """
+        facts = self._table.nodes.get(node)
+        if facts is None:
+            raise ServerUnavailable(f"{node} is no longer part of the cluster")
+        if facts not in self._links:
+            keys = ClientKeys(*(key.encode() for key in facts.gateway_keys))
+            try:
+                self._links[facts] = Connection(facts.address, HELLO_S, keys)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise ServerUnavailable(f"cannot connect to {node}: {error}") from error
+        return self._links[facts]
+
+    # ---- the table -----------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._read()
+
+    def _read(self) -> bool:
+        """Read a changed table and return whether there is one; an unreadable file changes
+        nothing."""
+        try:
+            facts = self._path.stat()
+            seen = facts.st_mtime_ns, facts.st_ino
+            if seen == self._seen:
+                return False
+            self._seen = seen
+            self._table = msgspec.json.decode(self._path.read_bytes(), type=Table)
+        except (OSError, msgspec.DecodeError) as error:
+            if not isinstance(error, FileNotFoundError):
+                log.error("nodes=unchanged: %s", error)
+            return False
+        self._balance.learn(self._table.loads, time.monotonic())
+        living = {facts.address for facts in self._table.nodes.values()}
+        self._failed_s = {one: at_s for one, at_s in self._failed_s.items() if one in living}
+        for node in self._links.keys() - {*self._table.nodes.values()}:
+            if not self._busy[node.address]:  # one that is drained finishes first
+                link = self._links.pop(node)  # another thread waits for its thread's end
+                asyncio.get_running_loop().run_in_executor(None, link.close)
+        return True
+
+
+def _key(body: Mapping[str, Any]) -> tuple[str, str]:
+    return body.get("tenant", ""), body["sequence"]

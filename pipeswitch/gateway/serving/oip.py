@@ -1,0 +1,648 @@
+"""The Open Inference Protocol's requests and answers as bytes; pure, no socket.
+
+A body is JSON, and behind it the bytes of those tensors that name a ``binary_data_size``, in their
+order (Triton's ``binary_tensor_data``). Inside, a tensor is what travels to the server: a
+``WireTensor`` with its dense little-endian bytes, so that nothing is converted that came binary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from mmap import MAP_PRIVATE, mmap
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ...codec import json_encoder
+from ...errors import InvalidInput
+from ...programs.interface.dims import BATCH
+from ...programs.interface.layout import ITEM_BYTES
+from ...texts import BYTES, LENGTH_BYTES, pack, packed, unpack
+from ...units import format_bytes, nearest
+from ...wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+from ..decoding import MEMORY_OF_A_BYTE, RESERVE_BYTES
+from ..refusals import TooLarge
+
+DATATYPES: Final[Mapping[str, str]] = {
+    "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
+    "INT64": "int64", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64",
+    "BYTES": BYTES,
+}  # fmt: skip
+"""The protocol's names of the dtypes that a model can have here, or the functions around it."""
+DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
+FIRST_VERSION: Final = 1  # where a bill does not say
+PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
+MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
+MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
+LONG_BYTES: Final = 64 << 10  # of JSON or typed contents: what is longer is not read on the loop
+LONG_NUMBERS: Final = LONG_BYTES // 4  # of an answer's, the same
+ANY_SIZE: Final = -1  # of a tensor whose shape does not tell it
+MAX_PARAMETERS: Final = 64  # of a request or a tensor
+MAX_MARKS: Final = 1 << 16  # of each of ``MARKS``: a list costs thirty times a number's memory
+MARKS: Final = (b"[", b"{", b":")  # what begins a list, an object, one of its values
+MAX_TIMEOUT_US: Final = 1 << 53
+# By the kinds of numpy's dtypes: what JSON's values may become, and what others are called.
+_TAKES: Final[Mapping[str, str]] = {"b": "biu", "u": "iu", "i": "iu", "f": "iuf"}
+_GIVEN: Final[Mapping[str, str]] = {"b": "true or false", "f": "with fractions"}
+BINARY_EXTENSION: Final = "binary_tensor_data"
+BINARY_TYPE: Final = "application/octet-stream"
+
+
+class RequestedOutput(msgspec.Struct, kw_only=True):
+    """One of ``outputs``: which, and how it is to come back."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """Where it is to be written; None: it comes with the answer.
+
+        Raises:
+            InvalidInput: what is said of that is no place.
+        """
+        return place_of(self.name, self.parameters or {})
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
+
+    region: str
+    offset_bytes: int
+    size_bytes: int
+
+    def parameters(self) -> dict[str, Any]:
+        """As an answer says it."""
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_offset": self.offset_bytes,
+            "shared_memory_byte_size": self.size_bytes,
+        }
+
+
+class _Input(msgspec.Struct, kw_only=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, Any] | None = None
+    data: Any = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """What may be left out may be null too: clients that are made from a schema write it."""
+
+    inputs: list[_Input]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[RequestedOutput] | None = None
+
+
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a model, by whichever protocol."""
+
+    id: str
+    inputs: tuple[WireTensor, ...]
+    frames: Sequence[Any]  # buffers, or the places where they lie
+    priority: str = ""
+    deadline_ms: float | None = None
+    sequence: Mapping[str, Any] = {}  # as the body of ``infer`` names it; empty: it stands alone
+    outputs: tuple[RequestedOutput, ...] | None = None  # None: all of them
+    is_binary: bool = False  # what an output is that does not say it
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """One of an answer's tensors."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any  # its bytes
+    place: Place | None = None  # where they were written instead
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
+    """A request's body.
+
+    Args:
+        body: a buffer; the frames of the result share its memory.
+        json_bytes: how much of it is JSON (``Inference-Header-Content-Length``); None: all.
+
+    Raises:
+        InvalidInput: it is not of the protocol, or a tensor is not what it says.
+        TooLarge: too much of it is JSON.
+    """
+    whole = memoryview(body)
+    end = len(whole) if json_bytes is None else json_bytes
+    asked, rest = _parsed(whole, end), whole[end:]
+    check_count(len(asked.inputs))
+    if asked.outputs:
+        check_outputs(asked.outputs)
+    check_parameters(asked.parameters)
+    tensors, frames = list[WireTensor](), list[Any]()
+    for number, given in enumerate(asked.inputs):
+        dtype = dtype_of(given.name, given.datatype)
+        size = check_shape(given.name, dtype, given.shape)
+        binary = place = None
+        if given.parameters:
+            check_parameters(given.parameters)
+            binary = given.parameters.get("binary_data_size")
+            place = place_of(given.name, given.parameters)
+        if place is not None:
+            check_bytes(given.name, dtype, given.shape, place, size)
+            frames.append(place)
+        elif binary is None:
+            if given.data is None:
+                raise InvalidInput(
+                    f'input "{given.name}" has no data',
+                    hint='"data": […], or parameters.binary_data_size and its bytes behind the '
+                    "JSON",
+                )
+            frames.append(from_numbers(given.name, dtype, given.shape, given.data))
+        else:
+            if type(binary) is not int or not 0 <= binary <= len(rest):
+                raise InvalidInput(
+                    f'input "{given.name}" says binary_data_size {binary!r}, and {len(rest)} bytes '
+                    "are left behind the JSON",
+                    hint="Inference-Header-Content-Length says where the JSON ends",
+                )
+            data, rest = rest[:binary], rest[binary:]
+            check_bytes(given.name, dtype, given.shape, data, size)
+            frames.append(data)
+        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
+    if len(rest):
+        raise InvalidInput(f"{len(rest)} bytes behind the last binary input belong to none")
+    parameters = asked.parameters or {}
+    return InferRequest(
+        id=asked.id or "",
+        inputs=tuple(tensors),
+        frames=frames,
+        outputs=None if asked.outputs is None else tuple(asked.outputs),
+        is_binary=bool(parameters) and flag("binary_data_output", parameters),
+        **(schedule(parameters) if parameters else {}),
+    )
+
+
+def _parsed(whole: memoryview, end: int) -> _Body:
+    """Return what the JSON says, which is the first ``end`` bytes; raises as ``decode_request``."""
+    if not 0 <= end <= len(whole):
+        raise InvalidInput(
+            f"Inference-Header-Content-Length is {end}, the body has {len(whole)} bytes"
+        )
+    text = whole[:end]
+    if len(text) > MAX_JSON_BYTES:
+        raise TooLarge(
+            f"{format_bytes(len(text))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
+            hint=f"send tensors as binary data; /v2 lists the extension: {BINARY_EXTENSION}",
+        )
+    if len(text) > LONG_BYTES:
+        raw = bytes(text)
+        if any(raw.count(mark) > MAX_MARKS for mark in MARKS):
+            raise TooLarge(
+                f"more than {MAX_MARKS} lists or names in one body",
+                hint="send a tensor's numbers as one flat list, or as binary data",
+            )
+    try:  # as ``check_memory`` does, without a call more
+        mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        # Python's parser reads NaN, Infinity and 1e999, which clients write, and without memory.
+        if isinstance(error, msgspec.DecodeError | OSError):
+            with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
+                asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+                inputs = (*asked.inputs, *(asked.outputs or ()))
+                named = [(one.name, one.parameters) for one in inputs]
+                # It reads halves of characters too, which no answer could repeat.
+                json.dumps([asked.id, asked.parameters, named], ensure_ascii=False).encode()
+                return asked
+        if isinstance(error, OSError):
+            raise
+        raise InvalidInput(
+            f"the body is no inference request: {error}",
+            hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
+        ) from None
+
+
+def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
+    """A body that is nothing but the bytes of a model's only input (Triton's raw binary request).
+
+    Args:
+        body: a buffer.
+        row: the model's, with ``inputs`` by name.
+    """
+    if len(row["inputs"]) != 1:
+        raise InvalidInput(
+            f"a raw request is for models with one input, and this one has {len(row['inputs'])}",
+            hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
+        )
+    ((name, (extents, dtype)),) = row["inputs"].items()
+    if dtype == BYTES:  # as of Triton: one text, without its length
+        text = WireTensor(name=name, dtype=dtype, shape=(1,) * len(extents), frame=0)
+        return InferRequest(id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))],
+                            is_binary=True)  # fmt: skip
+    chosen = [extent for extent in extents if isinstance(extent, str)]
+    if len(chosen) > 1:
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}: a body does not tell '
+            f"its {' and '.join(chosen)}",
+            hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
+        )
+    fixed = math.prod(extent for extent in extents if extent not in chosen) * ITEM_BYTES[dtype]
+    extent, odd = divmod(len(body), fixed) if fixed else (0, len(body))
+    shape = tuple(extent if one in chosen else one for one in extents)
+    if odd or (extent != 1 and not chosen):
+        each = f" for each of its {chosen[0]}" if chosen else ""
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}, {fixed} bytes{each}; '
+            f"the body has {len(body)}"
+        )
+    tensor = WireTensor(name=name, dtype=dtype, shape=shape, frame=0)
+    return InferRequest(id="", inputs=(tensor,), frames=[memoryview(body)], is_binary=True)
+
+
+def encode_answer(
+    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
+) -> tuple[list[Any], int | None]:
+    """An answer's body in parts, and how many bytes of it are JSON if there are others.
+
+    Raises:
+        InvalidInput: an output is asked for that the model does not have.
+    """
+    rows, binary = [], []
+    chosen = wanted(asked, outputs)
+    if _numbers_of(chosen) > MAX_NUMBERS:
+        raise TooLarge(
+            f"{_numbers_of(chosen)} numbers, and {MAX_NUMBERS} at most are told in JSON",
+            hint='ask for bytes: "parameters": {"binary_data_output": true}',
+        )
+    for output, wants_binary in chosen:
+        row: dict[str, Any] = {
+            "name": output.name,
+            "datatype": DATATYPE_OF[output.dtype],
+            "shape": output.shape,
+        }
+        if output.place is not None:
+            row["parameters"] = output.place.parameters()
+        elif wants_binary:
+            row["parameters"] = {"binary_data_size": len(output.data)}
+            binary.append(output.data)
+        else:
+            row["data"] = as_numbers(output)
+        rows.append(row)
+    version = str(bill.get("version", FIRST_VERSION))
+    answer: dict[str, Any] = {"model_name": model, "model_version": version}
+    if asked.id:
+        answer["id"] = asked.id
+    if bill:
+        answer["parameters"] = bill
+    json_encoder.encode_into({**answer, "outputs": rows}, head := bytearray())
+    return [head, *binary], len(head) if binary else None
+
+
+def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
+    """Whether ``encode_answer`` takes long: it has many numbers to tell."""
+    size_bytes = 0  # a number is a byte at the least
+    for output in outputs:
+        size_bytes += len(output.data)
+    return size_bytes > LONG_NUMBERS and _numbers_of(wanted(asked, outputs)) > LONG_NUMBERS
+
+
+def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
+    """How many of an answer's numbers are told as text."""
+    count = 0
+    for output, is_binary in chosen:
+        if not is_binary and output.place is None:
+            count += len(output.data) // ITEM_BYTES.get(output.dtype, LENGTH_BYTES)
+    return count
+
+
+def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
+    """The outputs that are asked for, in the order asked, and whether each is to be binary.
+
+    Raises:
+        InvalidInput: the model has none of a name.
+    """
+    if not asked.outputs:
+        return [*zip(outputs, repeat(asked.is_binary), strict=False)]
+    by_name = {output.name: output for output in outputs}
+    chosen = []
+    for one in asked.outputs:
+        if one.name not in by_name:
+            raise InvalidInput(
+                f'no output "{one.name}"{nearest(one.name, by_name)}',
+                hint=f"outputs: {', '.join(by_name)}",
+            )
+        parameters = one.parameters or {}
+        if parameters.get("classification"):
+            raise InvalidInput("classification is not served here", hint="take the output as it is")
+        is_binary = flag("binary_data", parameters, default=asked.is_binary)
+        chosen.append((by_name[one.name], is_binary))
+    return chosen
+
+
+def schedule(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """``priority`` (1 is the highest, 0 the model's own) and ``timeout`` in microseconds.
+
+    Raises:
+        InvalidInput: one is no such number.
+    """
+    priority = _whole("priority", parameters, high=(1 << 64) - 1)
+    timeout_us = _whole("timeout", parameters, high=MAX_TIMEOUT_US)
+    sequence: dict[str, Any] = {}
+    if named := parameters.get("sequence_id"):  # a number or a text; 0 and "" are none
+        sequence = {"sequence": str(named)} | {
+            word: True for word in ("start", "end") if flag(f"sequence_{word}", parameters)
+        }
+    return {
+        "sequence": sequence,
+        "priority": PRIORITIES[min(priority, len(PRIORITIES) - 1)],
+        "deadline_ms": timeout_us / 1000.0 if timeout_us else None,
+    }
+
+
+def _whole(name: str, parameters: Mapping[str, Any], high: int) -> int:
+    value = parameters.get(name, 0)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
+        value = int(value)  # as some clients send what may be large
+    if type(value) is not int or not 0 <= value <= high:
+        raise InvalidInput(f"{name} must be a whole number from 0, got {value!r:.80}")
+    return value
+
+
+def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> bool:
+    """A parameter that is true or false.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    value = parameters.get(name, default)
+    if type(value) is not bool:
+        raise InvalidInput(f"{name} must be true or false, got {value!r:.80}")
+    return value
+
+
+def check_count(count: int, what: str = "inputs") -> None:
+    """Raises InvalidInput: more than travel."""
+    if count > MAX_TENSORS:
+        raise InvalidInput(f"{count} {what} are more than {MAX_TENSORS}")
+
+
+def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
+    """Raises InvalidInput: one is asked for twice, or more than any answer has."""
+    check_count(len(outputs), "outputs")
+    names = {one.name for one in outputs}
+    if len(names) < len(outputs):
+        raise InvalidInput("an output is asked for twice", hint="name each output once")
+    for one in outputs:
+        check_parameters(one.parameters)
+
+
+def check_parameters(parameters: Mapping[str, Any] | None) -> None:
+    """Raises InvalidInput: more than any client sends."""
+    if parameters is not None and len(parameters) > MAX_PARAMETERS:
+        raise InvalidInput(f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
+
+
+def dtype_of(name: str, datatype: str) -> str:
+    """Our name of a datatype.
+
+    Raises:
+        InvalidInput: no model here can take it.
+    """
+    if datatype not in DATATYPES:
+        raise InvalidInput(
+            f'input "{name}": datatype {datatype[:40]!r} is not served here'
+            f"{nearest(datatype.upper(), DATATYPES)}",
+            hint=f"one of {', '.join(DATATYPES)}",
+        )
+    return DATATYPES[datatype]
+
+
+def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor of this shape; of texts they may be as many as they are.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or max(shape, default=0) >> 63:
+        raise InvalidInput(
+            f'input "{name}" has no shape: {list(shape[:MAX_DIMS])}',
+            hint=f"at most {MAX_DIMS} numbers, none below 0 or of more than 63 bits",
+        )
+    return math.prod(shape) * ITEM_BYTES[dtype] if dtype != BYTES else ANY_SIZE
+
+
+def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
+    """Where a tensor lies in shared memory; None: it does not.
+
+    Raises:
+        InvalidInput: it is no place.
+    """
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str):
+        raise InvalidInput(f'"{name}": shared_memory_region must be a text')
+    return Place(
+        region=region,
+        offset_bytes=_whole("shared_memory_offset", parameters, high=1 << 50),
+        size_bytes=_whole("shared_memory_byte_size", parameters, high=1 << 50),
+    )
+
+
+def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
+    """Raises InvalidInput: the bytes, or their place, are not as many as the shape says."""
+    is_placed = isinstance(data, Place)
+    given = data.size_bytes if is_placed else len(data)
+    where = "are in shared memory" if is_placed else "came"
+    if given != size and size != ANY_SIZE:
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
+            f"{given} {where}"
+        )
+
+
+def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
+    """The bytes of numbers, flat or nested, in row-major order; too large ones are infinite.
+
+    None is not-a-number, for which JSON has no word.
+
+    Raises:
+        InvalidInput: they are ragged, of another kind than the dtype, too large for it, or not as
+            many as the shape asks for.
+    """
+    if isinstance(values, list) and len(values) > max(math.prod(shape), LONG_NUMBERS):
+        raise _other_count(name, len(values), shape)
+    if dtype == BYTES:
+        return _from_texts(name, shape, values)
+    try:
+        array = np.asarray(values)
+        if array.dtype == object and "float" in dtype and _are_numbers(array):
+            array = array.astype(np.float64)
+    except (ValueError, OverflowError):
+        raise InvalidInput(f'input "{name}": its data is no regular list of numbers') from None
+    if array.size != math.prod(shape):
+        raise _other_count(name, array.size, shape)
+    if not array.size:
+        return memoryview(b"")
+    target = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    if array.dtype.kind not in _TAKES[target.kind]:
+        exact = np.asarray(values, object)  # numpy makes floats of integers that lie far apart
+        if target.kind not in "iu" or any(type(one) is not int for one in exact.flat):
+            given = _GIVEN.get(array.dtype.kind, "no numbers")
+            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {given}')
+        array = exact
+    if dtype == "bfloat16":
+        with np.errstate(over="ignore"):
+            return _dense(_to_bfloat16(array.astype(target)))
+    if target.kind in "iu":
+        limits = np.iinfo(target)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise InvalidInput(
+                f'input "{name}" is {DATATYPE_OF[dtype]}: from {limits.min} to {limits.max}'
+            )
+    with np.errstate(over="ignore"):
+        return _dense(array.astype(target))
+
+
+def _from_texts(name: str, shape: Sequence[int], values: Any) -> memoryview:
+    array = np.asarray(values, object)
+    if array.size != math.prod(shape):
+        raise _other_count(name, array.size, shape)
+    if not array.size:
+        return memoryview(b"")
+    texts = packed(array)
+    if texts is None:
+        raise InvalidInput(f'input "{name}" is BYTES: its data is texts', hint='"data": ["a text"]')
+    return memoryview(texts[1])
+
+
+def _other_count(name: str, count: int, shape: Sequence[int]) -> InvalidInput:
+    return InvalidInput(
+        f'input "{name}" has {count} values, its shape {list(shape)} asks for {math.prod(shape)}'
+    )
+
+
+def _are_numbers(array: Any) -> bool:
+    return all(one is None or type(one) in (int, float) for one in array.flat)
+
+
+def as_numbers(output: Output) -> list[Any]:
+    """An output's values, flat, in row-major order. What is no finite number becomes null, the one
+    word that every client's parser takes: orjson and rapidjson refuse 1e999, most others Infinity.
+
+    Raises:
+        InvalidInput: a byte string that is no text.
+    """
+    if output.dtype == BYTES:
+        try:
+            return [one.decode() for one in unpack(output.data, math.prod(output.shape))]
+        except UnicodeDecodeError:
+            raise InvalidInput(
+                f'output "{output.name}" is no UTF-8, and JSON has texts only',
+                hint='ask for bytes: "parameters": {"binary_data_output": true}',
+            ) from None
+    if output.dtype == "bfloat16":
+        bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)
+        array: Any = bits.view(np.float32)
+    else:
+        array = np.frombuffer(output.data, np.dtype(output.dtype))
+    values: list[Any] = array.tolist()
+    return values
+
+
+def _to_bfloat16(values: Any) -> Any:
+    """The upper halves of float32, rounded to the nearest even one; not-a-number stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _dense(array: Any) -> memoryview:
+    raw: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(raw)
+
+
+def shown(extents: Sequence[int | str]) -> list[int]:
+    """A signature's shape as the protocol writes it: -1 is any."""
+    return [extent if isinstance(extent, int) else -1 for extent in extents]
+
+
+# ---- what is told of models --------------------------------------------------------------------
+
+
+def metadata(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``/v2/models/M`` of a model's row."""
+
+    def tensors(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "datatype": DATATYPE_OF[dtype], "shape": shown(shape)}
+            for name, (shape, dtype) in values.items()
+        ]
+
+    return {
+        "name": row["name"],
+        "versions": [str(version) for version in row["versions"]],
+        "platform": "pipeswitch",
+        "inputs": tensors(row["inputs"]),
+        "outputs": tensors(row["outputs"]),
+    }
+
+
+def config(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``/v2/models/M/config``: with a ``max_batch_size`` above 0 the first dimension is implicit.
+
+    It is implicit only where every input and output begins with it.
+    """
+    values = [*row["inputs"].values(), *row["outputs"].values()]
+    is_batched = bool(values) and all(
+        shape and shape[0] == BATCH and BATCH not in shape[1:] for shape, _ in values
+    )
+
+    def tensors(side: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "data_type": f"TYPE_{'STRING' if dtype == BYTES else DATATYPE_OF[dtype]}",
+                "dims": shown(shape[1:] if is_batched else shape),
+            }
+            for name, (shape, dtype) in side.items()
+        ]
+
+    batching = row["batching"] if is_batched else None
+    return {
+        "name": row["name"],
+        "platform": "pipeswitch",
+        "backend": "pipeswitch",
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": row["batch"][1] if is_batched else 0,
+        "input": tensors(row["inputs"]),
+        "output": tensors(row["outputs"]),
+        **({} if batching is None else {"dynamic_batching": _dynamic(batching)}),
+        **({"ensemble_scheduling": _ensemble(row)} if "steps" in row else {}),
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def _ensemble(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A chain's steps; what a step returns is called ``STEP.OUTPUT`` inside."""
+    return {
+        "step": [
+            {"model_name": step["model"], "model_version": -1, "input_map": step["inputs"]}
+            for step in row["steps"]
+        ]
+    }
+
+
+def _dynamic(batching: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "preferred_batch_size": [batching["limit"]],
+        "max_queue_delay_microseconds": round(batching["delay_ms"] * 1000),
+    }

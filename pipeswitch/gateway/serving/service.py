@@ -1,0 +1,299 @@
+"""What both protocols serve: the verbs of the Open Inference Protocol, for a caller with roles.
+
+Each verb checks the caller's roles first, by the role of the wire's verb that it stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from ...errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ...programs.decoding.generating import Facts
+from ...roles import URGENT_PRIORITY, Role, Standing
+from ...tracing import Traced
+from ...wire.frames import TRACEPARENT
+from ..callers import require, require_role, told
+from ..refusals import NotFound
+from . import oip
+from .metrics import Metrics
+from .oip import InferRequest, Output, Place
+from .regions import Regions
+from .tally import PHASES, Tally
+from .upstream import Upstream
+
+R = TypeVar("R")
+READY: Final = "ready"  # a model's state
+EXTENSIONS: Final = (
+    oip.BINARY_EXTENSION, "model_configuration", "model_repository", "schedule_policy",
+    "statistics",
+)  # fmt: skip
+REGIONS_EXTENSION: Final = "system_shared_memory"
+BILLED: Final = tuple(f"{phase}_ms" for phase in PHASES)
+LOGGED: Final[Mapping[str, Any]] = {
+    "log_file": "server.log", "log_info": True, "log_warning": True, "log_error": True,
+    "log_verbose_level": 0, "log_format": "default",
+}  # fmt: skip
+THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
+_STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
+
+
+class Service:
+    """Verbs; no bytes of either protocol."""
+
+    def __init__(
+        self, upstream: Upstream, *, has_nv_metrics: bool = False, regions: Regions | None = None,
+        tracer: Any = None,
+    ) -> None:  # fmt: skip
+        """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
+        self.text_processes = 8  # that run at once, at most
+        self._upstream = upstream
+        self._tracer = tracer
+        self._regions = regions
+        self._tally = Tally()
+        self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
+        self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
+
+    def about(self) -> dict[str, Any]:
+        """``/v2``: nothing that the server must be asked for."""
+        shared = () if self._regions is None else (REGIONS_EXTENSION,)
+        return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS, *shared]}
+
+    @property
+    def regions(self) -> Regions:
+        """
+        Raises:
+            InvalidInput: this gateway has none.
+        """
+        if self._regions is None:
+            raise InvalidInput(
+                "shared memory is not served here", hint="a gateway on loopback, without a proxy"
+            )
+        return self._regions
+
+    async def is_live(self) -> bool:
+        """The server answers."""
+        try:
+            await self._upstream.ask("ping")
+        except ServerUnavailable:
+            return False
+        return True
+
+    async def is_ready(self) -> bool:
+        """The server would serve a request now."""
+        try:
+            return bool((await self._upstream.ask("ping"))["ready"])
+        except ServerUnavailable:
+            return False
+
+    async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
+        return bool((await self._row(caller, model, version))["state"] == READY)
+
+    async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        return oip.metadata(_built(await self._row(caller, model, version)))
+
+    async def config(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        return oip.config(_built(await self._row(caller, model, version)))
+
+    async def statistics(
+        self, caller: Standing, model: str = "", version: str = ""
+    ) -> dict[str, Any]:
+        """Of one model, or of all."""
+        if model:
+            rows = [await self._row(caller, model, version)]
+        else:
+            rows = await self.rows(caller)
+            self._tally.forget_others({row["name"] for row in rows})
+        return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
+
+    async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
+        """The repository's index."""
+        rows = [
+            {
+                "name": row["name"],
+                "version": str(row["version"]),
+                "state": _STATES.get(row["state"], "UNAVAILABLE"),
+                "reason": row.get("reason", ""),
+            }
+            for row in await self.rows(caller)
+        ]
+        return [row for row in rows if row["state"] == "READY" or not ready_only]
+
+    async def load(self, caller: Standing, model: str, parameters: Mapping[str, Any]) -> None:
+        """Pin a registered model on the device.
+
+        Raises:
+            InvalidInput: the model's files, or a configuration, came along.
+        """
+        require(caller, "load")
+        if any(name.startswith("file:") for name in parameters):
+            raise InvalidInput(
+                "a model is not brought by load: its files are not taken here",
+                hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
+            )
+        if parameters:
+            raise InvalidInput(
+                f"load takes no {', '.join(sorted(parameters))[:80]}: it would have no effect",
+                hint="pipeswitch register NAME SOURCE --max-batch 8 --batch 8; load pins it",
+            )
+        await self._upstream.ask("load", model)
+
+    async def unload(self, caller: Standing, model: str) -> None:
+        """Unpin it; it stays registered."""
+        require(caller, "unload")
+        await self._upstream.ask("unload", model)
+
+    async def infer(
+        self, caller: Standing, model: str, version: str, asked: InferRequest,
+        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
+    ) -> tuple[list[Output], dict[str, Any]]:  # fmt: skip
+        """The outputs, and the bill with what the gateway added; ``carrier``: headers that may
+        name the caller's trace; ``address``: the caller's, which has its turns."""
+        require(caller, "infer")
+        if asked.priority == URGENT_PRIORITY:
+            require_role(caller, Role.URGENT, "priority high")
+        number = number_of(model, version) if version else 0
+        began = time.perf_counter()
+        places = _places(asked) if asked.outputs or Place in map(type, asked.frames) else []
+        if places:
+            asked = await _copied(places, self.regions.filled, caller, asked)
+        traced, traceparent = None, carrier.get("traceparent", "")
+        if self._tracer is not None:
+            traced = Traced(self._tracer, model, carrier)
+            traceparent = traced.traceparent
+        elif traceparent and not TRACEPARENT.fullmatch(traceparent):
+            traceparent = ""  # a wrong one is none, says W3C
+        try:
+            tenant = caller.tenant
+            answer = self._upstream.infer(model, number, asked, tenant, address, traceparent)
+            outputs, bill = await answer
+        except BaseException as error:
+            if traced is not None:
+                traced.failed(error)
+            if not isinstance(error, PipeSwitchError):
+                raise
+            if "version" in error.data:
+                raise NotFound(error.message, hint=error.hint) from None
+            if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
+                is_models = not isinstance(error, ServerUnavailable | Cancelled)
+                took_ms = (time.perf_counter() - began) * 1000.0
+                self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
+            raise
+        took_ms = (time.perf_counter() - began) * 1000.0
+        bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
+        self._tally.answered(model, took_ms, bill)
+        if traced is not None:
+            traced.answered(bill)
+        if places:
+            outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
+        for key in BILLED:
+            if key in bill:
+                bill[key] = round(bill[key], 3)
+        for step, part in bill.pop("steps", {}).items():  # a parameter is no object
+            bill[f"{step}.total_ms"] = round(part["total_ms"], 3)
+        return outputs, bill
+
+    async def generation(
+        self, caller: Standing, model: str, version: str, *, with_texts: bool = False
+    ) -> Facts:
+        """What is known of a language model; its tokenizer and template where they are wanted."""
+        require(caller, "generation")
+        body = {"version": number_of(model, version), "tokenizer": with_texts}
+        return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
+
+    async def owner(self, model: str, version: str) -> str:
+        """Return the tenant that registered a model; callers do not see it."""
+        return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
+
+    async def end_sequence(self, caller: Standing, name: str) -> None:
+        """With the request that it has; raises SequenceNotFound."""
+        require(caller, "sequences")
+        tenant = {"tenant": caller.tenant} if caller.tenant else {}
+        await self._upstream.ask("sequences", body={"end": name, **tenant})
+
+    async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
+        """What Prometheus reads, and its type: the server's own numbers are for operators."""
+        require(caller, "stats")
+        facts: dict[str, Any] | None = None
+        if caller.may_operate:
+            asked = [self._upstream.ask(what) for what in ("stats", "jobs", "ps")]
+            versions = self._upstream.ask("models", body={"versions": True})
+            stats, jobs, ps, models = await asyncio.gather(*asked, versions)
+            rows = models["models"]
+            current = [(row["name"], row["version"]) for row in rows if row["current"]]
+            self._tally.forget_others({name for name, _ in current})
+            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "models": rows,
+                     "tally": [self._tally.row(*one) for one in current]}  # fmt: skip
+        return self._metrics.text(accept, facts)
+
+    async def settings(
+        self, caller: Standing, wanted: Mapping[str, Any], model: str | None = None
+    ) -> dict[str, Any]:
+        """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
+        InvalidInput where another value is wanted: none can be set."""
+        require(caller, "models")
+        current, hint = LOGGED, "[log] max and [log] requests, before the server starts"
+        if model is not None:
+            level = "OFF" if self._tracer is None else "TIMESTAMPS"
+            current = {"trace_level": level, "trace_mode": "opentelemetry"}
+            hint = "OTEL_TRACES_EXPORTER=otlp, OTEL_EXPORTER_OTLP_ENDPOINT, where the server starts"
+        if model:
+            await self._row(caller, model, "")
+        for name, value in wanted.items():
+            known = current.get(name)  # some clients send lists, of one value too
+            if value is not None and (known is None or value not in (known, [known])):
+                stays = "" if known is None else f" and is {known!r}"
+                raise InvalidInput(f"{name[:80]!r} cannot be set here{stays}", hint=hint)
+        return dict(current)
+
+    async def row(self, caller: Standing, model: str) -> dict[str, Any]:
+        """A model that is built, as far as the caller may know it."""
+        return _built(await self._row(caller, model, ""))
+
+    async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        require(caller, "show")
+        try:
+            return told(await self._upstream.show(model, number_of(model, version)), caller)
+        except InvalidInput as error:
+            if "version" not in error.data:
+                raise
+            raise NotFound(error.message, hint=error.hint) from None
+
+    async def rows(self, caller: Standing) -> list[dict[str, Any]]:
+        require(caller, "models")
+        return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+
+
+def _places(asked: InferRequest) -> list[Place]:
+    """Of its tensors that lie in shared memory, or are to."""
+    places = [one for one in asked.frames if isinstance(one, Place)]
+    return places + [one.place for one in asked.outputs or () if one.place is not None]
+
+
+async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *args: Any) -> R:
+    """``copy``, on a thread of its own where it takes long."""
+    total = sum(one.size_bytes if isinstance(one, Place) else len(one.data) for one in tensors)
+    return copy(*args) if total <= THREAD_BYTES else await asyncio.to_thread(copy, *args)
+
+
+def number_of(model: str, version: str) -> int:
+    """A version as the wire has it; 0: the current one."""
+    if version and not re.fullmatch("[1-9][0-9]{0,8}", version):
+        raise NotFound(
+            f'"{model}" has no version {version[:40]!r}', hint="versions are numbers from 1 on"
+        )
+    return int(version or 0)
+
+
+def _built(row: dict[str, Any]) -> dict[str, Any]:
+    """Raises ServerUnavailable: its signature is not known yet."""
+    if not row["inputs"] and row["state"] != READY:
+        raise ServerUnavailable(f'"{row["name"]}" is {row["state"]}', hint="ask again in a moment")
+    return row

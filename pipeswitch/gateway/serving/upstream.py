@@ -1,0 +1,146 @@
+"""The server, as the gateway sees it: one connection to the owner's socket, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+from ...client.calls import Call, Reply
+from ...client.looped import LoopConnection
+from ...errors import PipeSwitchError, ServerUnavailable
+from ...wire.bill import Bill
+from ...wire.frames import CHUNK_BYTES
+from .nodes import Nodes
+from .oip import InferRequest, Output
+
+HELLO_S: Final = 2.0  # a server that is there answers within this
+EVENTS_AGAIN_S: Final = 0.5  # when the server is gone: it may come back
+AGAIN: Final = "send again when it is back"
+
+Take = Callable[[str, dict[str, Any]], None]
+"""Called by the loop with an event's topic and record."""
+
+
+class _Connection(LoopConnection):
+    """One to a server that may be away: callers are not told of whose."""
+
+    def _fail(self, call: Call, error: PipeSwitchError) -> None:
+        if isinstance(error, ServerUnavailable):
+            error = ServerUnavailable("the server does not answer", hint=AGAIN)
+        super()._fail(call, error)
+
+
+class Upstream:
+    """What callers ask the server through; it outlives servers. All raise what it says, or
+    ServerUnavailable: there is none, or it leaves."""
+
+    def __init__(self, address: str, cluster: str = "") -> None:
+        """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
+        self._connection: _Connection | Nodes = _Connection(address, HELLO_S)
+        if cluster:
+            self._connection = Nodes(self._connection, Path(cluster))
+        self._events = _Connection(address, HELLO_S)
+        self._following: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        self._connection.close()
+        self._events.close()
+
+    def infer(
+        self,
+        model: str,
+        version: int,
+        asked: InferRequest,
+        tenant: str,
+        address: str = "",
+        traceparent: str = "",
+    ) -> Awaitable[tuple[list[Output], dict[str, Any]]]:
+        """Return the outputs and the bill. Cancelling this cancels the request.
+
+        Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
+        """
+        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
+        if address:
+            body["address"] = address
+        if version:
+            body["version"] = version
+        if traceparent:
+            body["traceparent"] = traceparent
+        if asked.sequence:
+            body |= asked.sequence
+        return self._connection.ask(
+            "infer",
+            model=model,
+            inputs=asked.inputs,
+            frames=asked.frames,
+            priority=asked.priority,
+            deadline_ms=asked.deadline_ms,
+            body=body,
+            is_safe=not asked.sequence,  # twice it would be two steps
+            convert=_outputs,
+        )
+
+    async def show(self, model: str, version: int = 0) -> dict[str, Any]:
+        """A model's row; of the current version, or another."""
+        body = {"version": version} if version else None
+        return dict((await self.ask("show", model, body=body))["model"])
+
+    async def ask(
+        self, op: str, model: str = "", *, body: dict[str, Any] | None = None, is_safe: bool = True
+    ) -> dict[str, Any]:
+        """The answer to a verb; ``is_safe``: it may be asked twice."""
+        return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
+
+    async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
+        """One action on a job, as ``Client.job``."""
+        body = {"name": name, "action": action, **fields}
+        return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
+
+    async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
+        """Hand a file of that tenant's on, chunk after chunk; what ``register`` calls it."""
+        digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+        body = {"digest": digest, "size_bytes": len(data), "kind": kind, "tenant": tenant}
+        found = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
+        for offset in range(0, 0 if found["complete"] else len(data), CHUNK_BYTES):
+            chunk = data[offset : offset + CHUNK_BYTES]
+            where = {**body, "offset_bytes": offset}
+            await self._connection.ask("put", body=where, frames=[chunk])
+        return f"put:{digest}"
+
+    async def follow(self, take: Take) -> None:
+        """Have ``take`` called with all events from now on; only the first call counts.
+
+        Raises:
+            ServerUnavailable: there is no server now.
+        """
+        if self._following is not None:
+            return
+        await self.ask("ping")
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow(take))
+
+    async def _follow(self, take: Take) -> None:
+        """By a connection of their own: no answer waits behind them."""
+
+        def took(record: dict[str, Any]) -> None:
+            if record:
+                take(str(record.pop("topic")), record)
+
+        while True:
+            with contextlib.suppress(ServerUnavailable):
+                await self._events.ask("events", on_progress=took)
+            await asyncio.sleep(EVENTS_AGAIN_S)
+
+
+def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:
+    outputs = []
+    for one in reply.outputs:
+        data = reply.frames[one.frame]
+        outputs.append(Output(name=one.name, dtype=one.dtype, shape=one.shape, data=data))
+    return outputs, (reply.timing or Bill()).as_dict()

@@ -1,0 +1,1 @@
+"""Every message between PipeSwitch's own processes: a file for each pair of processes."""

@@ -1,0 +1,70 @@
+"""Ids, the base of every message, and what more than one pair of processes says.
+
+One frozen struct for each message; its direction stands in its docstring. Sizes and offsets are
+bytes; instants are milliseconds of the system-wide monotonic clock. ``epoch`` names one dispatch,
+lease or transfer for ever: it only grows, so a late message of an older one is recognised and
+dropped. ``turn`` is the permission to compute on the device (invariant I5): it has its own growing
+number. A message is known by the name of its class, not by the file that it is in.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+
+ModelName = NewType("ModelName", str)
+JobName = NewType("JobName", str)
+Slot = NewType("Slot", int)  # a worker's place; processes in it come and go
+Epoch = NewType("Epoch", int)
+Turn = NewType("Turn", int)
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True, gc=False
+):
+    """Base of all internal messages."""
+
+
+class ByteRange(Message, frozen=True):
+    """A piece of a training slice."""
+
+    offset_bytes: int  # from the start of the slice
+    size_bytes: int
+
+
+class SlabTensor(Message, frozen=True):
+    """A tensor in the request/reply pool: contiguous, at ``offset_bytes`` of the pool."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+class StepCommitted(Message, frozen=True):
+    """memory daemon -> controller -> worker: flipped; ``error`` says why it was not."""
+
+    job: JobName
+    epoch: Epoch
+    number: int  # CommitStep's
+    step: int
+    copy_ms: float
+    error: str = ""
+
+
+class Ping(Message, frozen=True):
+    """controller -> memory daemon, worker (termination thread): are you there? No task notices."""
+
+    epoch: Epoch
+
+
+class Pong(Message, frozen=True):
+    """memory daemon, worker -> controller: yes."""
+
+    epoch: Epoch
+
+
+class Exit(Message, frozen=True):
+    """controller -> anyone: finish and leave with status 0."""

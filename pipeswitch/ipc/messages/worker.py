@@ -1,0 +1,336 @@
+"""Messages between the controller and a worker: models, requests, jobs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+
+
+class WorkerSettings(Message, frozen=True):
+    """What a worker is started with.
+
+    Descriptors: task and signal channel, board, ``bell_count`` bells; then the pool and
+    DaemonReady's, which come with BindTenant where tenants are separate.
+    """
+
+    slot: Slot
+    device: str
+    arena_bytes: int
+    words: int
+    pool_bytes: int
+    threads: int
+    bell_count: int
+    handle: bytes = b""  # DaemonReady's
+    is_sandboxed: bool = False  # from the first program on that is not code
+    task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
+    separates_tenants: bool = False  # it waits for BindTenant before anything else
+    link_bytes_per_s: float = 0.0  # as DaemonSettings
+    options: bytes = b""  # the device kind's own
+
+
+class WorkerReady(Message, frozen=True):
+    """worker -> controller: mapped and waiting."""
+
+    slot: Slot
+    pid: int
+
+
+class BindTenant(Message, frozen=True):
+    """controller -> worker: from now on this process serves one tenant (ADR 23).
+
+    Only where tenants are separate, and before anything else. Descriptors: the tenant's file of
+    the request pool, its file of the arena for reading, and for code the training slices.
+    """
+
+    tenant: str
+    is_code: bool
+
+
+class PrepareModel(Message, frozen=True):
+    """controller -> worker (standby): load a program's structure ahead of its first request.
+
+    For a worker in the sandbox, which opens no files, the first message that names a program
+    carries two descriptors: of its manifest and of its bundle.
+    """
+
+    model: ModelName
+    digest: str
+    directory: str
+    arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
+    plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
+    landings: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
+    is_code: bool = False  # the operator's own module, which runs outside of the sandbox
+
+
+class ModelPrepared(Message, frozen=True):
+    """worker -> controller: structure loaded; ``error`` is empty or says why not."""
+
+    model: ModelName
+    digest: str
+    plan: tuple[int, ...] = ()
+    error: str = ""
+
+
+class ForgetModel(Message, frozen=True):
+    """controller -> worker: drop a program's structure."""
+
+    model: ModelName
+
+
+class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a language model's tokens are chosen, as ``programs.sampling`` does it, and for how many
+    steps the worker may go on by itself (ADR 54). Part of RunInference, no message."""
+
+    steps: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    rows: int = 0  # that the cache is to have room for, with this step
+    waits: bool = False  # for room: the answer has begun
+
+
+class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request that another one takes along (ADR 28). Part of RunInference, no message."""
+
+    request_id: str
+    inputs: tuple[SlabTensor, ...]
+    reply_offset_bytes: int
+    reply_bytes: int
+    choosing: Choosing | None = None
+    sequence: int = 0
+    after: Epoch = Epoch(0)
+
+
+class RunInference(Message, frozen=True):
+    """controller -> worker: run one request as its groups arrive, when the turn word says so.
+
+    Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
+
+    With ``is_timed`` the worker waits for the device after each group, so that a group's times are
+    those of its computation (``pipeswitch profile``).
+
+    With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
+    that word ends it after the step that it is at.
+    """
+
+    epoch: Epoch  # also the turn this task computes under
+    request_id: str
+    model: ModelName
+    digest: str
+    directory: str
+    arena_offset_bytes: int
+    first_word: int  # arrival word of group 0; group i has first_word + i
+    residency_epoch: Epoch  # the words carry this when the groups have arrived
+    inputs: tuple[SlabTensor, ...]
+    reply_offset_bytes: int
+    reply_bytes: int
+    plan: tuple[int, ...] = ()  # as PrepareModel's
+    landings: tuple[int, ...] = ()  # as PrepareModel's
+    joined: tuple[JoinedRequest, ...] = ()
+    is_timed: bool = False
+    is_code: bool = False  # as PrepareModel's
+    choosing: Choosing | None = None  # None: its outputs are answered
+    sequence: int = 0  # whose step it is; 0: it stands alone
+    after: Epoch = Epoch(0)  # the run that made the last of its state, if the worker knows it yet
+
+
+class InferenceDone(Message, frozen=True):
+    """worker -> controller: outputs lie in the reply slab."""
+
+    epoch: Epoch
+    outputs: tuple[SlabTensor, ...]
+    turn_at_ms: float  # when it had the device's turn
+    first_group_at_ms: float  # first group began to compute
+    ended_at_ms: float
+    stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
+    joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
+    is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
+    steps: int = 1  # of ``choosing``
+    group_begins_at_ms: tuple[float, ...] = ()
+    group_ends_at_ms: tuple[float, ...] = ()
+
+
+class SteppedAside(Message, frozen=True):
+    """worker -> controller: a pass of a model that streams lets another task in between two groups,
+    as the board's stop word said; it goes on when the turn word is its own again."""
+
+    epoch: Epoch
+
+
+class InferenceFailed(Message, frozen=True):
+    """worker -> controller: the model's code raised, or the output does not fit; worker is fine."""
+
+    epoch: Epoch
+    error: str  # a name of errors.py
+    message: str
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Cleaned(Message, frozen=True):
+    """worker -> controller: the task's references are dropped."""
+
+    epoch: Epoch
+
+
+class RunJob(Message, frozen=True):
+    """controller -> worker: run a training script from the top.
+
+    Its commit memfd comes along, if it has one; then its group's ring of batches (ADR 32)."""
+
+    epoch: Epoch
+    turn: Turn  # 0: the device is not yours yet
+    job: JobName
+    entry: str  # path of a script, or package.module:function
+    args: tuple[str, ...]
+    log_path: str
+    slot_bytes: int  # of the commit area; 0 when there is no commit yet
+    commit_every_ms: float
+    log_bytes: int = 0  # what stays of the log, the newest; 0: all
+    restarts: int = 0  # until now; the two are kept beside the step that it is at
+    steps_recomputed: int = 0
+    last_step: int = 0  # last step of the previous process that the controller knows
+    share: str = ""  # tenant/group: those whose input it shares; empty: none
+    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
+    activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own
+
+
+class LeaseRequest(Message, frozen=True):
+    """worker -> controller: a job's first job.steps asks for its slice; blocks until answered."""
+
+    epoch: Epoch
+    slice_bytes: int
+    state_bytes: int  # one commit image
+
+
+class LeaseGranted(Message, frozen=True):
+    """controller -> worker: the slice in ``work``; the commit memfd comes along."""
+
+    epoch: Epoch
+    offset_bytes: int
+    size_bytes: int
+
+
+class LeaseRefused(Message, frozen=True):
+    """controller -> worker: it can never fit; or, to a ``HostRequest``, not now."""
+
+    epoch: Epoch
+    error: str
+    message: str
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class HostRequest(Message, frozen=True):
+    """worker -> controller: so much of a job's activations is to lie in host memory; blocks."""
+
+    epoch: Epoch
+    size_bytes: int
+
+
+class HostGranted(Message, frozen=True):
+    """controller -> worker: it counts as the host store's."""
+
+    epoch: Epoch
+
+
+class StopTask(Message, frozen=True):
+    """controller -> worker (termination thread): park, then raise the next task's turn."""
+
+    epoch: Epoch
+    turn: Turn
+    next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
+    next_slot: Slot
+    at_boundary: bool = False  # for another job: when it next leaves the device (its step is over,
+
+
+class Parked(Message, frozen=True):
+    """worker -> controller: it computes no more under ``turn``."""
+
+    epoch: Epoch
+    turn: Turn
+    next_turn: Turn
+    where: Literal["forward", "backward", "boundary", "loader", "copies"]
+    asked_at_ms: float
+    parked_at_ms: float
+
+
+class Back(Message, frozen=True):
+    """worker -> controller: away as it gave up ``turn`` (for a batch, for copies), it is back."""
+
+    epoch: Epoch
+    turn: Turn
+    is_blocked: bool = False  # it has the turn, and needs memory that other jobs must let go first
+
+
+class GrantTurn(Message, frozen=True):
+    """controller -> worker (termination thread): the device is yours under a new turn."""
+
+    epoch: Epoch
+    turn: Turn
+
+
+class EvictTask(Message, frozen=True):
+    """controller -> worker (termination thread): commit the last step, unwind the script."""
+
+    epoch: Epoch
+
+
+class CommitStep(Message, frozen=True):
+    """worker -> controller: these pieces of my slice are the state after ``step``.
+
+    They are so until it is answered. The number tells it from one that comes late or again.
+    """
+
+    epoch: Epoch
+    number: int  # 1, 2, …: of this epoch's commits
+    step: int
+    ranges: tuple[ByteRange, ...]
+
+
+class PublishStep(Message, frozen=True):
+    """worker -> controller: the state after ``step`` shall be the model's next version.
+
+    Its commit is asked for by the script, before or after this. Answered by PublishAnswered.
+    """
+
+    epoch: Epoch
+    model: ModelName
+    step: int
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its parts': name, dtype, shape
+    part: str = ""  # of its parts; empty: the only one that fits
+
+
+class PublishAnswered(Message, frozen=True):
+    """controller -> worker (termination thread): accepted, or a name of errors.py and its text."""
+
+    epoch: Epoch
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class PublishCopied(Message, frozen=True):
+    """controller -> worker (termination thread): what it published is copied, or given up."""
+
+    epoch: Epoch
+
+
+class JobReport(Message, frozen=True):
+    """worker -> controller: started computing, progress, a user's log line, a warning."""
+
+    epoch: Epoch
+    kind: str
+    values: dict[str, Any]
+
+
+class JobEnded(Message, frozen=True):
+    """worker -> controller: the script is over; the process retires after this."""
+
+    epoch: Epoch
+    outcome: Literal["done", "preempted", "failed"]
+    step: int
+    error_type: str = ""
+    error_text: str = ""

@@ -1,0 +1,1 @@
+"""From a language model's logits to text. Pure."""

@@ -1,0 +1,1 @@
+"""What the rest of the system knows of a program: its inputs, outputs, layers and bytes."""

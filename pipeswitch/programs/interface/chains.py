@@ -1,0 +1,207 @@
+"""Chains: models that are asked one after the other, as one. Pure (docs/adr/0042-chains.md).
+
+An input of a step is named after an input of the request (``ids``) or an output of an earlier step
+(``encoder.y``); one that is not named is that of its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from ...errors import InvalidInput
+from .dims import MAX_EXTENT, Dim, Expr, Extent
+from .layout import Manifest, ValueSpec
+from .signature import signature_text
+
+MAX_STEPS: Final = 16
+MAX_VALUES: Final = 64  # of the request and of the answer: as many tensors as a message has
+HINT: Final = "pipeswitch chain NAME encoder head:x=encoder.y --output label=head.label"
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Sources = Annotated[dict[_Name, _Name], msgspec.Meta(max_length=MAX_VALUES)]
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of a chain."""
+
+    model: _Name
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the model's
+    inputs: Sources = {}  # of the model: which value each is
+
+
+Steps = Annotated[tuple[Step, ...], msgspec.Meta(min_length=1, max_length=MAX_STEPS)]
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checked: each step has a name, each of its inputs a source, each output as well."""
+
+    steps: tuple[Step, ...]
+    returns: dict[str, str]  # the answer's outputs: which value each is
+    inputs: tuple[ValueSpec, ...]
+    outputs: tuple[ValueSpec, ...]
+    dims: tuple[Dim, ...] = ()
+
+    def needed(self, number: int) -> set[str]:
+        """The values that are read from this step on."""
+        later = (step.inputs.values() for step in self.steps[number:])
+        return set(self.returns.values()).union(*later)
+
+    @property
+    def manifest(self) -> Manifest:
+        """As admission sees it: what a request brings."""
+        return Manifest(
+            digest="", mode="graph", mode_reason="", source="chain", total_bytes=0, tensors=(),
+            groups=(), inputs=self.inputs, outputs=(), dims=self.dims,
+        )  # fmt: skip
+
+
+def chain_of(
+    name: str, steps: Sequence[Step], returns: Mapping[str, str], models: Mapping[str, Manifest]
+) -> Chain:
+    """The chain that was declared.
+
+    Args:
+        returns: the answer's outputs by name; none: all of the last step.
+        models: those that there are, as their clients see them.
+
+    Raises:
+        InvalidInput: a name leads nowhere, a value does not fit, or a step is in vain.
+    """
+    return _Resolver(name, models).chain(steps, returns)
+
+
+class _Resolver:
+    """One declaration: the values so far, in the chain's own dimensions."""
+
+    def __init__(self, name: str, models: Mapping[str, Manifest]) -> None:
+        self._name, self._models = name, models
+        self._values: dict[str, ValueSpec] = {}
+        self._sent: list[str] = []  # those of the request
+        self._dims: dict[str, Dim] = {}
+
+    def chain(self, declared: Sequence[Step], returns: Mapping[str, str]) -> Chain:
+        steps: list[Step] = []
+        for step in declared:
+            name = step.name or step.model
+            if any(one.name == name for one in steps):
+                raise self._wrong(f'two steps are called "{name}": again={name} is another name')
+            steps.append(self._step(msgspec.structs.replace(step, name=name)))
+        last = steps[-1]
+        returns = dict(returns) or {
+            one.name: f"{last.name}.{one.name}" for one in self._models[last.model].outputs
+        }
+        for source in returns.values():
+            self._known(source, "an output of the answer")
+        outputs = [
+            msgspec.structs.replace(self._values[source], name=name)
+            for name, source in returns.items()
+        ]
+        chain = Chain(
+            steps=tuple(steps), returns=returns, dims=tuple(self._dims.values()),
+            inputs=tuple(self._values[name] for name in self._sent), outputs=tuple(outputs),
+        )  # fmt: skip
+        for number, step in enumerate(steps):
+            made = {f"{step.name}.{one.name}" for one in self._models[step.model].outputs}
+            if made.isdisjoint(chain.needed(number + 1)):
+                raise self._wrong(f'nothing reads what step "{step.name}" returns')
+        if max(len(returns), len(self._sent)) > MAX_VALUES:
+            raise self._wrong(f"it has over {MAX_VALUES} inputs or outputs")
+        return chain
+
+    def _step(self, step: Step) -> Step:
+        manifest = self._models.get(step.model)
+        if manifest is None:
+            there = f"there are {', '.join(self._models) or 'none'}"[:200]
+            raise self._wrong(f'step "{step.name}": no model "{step.model}"; {there}')
+        takes = [one.name for one in manifest.inputs]
+        if unknown := [name for name in step.inputs if name not in takes]:
+            raise self._wrong(
+                f'step "{step.name}" has no input "{unknown[0]}"; it has {", ".join(takes)}'
+            )
+        bound: dict[str, Extent] = {}  # the model's dimensions in the chain's
+        ranges = {dim.name: dim for dim in manifest.dims}
+        inputs = {name: step.inputs.get(name, name) for name in takes}
+        for wanted in manifest.inputs:
+            source = inputs[wanted.name]
+            if "." in source and source != wanted.name:
+                self._known(source, f'input "{wanted.name}" of step "{step.name}"')
+            given = self._values.get(source)
+            if given is None:
+                self._sent.append(source)
+                shape = [self._extent(one, bound, ranges, step, True) for one in wanted.shape]
+                self._values[source] = ValueSpec(
+                    name=source, dtype=wanted.dtype, shape=tuple(shape)
+                )
+            elif not self._fits(given, wanted, bound, ranges):
+                raise self._wrong(
+                    f'step "{step.name}" input "{wanted.name}" expects {_text(wanted, ranges)}, '
+                    f"{source} is {_text(given, self._dims)}"
+                )
+        for one in manifest.outputs:
+            name = f"{step.name}.{one.name}"
+            if name in self._values:
+                raise self._wrong(f'two values are called "{name}"')
+            shape = [self._extent(extent, bound, ranges, step) for extent in one.shape]
+            self._values[name] = msgspec.structs.replace(one, shape=tuple(shape))
+        return msgspec.structs.replace(step, inputs=inputs)
+
+    def _extent(
+        self, extent: Extent, bound: dict[str, Extent], ranges: Mapping[str, Dim], step: Step,
+        is_input: bool = False,
+    ) -> Extent:  # fmt: skip
+        """A model's extent in the chain's dimensions. One that nothing has bound is a new one, and
+        so is a request's where it is computed."""
+        if isinstance(extent, Expr):
+            parts = [self._extent(one, bound, ranges, step) for one in extent.args]
+            return Expr(extent.op, tuple(parts))
+        if not isinstance(extent, str):
+            return extent
+        if extent not in bound or (is_input and isinstance(bound[extent], Expr)):
+            name = extent if extent not in self._dims else f"{step.name}.{extent}"
+            self._dims[name] = Dim(name, ranges[extent].low, ranges[extent].high)
+            bound[extent] = name
+        return bound[extent]
+
+    def _fits(
+        self, given: ValueSpec, wanted: ValueSpec, bound: dict[str, Extent],
+        ranges: Mapping[str, Dim],
+    ) -> bool:  # fmt: skip
+        """As far as can be told before a request chooses; what it may choose is narrowed."""
+        if given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
+            return False
+        for have, want in zip(given.shape, wanted.shape, strict=True):
+            if isinstance(want, str):
+                bound.setdefault(want, have)
+            (low, high), (least, most) = _ends(want, ranges), _ends(have, self._dims)
+            if max(low, least) > min(high, most):
+                return False
+            if isinstance(have, str):
+                self._dims[have] = Dim(have, max(low, least), min(high, most))
+        return True
+
+    def _known(self, source: str, what: str) -> None:
+        if source not in self._values:
+            there = ", ".join(name for name in self._values if name not in self._sent)
+            raise self._wrong(
+                f'{what} is to be "{source}", which no earlier step returns; '
+                f"there are {there or 'none yet'}"
+            )
+
+    def _wrong(self, why: str) -> InvalidInput:
+        return InvalidInput(f'chain "{self._name}": {why}', hint=HINT)
+
+
+def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
+    """What it may be; of what is computed that shows with a request."""
+    if isinstance(extent, int):
+        return extent, extent
+    dim = ranges.get(extent) if isinstance(extent, str) else None
+    return (0, MAX_EXTENT) if dim is None else (dim.low, dim.high)
+
+
+def _text(spec: ValueSpec, ranges: Mapping[str, Dim]) -> str:
+    ends = [_ends(extent, ranges) for extent in spec.shape]
+    return signature_text(spec.dtype, [f"{a}..{b}" if a < b else a for a, b in ends])

@@ -1,0 +1,252 @@
+"""Dimensions that a request chooses, and extents computed from them. Pure, no torch.
+
+A program names the dimensions it leaves open, each with a range. An extent of a shape is a number,
+such a name, or an expression over them: a small closed tree of data, computed here and never
+evaluated as code. An input's extents are numbers and names alone, so that a request's own shapes
+say what each name stands for; an output's extents are computed from that.
+
+Expressions come from a client's bundle: their size is bounded, and so is every number in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ...errors import RegistrationRefused
+
+BATCH: Final = "batch"
+"""What dimension 0 of all inputs is called, where they share it."""
+
+MAX_NAMED: Final = 6  # dimensions of one program: all combinations of their ends are looked at
+MAX_EXTENT: Final = 1 << 24  # a minute of sound has 2**22 samples
+MAX_EXPR_NODES: Final = 64  # a stack of forty convolutions is shorter, written out
+MAX_EXPR_DEPTH: Final = 24
+MAX_NUMBER: Final = 1 << 62  # of anything on the way
+MAX_ELEMENTS: Final = 1 << 40  # of one tensor
+MAX_PARTS: Final = 1024  # of the extents of all inputs and outputs: each request computes them
+TYPICAL_EXTENT: Final = 128  # of made-up inputs, where the range admits it
+
+Values = Mapping[str, int]
+"""What each open dimension is in one request."""
+
+MAX_NAME_CHARS: Final = 32
+
+
+class Dim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A dimension that requests choose: from ``low`` to ``high``, both included."""
+
+    name: str
+    low: int
+    high: int
+
+
+class Expr(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A number computed from others: one of ``OPERATORS`` over its arguments."""
+
+    op: str
+    args: tuple[int | str | Expr, ...]
+
+
+Extent = int | str | Expr
+Shape = tuple[Extent, ...]
+
+OPERATORS: Final = {"+", "*", "//", "%", "min", "max"}
+
+
+class NoExtent(ValueError):
+    """An extent has no value here: it leaves 62 bits, is negative, or is larger than a tensor."""
+
+
+def evaluate(extent: Extent, values: Values) -> int:
+    """The number an extent is.
+
+    Raises:
+        NoExtent: a number on the way is too large; or a name has no value.
+    """
+    if isinstance(extent, str):
+        if extent not in values:
+            raise NoExtent(f"{extent[:40]!r} has no value")
+        return values[extent]
+    if not isinstance(extent, Expr):
+        return extent
+    numbers = [evaluate(argument, values) for argument in extent.args]
+    match extent.op:
+        case "+":
+            found = sum(numbers)
+        case "*":
+            found = math.prod(numbers)
+        case "//":
+            found = numbers[0] // numbers[1]
+        case "%":
+            found = numbers[0] % numbers[1]
+        case "min":
+            found = min(numbers)
+        case _:
+            found = max(numbers)
+    if not -MAX_NUMBER <= found <= MAX_NUMBER:
+        raise NoExtent(f"{extent_text(extent)[:80]} does not fit 62 bits")
+    return found
+
+
+def names_in(extent: Extent) -> set[str]:
+    """The dimensions that it is computed from."""
+    if isinstance(extent, Expr):
+        return set().union(*map(names_in, extent.args))
+    return {extent} if isinstance(extent, str) else set()
+
+
+def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
+    """A shape's numbers.
+
+    Raises:
+        NoExtent: an extent is negative or has no value, or there are more elements than a tensor
+            may have.
+    """
+    found = tuple(evaluate(extent, values) for extent in shape)
+    if any(not 0 <= extent <= MAX_ELEMENTS for extent in found) or math.prod(found) > MAX_ELEMENTS:
+        raise NoExtent(f"{shape_text(shape)[:200]} would be {list(found)}, which is not a size")
+    return found
+
+
+def check_extent(part: str, extent: Any, names: Iterable[str]) -> int:
+    """Refuse what is not a number, one of ``names`` or a bounded expression over them.
+
+    Returns:
+        How many parts it has.
+    """
+    left = [MAX_EXPR_NODES]
+    _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, left)
+    return MAX_EXPR_NODES - left[0]
+
+
+def _check_extent(
+    part: str, extent: Any, names: frozenset[str], depth: int, left: list[int]
+) -> None:
+    left[0] -= 1
+    if depth == 0 or left[0] < 0:
+        raise RegistrationRefused(
+            part, f"an extent is deeper than {MAX_EXPR_DEPTH} or has over {MAX_EXPR_NODES} parts"
+        )
+    if isinstance(extent, str):
+        if extent not in names:
+            raise RegistrationRefused(part, f"{extent[:40]!r} is no dimension of this program")
+    elif isinstance(extent, Expr):
+        if extent.op not in OPERATORS or not 2 <= len(extent.args) <= MAX_EXPR_NODES:
+            raise RegistrationRefused(part, f"{extent.op[:20]!r} is no operator on extents")
+        if extent.op in ("//", "%"):
+            divisor = extent.args[1]
+            if len(extent.args) != 2 or type(divisor) is not int or divisor < 1:
+                raise RegistrationRefused(part, "an extent is divided by something but a number")
+        for argument in extent.args:
+            _check_extent(part, argument, names, depth - 1, left)
+    elif type(extent) is not int or abs(extent) > MAX_NUMBER:
+        raise RegistrationRefused(part, f"extent {str(extent)[:40]} is not a size")
+
+
+def check_dims(dims: Sequence[Dim]) -> None:
+    """Refuse names that are none or come twice, and ranges that are none."""
+    if len(dims) > MAX_NAMED or len({dim.name for dim in dims}) != len(dims):
+        raise RegistrationRefused("dimensions", f"more than {MAX_NAMED}, or two of one name")
+    for dim in dims:
+        is_word = dim.name.isascii() and dim.name.isidentifier() and dim.name.islower()
+        if not is_word or len(dim.name) > MAX_NAME_CHARS:
+            raise RegistrationRefused(
+                "dimensions",
+                f"{dim.name[:40]!r} is no name of one: a-z, 0-9 and _, at most {MAX_NAME_CHARS}",
+            )
+        if not 1 <= dim.low <= dim.high <= MAX_EXTENT:
+            raise RegistrationRefused(
+                f"dimension {dim.name!r}",
+                f"{dim.low}..{dim.high} is not a range of sizes from 1 to {MAX_EXTENT}",
+            )
+
+
+def match(shape: Sequence[Extent], found: Sequence[int], values: dict[str, int]) -> bool:
+    """Whether ``found`` is an input's shape; what it says of names is added to ``values``.
+
+    Ranges are not looked at.
+    """
+    if len(shape) != len(found):
+        return False
+    for extent, number in zip(shape, found, strict=True):
+        known = values.setdefault(extent, number) if isinstance(extent, str) else extent
+        if known != number:
+            return False
+    return True
+
+
+def values_of(
+    shapes: Iterable[Sequence[Extent]], found: Iterable[Sequence[int]]
+) -> dict[str, int] | None:
+    """What a request's shapes say each name is; None where they contradict the signature."""
+    values: dict[str, int] = {}
+    fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, found, strict=True)]
+    return values if all(fits) else None
+
+
+def typical(dim: Dim) -> int:
+    """An extent for made-up inputs: ``TYPICAL_EXTENT``, or the nearest that is admitted."""
+    return min(dim.high, max(dim.low, 1 if dim.name == BATCH else TYPICAL_EXTENT))
+
+
+def at_batch(dims: Iterable[Dim], batch: int) -> dict[str, int]:
+    """Typical values, at a batch where there is one."""
+    return {dim.name: batch if dim.name == BATCH else typical(dim) for dim in dims}
+
+
+def largest(dims: Iterable[Dim]) -> dict[str, int]:
+    return {dim.name: dim.high for dim in dims}
+
+
+def batch_range(dims: Iterable[Dim]) -> tuple[int, int]:
+    """The smallest and the largest batch; 1 and 1 where there is none."""
+    return next(((dim.low, dim.high) for dim in dims if dim.name == BATCH), (1, 1))
+
+
+def shape_count(dims: Iterable[Dim]) -> int:
+    return math.prod(dim.high - dim.low + 1 for dim in dims)
+
+
+def all_values(dims: Sequence[Dim]) -> Iterator[dict[str, int]]:
+    """Every combination that a request may choose."""
+    return _combinations(dims, [range(dim.low, dim.high + 1) for dim in dims])
+
+
+def corners(dims: Sequence[Dim]) -> Iterator[dict[str, int]]:
+    """Every combination of the ranges' ends, the typical values first."""
+    yield {dim.name: typical(dim) for dim in dims}
+    yield from _combinations(dims, [sorted({dim.low, dim.high}) for dim in dims])
+
+
+def _combinations(
+    dims: Sequence[Dim], choices: Sequence[Iterable[int]]
+) -> Iterator[dict[str, int]]:
+    names = [dim.name for dim in dims]
+    for numbers in itertools.product(*choices):
+        yield dict(zip(names, numbers, strict=True))
+
+
+def extent_text(extent: Extent) -> str:
+    """``length``, ``(length+1)//2``: for people."""
+    if not isinstance(extent, Expr):
+        return str(extent)
+    texts = [extent_text(argument) for argument in extent.args]
+    if extent.op in ("min", "max"):
+        return f"{extent.op}({','.join(texts)})"
+    is_whole = [not isinstance(a, Expr) or a.op in ("min", "max") for a in extent.args]
+    texts = [t if w else f"({t})" for t, w in zip(texts, is_whole, strict=True)]
+    return extent.op.join(texts).replace("+-", "-")
+
+
+def shape_text(shape: Iterable[Extent]) -> str:
+    return f"[{','.join(map(extent_text, shape))}]"
+
+
+def values_text(values: Values) -> str:
+    """``batch=2 length=7``; for errors."""
+    return " ".join(f"{name}={number}" for name, number in values.items()) or "its only shape"

@@ -1,0 +1,127 @@
+"""Cutting a program's layers into groups, and cutting them anew. Pure.
+
+Tensors lie in order of first use and no group pads the ones behind it, so where a cut falls moves
+no byte: the same image in the host store, the same file and the same digest serve every plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from ...errors import LocalProtocolError
+from ...planning.grouping import Plan, spans
+from .layout import GroupSpec, LayerSpec, Manifest, TensorSpec
+
+
+def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
+    """Bytes each layer is the first to use, padding included; empty when it cannot be cut."""
+    starts = _starts(manifest.layers, manifest.tensors, manifest.total_bytes)
+    return tuple(end - start for start, end in pairwise(starts))
+
+
+def cut(
+    layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int, plan: Plan
+) -> tuple[GroupSpec, ...]:
+    """The groups of ``plan``. They tile the region: each starts where the one before ends."""
+    starts = _starts(layers, tensors, total_bytes)
+    groups: list[GroupSpec] = []
+    position = 0
+    for first, end in spans(plan, len(layers)):
+        count = sum(layer.tensor_count for layer in layers[first:end])
+        indices = tuple(range(position, position + count))
+        position += count
+        groups.append(
+            GroupSpec(
+                offset_bytes=starts[first],
+                size_bytes=starts[end] - starts[first],
+                tensors=indices,
+                first_node=layers[first].first_node,
+                end_node=layers[end - 1].end_node,
+                label=_label([tensors[index].name for index in indices]),
+            )
+        )
+    return tuple(groups)
+
+
+def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
+    """The same program in the groups of ``plan``; an empty plan means as it was built.
+
+    Raises:
+        LocalProtocolError: no plan for this program.
+    """
+    if not plan:
+        return manifest
+    try:
+        groups = cut(manifest.layers, manifest.tensors, manifest.total_bytes, plan)
+    except ValueError as error:
+        raise LocalProtocolError(f"program {manifest.digest[:12]}: {error}") from None
+    if manifest.mode == "graph":
+        return msgspec.structs.replace(manifest, groups=groups)
+    names = tuple(manifest.extra["needs"])  # the submodule that opens each layer, in order
+    return msgspec.structs.replace(
+        manifest,
+        groups=groups,
+        triggers=tuple(names[group.first_node] for group in groups),
+        extra={**manifest.extra, "needs": needs(names, groups)},
+    )
+
+
+def plan_in_force(manifest: Manifest) -> Plan:
+    """The layers that open its groups."""
+    starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
+    return tuple(starts[group.first_node] for group in manifest.groups)
+
+
+def last_groups(manifest: Manifest) -> tuple[int, ...]:
+    """For each group of a graph the last one that reads what it brings."""
+    readers = manifest.extra["last_readers"]
+    ends = [group.end_node for group in manifest.groups]
+    last = len(ends) - 1
+    return tuple(
+        max([index, *(min(last, bisect_right(ends, readers[t])) for t in group.tensors)])
+        for index, group in enumerate(manifest.groups)
+    )
+
+
+def landed_tensors(manifest: Manifest, landings: Sequence[int]) -> dict[str, TensorSpec]:
+    """The tensors of a model that streams, where its groups land; empty: it does not."""
+    return {
+        (spec := manifest.tensors[index]).name: msgspec.structs.replace(
+            spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes
+        )
+        for group, landing in zip(manifest.groups, landings, strict=False)
+        for index in group.tensors
+    }
+
+
+def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int]:
+    """Module mode: the group that must have arrived when each layer's submodule is entered."""
+    return {
+        triggers[layer]: index
+        for index, group in enumerate(groups)
+        for layer in range(group.first_node, group.end_node)
+    }
+
+
+def _starts(
+    layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int
+) -> list[int]:
+    """Where each layer begins in the region, then the region's end."""
+    starts: list[int] = []
+    position = 0
+    for layer in layers:
+        is_inside = position < len(tensors)
+        starts.append(tensors[position].offset_bytes if is_inside else total_bytes)
+        position += layer.tensor_count
+    return [*starts, total_bytes]
+
+
+def _label(names: Sequence[str]) -> str:
+    owners = [name.rpartition(".")[0] or name for name in names]
+    if not owners:
+        return "no weights"
+    return owners[0] if owners[0] == owners[-1] else f"{owners[0]} … {owners[-1]}"

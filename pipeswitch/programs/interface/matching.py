@@ -1,0 +1,87 @@
+"""Which of a job's tensors are a program's weights: by name, dtype and shape. Pure, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from ...errors import InvalidInput, RegistrationRefused
+from .signature import signature_text
+
+Given = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Parameters and buffers: name -> dtype and shape."""
+
+ALL_PARTS: Final = "*"  # of a job, that are parts of the program too
+WRAPPER: Final = "model."  # stands before the names of a program that was made of an ``hf:`` source
+AVERAGED: Final = "module."  # in those of ``torch.optim.swa_utils.AveragedModel``
+_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # of its graph
+_MAX_SHOWN: Final = 8
+
+
+def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
+    """The given name of each of the program's weights; constants of its graph keep their values.
+
+    A job may have more than the program: what only training uses.
+
+    Args:
+        weights: the program's.
+        given: the job's, each behind its part's name and a dot.
+        part: of the job, that it shall be; empty: the only one that fits.
+
+    Raises:
+        RegistrationRefused: a weight is missing or is another one; names all of them.
+        InvalidInput: several parts fit, or there is no such part; names those that there are.
+    """
+    wanted = {n: kind for n, kind in weights.items() if not _CONSTANT.fullmatch(n)}
+    parts = sorted({name.partition(".")[0] for name in given})
+    if part not in ("", ALL_PARTS, *parts):
+        raise InvalidInput(
+            f'the job has no part "{part[:80]}"; it has {_listed(parts)}',
+            hint='job.steps(model={"net": net, "ema": ema}) names them',
+        )
+    fits: dict[str, dict[str, str]] = {}
+    problems: list[list[str]] = []
+    for label, names in _readings(given, parts):
+        if part in ("", label):
+            wrong = [_problem(name, kind, given, names) for name, kind in wanted.items()]
+            problems.append([text for text in wrong if text])
+            if not problems[-1]:
+                fits.setdefault(label, {name: names[name] for name in wanted})
+    if len({tuple(names.values()) for names in fits.values()}) > 1:
+        raise InvalidInput(
+            f"several parts of the job fit the model: {_listed(fits)}",
+            hint=f'name one: --part {min(fits)}, in Python part="{min(fits)}"',
+        )
+    if fits:
+        return next(iter(fits.values()))
+    fewest = min(problems, key=len)
+    more = f"; and {len(fewest) - _MAX_SHOWN} more" if len(fewest) > _MAX_SHOWN else ""
+    raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
+
+
+def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Ways to call a part's tensors: name as the program may have it -> given name."""
+    for part in parts:
+        own = {name.partition(".")[2]: name for name in given if name.startswith(f"{part}.")}
+        for inner in ("", AVERAGED):
+            bare = {name.removeprefix(inner): full for name, full in own.items()}
+            yield part, bare
+            yield part, {WRAPPER + name: full for name, full in bare.items()}
+    yield ALL_PARTS, {name: name for name in given}
+
+
+def _listed(parts: Iterable[str]) -> str:
+    texts = [f'"{part}"' + " (all in one)" * (part == ALL_PARTS) for part in parts]
+    return ", ".join(texts[:_MAX_SHOWN]) + ", …" * (len(texts) > _MAX_SHOWN)
+
+
+def _problem(
+    name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
+) -> str:
+    if name not in names:
+        return f"{name}: the job has none"
+    found = given[names[name]]
+    if found == kind:
+        return ""
+    return f"{name}: the model has {signature_text(*kind)}, the job {signature_text(*found)}"

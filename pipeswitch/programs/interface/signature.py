@@ -1,0 +1,50 @@
+"""Signatures as text: what a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import InvalidInput
+from ...texts import BYTES
+from .layout import ITEM_BYTES, Manifest
+
+
+def is_same_signature(one: Manifest, other: Manifest) -> bool:
+    """Whether a request that one admitted fits the other."""
+    return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
+
+
+def signature_text(dtype: str, shape: Iterable[object]) -> str:
+    """``float32[8,3,224,224]``."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str, list[Any]]:
+    """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
+
+    An extent that requests choose is a range: ``ids=1..8x1..512:int64``.
+
+    Args:
+        text: the name may be missing, the dtype too (float32).
+        number: position among the inputs; a nameless one is called x, x1, x2…
+        texts: ``bytes`` is a dtype too: of what a stage takes or returns.
+
+    Raises:
+        InvalidInput: it is not of that form.
+    """
+    name, _, spec = text.rpartition("=")
+    shape, _, dtype = spec.partition(":")
+    parts = shape.split("x") if shape else []
+    dtype = dtype or "float32"
+    ends = [part.split("..") for part in parts]
+    is_sound = all(len(one) <= 2 and all(end.isdecimal() for end in one) for one in ends)
+    dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
+    if not is_sound or dtype not in dtypes:
+        raise InvalidInput(
+            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32, "
+            "or 1..8x1..512:int64 where requests choose",
+            hint=f"dtypes: {', '.join(dtypes)}",
+        )
+    extents = [int(one[0]) if len(one) == 1 else [int(end) for end in one] for one in ends]
+    return name or (f"x{number}" if number else "x"), [extents, dtype]

@@ -1,0 +1,446 @@
+"""Executing a program group by group. The worker does it, and the build that verifies it.
+
+Weights are bound once per (program, home offset) and cached, so switching a model in costs
+nothing here: the groups' argument tuples already point at the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from ...errors import InvalidInput, LocalProtocolError, RegistrationRefused
+from ..graphs.bundle import Graph
+from ..graphs.contracts import BrokenContract
+from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contract, resolve
+from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
+from ..interface.layout import Manifest, TensorSpec
+from ..interface.nesting import arguments
+from ..interface.packing import CONVOLUTION_ADD, LINEAR, LINEAR_ADD, TARGETS, PackedLayout
+from .factories import without_cache
+from .loose import slots
+from .torch_settings import TorchSettings
+from .values import flatten_outputs
+
+TensorFor = Callable[[TensorSpec], torch.Tensor]
+BeforeGroup = Callable[[int], None]
+Shapes = tuple[tuple[int, ...], ...]
+
+MAX_TRIED: Final = 1 << 14  # values of one program's dimensions that are remembered: 5 MiB
+
+
+class BoundProgram(Protocol):
+    """A program whose weights lie in place."""
+
+    manifest: Manifest
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """Run once; ``before_group(i)`` is called right before group ``i``, once and in order.
+
+        It blocks until the group has arrived, and may raise ``TaskPreempted``, which passes
+        through. An output may be an input or a weight itself: copy it out, do not keep it.
+        """
+
+
+class Program(Protocol):
+    """A loaded program without weights: structure only."""
+
+    manifest: Manifest
+
+    def bind(self, tensor_for: TensorFor) -> BoundProgram:
+        """Bind to the tensors of one region; nothing is read from them yet."""
+
+
+class PackedKernels(Protocol):
+    """Operators over packed weights for one kind of device."""
+
+    def pack_linear(self, weight: torch.Tensor) -> tuple[PackedLayout, torch.Tensor]:
+        """Pack a weight ``[out, in]``; return its layout and bytes."""
+
+    def pack_convolution(
+        self,
+        weight: torch.Tensor,
+        padding: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> tuple[PackedLayout, torch.Tensor]:
+        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes."""
+
+    def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """Wrap packed bytes in place as a weight; the bytes must outlive it."""
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """Return the operators by the targets of ``packing``."""
+
+
+def _check_packed(
+    graph: Graph, kernels: PackedKernels | None, sizes_bytes: Mapping[str, int]
+) -> None:
+    """Refuse packed weights whose layout is not the one that these kernels make.
+
+    Kernels trust a layout, and a compromised builder may have written it. So each layout is
+    computed again from zeros.
+    """
+    if kernels is None:
+        raise RegistrationRefused("weights", "this device cannot read packed weights")
+    first, made = len(graph.inputs), set[str]()
+    for node in graph.nodes:
+        if node.target not in TARGETS:
+            continue
+        at = 2 if node.target in (LINEAR_ADD, CONVOLUTION_ADD) else 1
+        index = node.args[at]["v"] - first
+        name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
+        layout = graph.packed.get(name)
+        if layout is None or layout.dtype != "float32":
+            raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
+        zeros = torch.zeros(layout.shape)
+        if node.target in (LINEAR, LINEAR_ADD):
+            expected, data = kernels.pack_linear(zeros)
+        else:
+            expected, data = kernels.pack_convolution(zeros, *node.args[at + 2 : at + 6])
+        if expected != layout or data.nbytes != sizes_bytes.get(name):
+            raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
+        made.add(name)
+    if made != graph.packed.keys():
+        raise RegistrationRefused("weights", "some packed weights are read by no packed call")
+
+
+def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a packed operator that refuses an input whose extents do not fit its weight's."""
+
+    def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        weight = next(one for one in rest if one.layout is not torch.strided)
+        is_linear = weight.dim() == 2
+        groups = 1 if is_linear else next(one for one in rest if type(one) is int)
+        channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
+        if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
+            raise BrokenContract(f"input {list(x.shape)} does not fit weight {list(weight.shape)}")
+        return call(x, *rest)
+
+    return checked
+
+
+# --- graph mode ----------------------------------------------------------------------------------
+
+
+class GraphProgram:
+    """A bundle's graph, compiled for one device: one callable per layer group."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        graph: Graph,
+        device: torch.device | str,
+        kernels: PackedKernels | None = None,
+    ) -> None:
+        """Compile a graph; refuse a manifest and a graph that do not belong together.
+
+        ``kernels``: operators over packed weights, if the graph has some.
+        """
+        if graph.packed:
+            _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})
+        self._kernels = kernels
+        self._packed = {} if kernels is None else kernels.operators()
+        if graph.weights != tuple(spec.name for spec in manifest.tensors):
+            raise RegistrationRefused("manifest", "its tensors are not the graph's weights")
+        self.manifest = manifest
+        self.graph = graph
+        spans = [(group.first_node, group.end_node) for group in manifest.groups]
+        self.compiled = CompiledGraph(graph, spans, device, self._look_up)
+        self._spans, self._device = spans, device
+        self._is_whole = bool(manifest.extra.get("is_whole"))
+        self._tried: set[tuple[int, ...]] = set()  # what the dimensions were
+        self._asking: CompiledGraph | None = None  # the same calls, each behind its contract
+        arrived = 0
+        for index, group in enumerate(manifest.groups):
+            arrived += len(group.tensors)
+            if any(weight >= arrived for weight in self.compiled.group_weights[index]):
+                raise RegistrationRefused("manifest", f"group {index} uses weights of a later one")
+
+    def bind(self, tensor_for: TensorFor) -> BoundGraph:
+        """Bind to the tensors of one region."""
+        weights = [tensor_for(spec) for spec in self.manifest.tensors]
+        if self._kernels is not None:
+            for index, name in enumerate(self.graph.weights):
+                if (layout := self.graph.packed.get(name)) is not None:
+                    weights[index] = self._kernels.wrap(weights[index], layout)
+        return BoundGraph(self, weights)
+
+    def _look_up(self, target: str) -> Callable[..., Any]:
+        return self._packed.get(target) or resolve(target)
+
+    def _look_up_asking(self, target: str) -> Callable[..., Any]:
+        call = self._packed.get(target)
+        return behind_contract(target) if call is None else fitting(call)
+
+    def is_tried(self, shapes: Shapes) -> bool:
+        """Whether every call is known to keep its contract at these shapes of the inputs."""
+        return self._is_whole or _key(self._values(shapes)) in self._tried
+
+    def asking(self) -> Sequence[GroupCall]:
+        """The groups for shapes that were not tried: each call asks its contract first."""
+        if self._asking is None:
+            self._asking = CompiledGraph(
+                self.graph, self._spans, self._device, self._look_up_asking
+            )
+        return self._asking.calls
+
+    def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """What came of these shapes: the next run with them asks no contract.
+
+        Raises:
+            InvalidInput: the outputs are not what the signature says.
+        """
+        values = self._values(_shapes(inputs))
+        for spec, output in zip(self.manifest.outputs, outputs, strict=True):
+            try:
+                declared = list(shape_at(spec.shape, values))
+            except NoExtent as error:
+                raise InvalidInput(f'output "{spec.name}": {error}') from None
+            dtype = str(output.dtype).removeprefix("torch.")
+            if (dtype, list(output.shape)) != (spec.dtype, declared):
+                raise InvalidInput(
+                    f'output "{spec.name}" is {dtype}{list(output.shape)} at '
+                    f"{values_text(values)}, its signature says {spec.dtype}{declared}"
+                )
+        if len(self._tried) >= MAX_TRIED:
+            self._tried.clear()
+        self._tried.add(_key(values))
+
+    def _values(self, shapes: Shapes) -> Values:
+        """What the dimensions are: of fewer bytes than the shapes, which a bundle may repeat."""
+        values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
+        if values is None:
+            raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
+        return values
+
+
+def _key(values: Values) -> tuple[int, ...]:
+    """In the order in which the inputs name them."""
+    return tuple(values.values())
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
+    return tuple([tuple(value.shape) for value in inputs])
+
+
+class BoundGraph:
+    """A graph program over one region. ``run`` is the whole; the steps are public for capture."""
+
+    def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
+        self.manifest = program.manifest
+        self.graph = program.graph
+        self._program = program
+        self._compiled = program.compiled
+        self._weights = weights
+        self._arguments = [
+            tuple(weights[index] for index in indices) for indices in program.compiled.group_weights
+        ]
+
+    def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
+        """A fresh environment: the values that are alive between groups."""
+        if len(inputs) != len(self.manifest.inputs):
+            raise LocalProtocolError(
+                f"{len(inputs)} inputs given, the program takes {len(self.manifest.inputs)}"
+            )
+        return self._compiled.start(inputs)
+
+    def is_tried(self, shapes: Shapes) -> bool:
+        """Whether ``run_group``, which asks no contract, may run with inputs of these shapes."""
+        return self._program.is_tried(shapes)
+
+    def run_group(self, index: int, environment: Environment) -> None:
+        """Run one group; its weights must have arrived, its inputs' shapes be tried.
+
+        Call it without gradients enabled.
+        """
+        self._compiled.calls[index](environment, self._arguments[index])
+
+    def finish(self, environment: Environment) -> list[torch.Tensor]:
+        """The outputs, in the manifest's order."""
+        return self._compiled.finish(environment, self._weights)
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``."""
+        with torch.inference_mode():
+            environment = self.start(inputs)
+            is_tried = self._program.is_tried(_shapes(inputs))
+            try:
+                calls = self._compiled.calls if is_tried else self._program.asking()
+                for index, call in enumerate(calls):
+                    before_group(index)
+                    call(environment, self._arguments[index])
+            except BrokenContract as error:
+                raise InvalidInput(f"not at shapes {list(_shapes(inputs))}: {error}") from None
+            outputs = self.finish(environment)
+            if not is_tried:
+                self._program.returned(inputs, outputs)
+            return outputs
+
+
+# --- module mode ---------------------------------------------------------------------------------
+
+
+class _Awaited(dict[str, Any]):
+    """A submodule's parameters or buffers: a reader of one waits for its group first.
+
+    The pre-hooks know the order that was measured. On another path a weight may be read before
+    its submodule is entered, or by another one (a tied table, a functional call), and what lies
+    there until it has arrived is another model's.
+    """
+
+    def __init__(
+        self, held: Mapping[str, Any], groups: Mapping[str, int], open_group: BeforeGroup
+    ) -> None:
+        super().__init__(held)
+        self._groups = groups
+        self._open_group = open_group
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._groups:
+            self._open_group(self._groups[key])
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if super().__contains__(key) else default
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # of our own, so that dict() and ** read item by item
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
+class ModuleProgram:
+    """The operator's own module, built on meta, with pre-hooks where its groups begin.
+
+    ``manifest.extra["needs"]`` says which group must have arrived when a submodule is entered;
+    ``manifest.extra["aliases"]`` which names stand for one tensor.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        module: nn.Module,
+        device: torch.device | str = "cpu",
+        settings: TorchSettings | None = None,
+    ) -> None:
+        """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
+        self.manifest = manifest
+        self._inputs = [spec.name for spec in manifest.inputs]
+        # A request must stay what it was: it is run again when a worker dies under it.
+        self._writes_inputs = bool(manifest.extra.get("writes_inputs"))
+        self._settings = settings or TorchSettings.now()
+        self.device = torch.device(device)
+        self.module = module
+        self._fixed = without_cache(module)
+        self._bound: BoundModule | None = None
+        self._before_group: BeforeGroup | None = None
+        self._opened = 0
+        needs: Mapping[str, int] = manifest.extra["needs"]
+        found = dict(module.named_modules())
+        for name, group in needs.items():
+            if name not in found:
+                raise RegistrationRefused(f"module {name!r}", "the factory does not make it now")
+            found[name].register_forward_pre_hook(self._hook(group))
+        for child in module.modules():
+            child.training = False
+        self._await_reads()
+
+    def _await_reads(self) -> None:
+        """Let no weight be read before it has arrived, whatever path the module takes."""
+        tensors, aliases = self.manifest.tensors, self.manifest.extra["aliases"]
+        groups = {
+            tensors[index].name: number
+            for number, group in enumerate(self.manifest.groups)
+            for index in group.tensors
+        }
+        for path, owner in self.module.named_modules():
+            for attribute in ("_parameters", "_buffers"):
+                held = vars(owner)[attribute]
+                names = {key: f"{path}.{key}" if path else key for key in held}
+                of_keys = {key: groups.get(aliases.get(n, n)) for key, n in names.items()}
+                known = {key: group for key, group in of_keys.items() if group is not None}
+                vars(owner)[attribute] = _Awaited(held, known, self._open)
+
+    def bind(self, tensor_for: TensorFor) -> BoundModule:
+        """Make parameters over one region; they are put into the module when it runs."""
+        tensors = {spec.name: tensor_for(spec) for spec in self.manifest.tensors}
+        return BoundModule(self, tensors)
+
+    def _hook(self, group: int) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._open(group)
+
+        return enter
+
+    def _open(self, group: int) -> None:
+        while self._before_group is not None and self._opened <= group:
+            self._before_group(self._opened)
+            self._opened += 1
+
+    def run_bound(
+        self, bound: BoundModule, inputs: Sequence[torch.Tensor], before_group: BeforeGroup
+    ) -> list[torch.Tensor]:
+        """Run with the weights of ``bound``."""
+        if self._bound is not bound:
+            for owner, key, tensor in bound.slots:
+                setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM watches its names
+            self._bound = bound
+        for owner, key, value in bound.loose:  # in each run: a module may replace its attributes
+            setattr(owner, key, value)
+        self._before_group, self._opened = before_group, 0
+        try:
+            with self._settings.inside(), torch.inference_mode():
+                if self._writes_inputs:
+                    inputs = [value.clone() for value in inputs]
+                named = dict(zip(self._inputs, inputs, strict=True))
+                given = arguments(self.manifest.takes, named).values()
+                outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))
+            self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
+        finally:
+            self._before_group = None
+        return outputs
+
+    def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """As declared: on another path a mapping may have another order, or other keys."""
+        declared = [value.name for value in self.manifest.outputs]
+        if set(declared) != outputs.keys():
+            raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")
+        return [outputs[name] for name in declared]
+
+
+class BoundModule:
+    """A module program over one region."""
+
+    def __init__(self, program: ModuleProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.manifest = program.manifest
+        self._program = program
+        self.slots: list[tuple[nn.Module, str, torch.Tensor]] = []
+        aliases: Mapping[str, str] = program.manifest.extra["aliases"]
+        parameters = {
+            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
+        }
+        self.loose = slots(program.module, tensors)
+        for path, owner in program.module.named_modules():
+            for key, is_parameter in [
+                *((key, True) for key, value in owner._parameters.items() if value is not None),
+                *((key, False) for key, value in owner._buffers.items() if value is not None),
+            ]:
+                name = f"{path}.{key}" if path else key
+                name = aliases.get(name, name)
+                if name not in tensors:
+                    raise RegistrationRefused(f"weight {name!r}", "the manifest does not have it")
+                held = parameters[name] if is_parameter else tensors[name]
+                self.slots.append((owner, key, held))
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``."""
+        return self._program.run_bound(self, inputs, before_group)

@@ -1,0 +1,115 @@
+"""The operator's own models: ``package.module:factory``, imported by builders and by workers; and
+what is set in a call of any model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from ...errors import RegistrationRefused
+
+
+def factory(source: str) -> Callable[[], nn.Module]:
+    """Import ``package.module:factory``. This runs the operator's code.
+
+    Raises:
+        RegistrationRefused: it cannot be imported, or is not callable.
+    """
+    module_name, _, attribute = source.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise RegistrationRefused(
+            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}",
+            hint="the server looks in its PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve",
+        ) from error  # fmt: skip
+    if not callable(found):
+        raise RegistrationRefused(f"source {source!r}", "it is not callable")
+
+    def construct() -> nn.Module:
+        made = found()
+        if not isinstance(made, nn.Module):
+            raise RegistrationRefused(
+                f"source {source!r}", f"it returned a {type(made).__name__}, not an nn.Module"
+            )
+        return made
+
+    return construct
+
+
+_STANDARD: Final = sysconfig.get_path("stdlib") + "/"
+_imported: dict[str, str] = {}  # a module that this process has imported -> digest of its file
+
+
+def code_of(source: str, before: Container[str]) -> dict[str, str]:
+    """Return the digests of a factory's module files, by module name.
+
+    These are its package's files, and other files that are neither installed nor imported
+    ``before`` it: the code that an operator may edit while the server runs.
+    """
+    package = source.partition(":")[0].partition(".")[0]
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        top = name.partition(".")[0]
+        is_known = name in before or file.startswith(_STANDARD) or "-packages/" in file
+        if file.endswith(".py") and (top == package or not is_known):
+            found[name] = _digest(file)
+    return found
+
+
+def import_as_built(source: str, code: Mapping[str, str]) -> None:
+    """Import a factory's package; import it again if this process has other code than the build.
+
+    Raises:
+        RegistrationRefused: the code has changed since the build.
+    """
+    if any(_imported.get(name, digest) != digest for name, digest in code.items()):
+        for name in {*_imported, *code}:
+            sys.modules.pop(name, None)
+        _imported.clear()
+        importlib.invalidate_caches()
+    factory(source)
+    for name, digest in code.items():
+        if _imported.get(name) == digest:
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # it is gone
+            spec = None
+        _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
+        if _imported[name] != digest:
+            raise RegistrationRefused(
+                f"source {source!r}", f"the code of {name} has changed since it was registered",
+                hint="register the model again to check and serve the new code",
+            )  # fmt: skip
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # it is gone
+        return ""
+
+
+def without_cache(module: nn.Module) -> dict[str, bool]:
+    """``use_cache=False`` for a decoder of transformers: a request stands alone."""
+    is_asked = getattr(getattr(module, "config", None), "use_cache", False)
+    return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Those of ``forward``; none where it is silent."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}

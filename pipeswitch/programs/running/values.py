@@ -1,0 +1,56 @@
+"""Values of a model: how outputs are flattened and how a dtype is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import RegistrationRefused
+from ..interface.layout import ITEM_BYTES
+from ..interface.nesting import Tree, flatten
+
+
+def dtype_name(dtype: torch.dtype, part: str) -> str:
+    """``"float32"`` for ``torch.float32``; refused when it cannot travel."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        hint = "return torch.view_as_real(y), pairs of numbers" if dtype.is_complex else ""
+        reason = f"dtype {name} is not one of {', '.join(ITEM_BYTES)}"
+        raise RegistrationRefused(part, reason, hint=hint)
+    return name
+
+
+def is_tensor(value: Any) -> bool:
+    """What a tree's leaf is to a module."""
+    return isinstance(value, torch.Tensor)
+
+
+def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    """A module's result as named tensors: ``y``; ``y0``, ``y1``…; or a mapping's own keys.
+
+    Raises:
+        RegistrationRefused: something in it is not a tensor. ``None`` is left out.
+    """
+    return nested_outputs(outputs)[1]
+
+
+def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """``flatten_outputs``, and the tree they make up; None where that is a lone tensor."""
+    tree, found = flatten(outputs, "output", is_tensor)
+    if not found:
+        raise RegistrationRefused("outputs", "the module returns no tensor")
+    return (None if is_tensor(outputs) else tree), found
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as uint8, without a copy.
+
+    One of a single element is contiguous whatever its strides, which ``view`` believes.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy."""
+    return memoryview(bytes_of(tensor).numpy().data) if tensor.numel() else memoryview(b"")

@@ -1,0 +1,77 @@
+"""Tensors over raw memory: parameters in a region, requests in the pool, training slices."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import warnings
+from math import prod
+from typing import Any
+
+import torch
+
+from ...errors import LocalProtocolError
+from ..interface.layout import ITEM_BYTES, TensorSpec
+
+
+def bytes_over(
+    buffer: mmap.mmap | bytearray | memoryview | ctypes.Array[Any],
+    offset_bytes: int = 0,
+    size_bytes: int = -1,
+) -> torch.UntypedStorage:
+    """A host buffer, or a part of it, as one storage, without a copy; it keeps the buffer alive.
+
+    torch warns that a tensor over a read-only mapping can be written to. That a worker cannot
+    write to a model's weights is what we want: programs that would are refused when they are
+    registered, and the mapping stops what got past.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(
+            buffer, dtype=torch.uint8, offset=offset_bytes, count=size_bytes
+        ).untyped_storage()
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
+) -> torch.Tensor:
+    """The tensor of ``spec`` in the region at ``region_offset_bytes`` of a storage.
+
+    Views of one base would share one version counter, and one in-place update of a BatchNorm
+    statistic would make backward fail for every other parameter; ``set_`` gives
+    each tensor its own.
+
+    Raises:
+        LocalProtocolError: the spec's numbers contradict each other or the storage.
+    """
+    first_item, strides = place_in(storage.nbytes(), spec, region_offset_bytes)
+    empty = torch.empty(0, dtype=getattr(torch, spec.dtype), device=storage.device)
+    return empty.set_(storage, first_item, spec.shape, strides)
+
+
+def place_in(
+    storage_bytes: int, spec: TensorSpec, region_offset_bytes: int
+) -> tuple[int, list[int]]:
+    """Index of a tensor's first item in a storage, and its strides (contiguous).
+
+    Raises:
+        LocalProtocolError: the spec's numbers contradict each other or the storage.
+    """
+    item_bytes = ITEM_BYTES.get(spec.dtype, 0)
+    start = region_offset_bytes + spec.offset_bytes
+    is_sound = (
+        item_bytes > 0
+        and min((region_offset_bytes, spec.offset_bytes, *spec.shape)) >= 0
+        and prod(spec.shape) * item_bytes == spec.size_bytes
+        and start % item_bytes == 0
+        and start + spec.size_bytes <= storage_bytes
+    )
+    if not is_sound:
+        raise LocalProtocolError(
+            f"tensor {spec.name!r}: {spec.dtype}{list(spec.shape)} of {spec.size_bytes} bytes "
+            f"does not fit at {start} of {storage_bytes}"
+        )
+    strides = [1] * len(spec.shape)
+    for axis in range(len(spec.shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(spec.shape[axis + 1], 1)
+    return start // item_bytes, strides
