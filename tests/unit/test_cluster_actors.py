@@ -85,7 +85,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(ray_nodes, "node_names", lambda ray: sorted(made.nodes))
     monkeypatch.setattr(ray_nodes, "node_of", lambda ray, name: made.nodes[name])
     monkeypatch.setattr(placement_actor, "node_of", lambda ray, name: made.nodes[name])
-    monkeypatch.setattr(node_actor, "told", lambda ray, answer, timeout_s=None: answer())
     monkeypatch.setattr(placement_actor, "told", lambda ray, answer, timeout_s=None: answer())
     monkeypatch.setattr(Placement, "_rounds", lambda self: None)
     return made

@@ -181,13 +181,6 @@ class DeviceState:
 
     def spawn(self, worker: Worker) -> None:
         """A fresh process for its slot; the one that is there is killed."""
-        self.reset(worker)
-        self.core.touched |= WORKERS
-        self.core.emit(Spawn(self.address(worker.slot)))
-
-    @staticmethod
-    def reset(worker: Worker) -> None:
-        """Another process comes to its slot."""
         worker.generation += 1
         worker.respawn_at_ms = None
         worker.kill_reason = ""
@@ -198,6 +191,8 @@ class DeviceState:
         worker.complete_at = -1
         worker.preparing = None
         worker.runs_code = worker.tenant = None
+        self.core.touched |= WORKERS
+        self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
         """Whether its process may run the operator's code, or else clients' programs (ADR 20), of
