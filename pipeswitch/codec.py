@@ -1,5 +1,5 @@
-"""Encoding that raises MemoryError where msgspec 0.22 ends the process:
-its ``encode`` frees a null pointer if the result cannot grow; its ``encode_into`` checks that."""
+"""Encoding that raises MemoryError when memory is short. msgspec 0.22 ends the process instead:
+``encode`` frees a null pointer if its result cannot grow. ``encode_into`` checks the allocation."""
 
 from functools import partial
 from typing import Any, Final
@@ -8,7 +8,7 @@ import msgspec
 
 
 def encoded(encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder, value: Any) -> bytes:
-    """Return what ``encoder.encode`` would."""
+    """Return the same bytes as ``encoder.encode``."""
     encoder.encode_into(value, data := bytearray())
     return bytes(data)
 

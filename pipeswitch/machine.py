@@ -14,33 +14,33 @@ from typing import Final
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC}
 )
-"""Errors of the system that pass when others give something back."""
+"""System errors that pass when other processes release resources."""
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-RETURN_BYTES: Final = 8 << 20  # of private memory, more than at the start
+RETURN_BYTES: Final = 8 << 20  # minimum growth of private memory since the start
 RETURN_S: Final = 2.0
-RETURN_MAX_S: Final = 30.0  # between two attempts, while nothing comes of them
+RETURN_MAX_S: Final = 30.0  # maximum interval between two attempts that gain little
 
 
 class FreedMemory:
-    """Memory that this process has freed and the allocator keeps: give it back while at rest.
+    """Memory that this process has freed but the allocator still holds; returns it to the system.
 
-    Neither the collector's rare full runs nor the allocator's free lists would. Private pages
-    count; those of arenas, pools and stores are shared, and taken once for all processes.
+    The collector seldom makes a full run, and the allocator keeps its free lists. Only private
+    pages count: those of arenas, pools and stores are shared and exist once for all processes.
     """
 
     def __init__(self) -> None:
-        # Opened now: a process in the sandbox opens nothing later.
+        # Opened now, because a process in the sandbox cannot open files later.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         self._own_bytes = self._private_bytes()
         self._next_s, self._wait_s = 0.0, RETURN_S
 
     def give_back(self, now_s: float) -> None:
-        """Call it now and then while at rest; an attempt that gains little is repeated later."""
+        """Return freed memory if it has grown. Call this regularly while the process is idle."""
         if now_s < self._next_s:
             return
         before_bytes = self._private_bytes()
@@ -63,7 +63,7 @@ class FreedMemory:
 
 
 def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Available RAM, never above what this process's cgroups, and those around them, leave."""
+    """Return the available RAM, at most what this process's cgroups and their parents leave."""
     available = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -82,7 +82,7 @@ def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> i
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, prefix: str) -> float:
-    """Until the limit of one cgroup, where it has one; pages of files do not count, they can go."""
+    """Return the bytes until a cgroup's limit, or infinity; cached file pages count as free."""
     limit = _number(folder / f"memory.{limit_name}")
     if limit is None:
         return math.inf
@@ -92,12 +92,12 @@ def _room(folder: Path, limit_name: str, usage_name: str, prefix: str) -> float:
 
 
 def cpu_count() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def processor_name() -> str:
-    """As the kernel calls it, or the architecture where it has no name."""
+    """Return the kernel's name of the processor, or the architecture if it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def processor_name() -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Write the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -119,13 +119,13 @@ def sync_directory(path: Path) -> None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file with a name and a number on each line."""
+    """Parse a file that has a name and a number on each line."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {name: int(value) for name, value, *_ in map(str.split, lines)}
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or no number ("max")."""
+    """Return the number in a file; None if there is no file or no number ("max")."""
     try:
         text = path.read_text().strip()
     except OSError:

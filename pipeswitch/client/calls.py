@@ -1,8 +1,8 @@
-"""The protocol of one connection: hello, table of calls, retries, a new link after a break.
+"""Protocol of one connection: hello, table of calls, retries, a new link after a break.
 
-Two faces drive it: threads (``connection``) and an event loop (``looped``). A face calls
-``_receive`` when the link has something to read, and ``_look`` at ``_look_at_s``. Used by one
-thread at a time; never blocks.
+Two subclasses drive it: for threads (``connection``) and for an event loop (``looped``). They call
+``_receive`` when the link has something to read, and ``_look`` at ``_look_at_s``. One thread at a
+time may use it; it never blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 AGAIN_S: Final = 0.05  # between looks for a server that is not there
-MIN_DEADLINE_MS: Final = 0.001  # of a call that waited for its server
+MIN_DEADLINE_MS: Final = 0.001  # smallest deadline sent for a call that waited
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
@@ -83,7 +83,7 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 
 class Call(msgspec.Struct, kw_only=True, eq=False):
     header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any = None  # of the face's kind; None: its caller looks at the next three itself
+    future: Any = None  # the subclass's kind; None: the caller reads the next three
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
@@ -97,9 +97,9 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Calls:
-    """Calls without an answer, and the link that carries them."""
+    """Unanswered calls, and the link that carries them."""
 
-    _waits_for_server = True  # if nobody listens at the address yet
+    _waits_for_server = True  # also when nobody listens at the address
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Calls:
         """
         Args:
             timeout_s: how long a server may take to answer the first hello.
-            watcher: what tells when there is something to read or write.
-            shared_memory: with an ``ipc://`` server.
-            return_s: how long to wait, after a connection broke, for a server that listens and does
-                not answer; ``timeout_s`` if that is longer.
+            watcher: reports when the link can be read or written.
+            shared_memory: use shared memory with an ``ipc://`` server.
+            return_s: time to wait, after a connection broke, for a server that listens but does not
+                answer; ``timeout_s`` if that is longer.
         """
         self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
@@ -128,23 +128,23 @@ class Calls:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
-        self._was_connected = False  # to a server that answered
+        self._was_connected = False  # a server has answered hello
         self._began_s = 0.0  # when the search for a server began
         self._listened_s = 0.0  # when somebody last listened at the address, in this search
         self._look_at_s = math.inf  # when ``_look`` is due; inf: no search is under way
 
-    # ---- what a face has of its own ------------------------------------------------------------
+    # ---- overridden by the subclasses ----------------------------------------------------------
 
     def _end(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
-        """Tell a call's caller the end, unless it took the call back."""
+        """Report the end of a call to its caller, unless the caller cancelled it."""
         raise NotImplementedError
 
     def _new_link(self, hello_id: str) -> AnyLink:
-        """Raises OSError: nobody listens there now."""
+        """Open a link. Raises OSError if nobody listens at the address."""
         return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
     def _due(self, at_s: float) -> None:
-        """Have ``_look`` called at that time of the monotonic clock."""
+        """Schedule ``_look`` for this time of the monotonic clock."""
         self._look_at_s = at_s
 
     # ---- one call ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Calls:
             self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
-        """Not a frame that the server cuts the connection at, and with it all that is under way."""
+        """Send a call, but refuse one that is too large: the server would end the connection."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
             text = f"{call.header['op']}: {size_bytes} bytes are over the limit of {limit_bytes}"
@@ -210,13 +210,13 @@ class Calls:
         link.send(parts, header.id, may_share=header.op == "infer")
 
     def _cancel(self, request_id: str) -> None:
-        """The caller took it back: tell the server; its answer will find no caller."""
+        """Cancel a call at the server, and drop its answer."""
         call = self._calls.pop(request_id, None)
         if call is not None and call.is_sent:
             self._tell(self._header("cancel", "", {"id": request_id}))
 
     def _tell(self, header: dict[str, Any]) -> None:
-        """Send something that has no answer; it is forgotten if there is no connection."""
+        """Send a request that has no answer; drop it if there is no connection."""
         if self._link is not None and self._link.session:
             self._transmit(self._link, header, ())
 
@@ -227,7 +227,7 @@ class Calls:
             self._end(call, error=error)
 
     def _fail_all(self, error: PipeSwitchError, linger_ms: int = 0) -> None:
-        """End the link, and each call with an error of its own."""
+        """Close the link, and fail each call with its own copy of the error."""
         self._shut(linger_ms)
         for call in list(self._calls.values()):
             self._fail(call, from_wire(type(error).__name__, error.message, error.hint, error.data))
@@ -235,7 +235,7 @@ class Calls:
     # ---- the link --------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Search for a server from now on."""
+        """Start to search for a server."""
         self._began_s = self._listened_s = time.monotonic()
         self._connect()
 
@@ -252,18 +252,18 @@ class Calls:
         self._due(self._began_s + self._timeout_s)
 
     def _absent(self) -> None:
-        """Look again soon: nobody listens now."""
+        """Schedule another attempt, since nobody listens now; give up when it is too late."""
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
             self._fail_all(no_server(self.address))
 
     def _gives_up_at_s(self) -> float:
-        """Return the end of the search.
+        """Return the time at which the search ends.
 
-        It is ``timeout_s`` after its begin. If this client was connected before, it is
-        ``timeout_s`` after somebody last listened there, and ``return_s`` after its begin at the
-        latest: the server's process lives, and its door is being opened again.
+        A first search ends ``timeout_s`` after it began. A later one ends ``timeout_s`` after
+        somebody last listened at the address, but no later than ``return_s`` after it began:
+        while somebody listens, the server's process lives and its gateway is restarting.
         """
         if not self._was_connected:
             return self._began_s + self._timeout_s
@@ -273,7 +273,7 @@ class Calls:
         return min(self._listened_s + self._timeout_s, latest_s)
 
     def _look(self) -> None:
-        """Do what is due at ``_look_at_s``: a call's deadline ends its wait after ``timeout_s``."""
+        """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
             self._fail_all(no_server(self.address))
@@ -295,9 +295,9 @@ class Calls:
             link.close(linger_ms)
 
     def _guard(self, action: Callable[..., None], *args: Any) -> None:
-        """Whatever goes wrong here ends the calls with an error.
+        """Run ``action``; if it raises, fail all calls with an error.
 
-        A thread that ended instead would leave them, and all later ones, waiting for ever.
+        If the thread ended instead, these calls and all later ones would wait for ever.
         """
         try:
             action(*args)
@@ -307,8 +307,8 @@ class Calls:
             self._fail_all(PipeSwitchError(reason))
 
     def _broken(self, *, was_forgotten: bool = False) -> None:
-        """Send the calls again over a new link. A call that may not be sent twice fails, unless the
-        server has forgotten this client: then it carried nothing out."""
+        """Send the calls again over a new link. A call that is not safe to send twice fails, unless
+        the server has forgotten this client and so carried nothing out."""
         link = self._link
         self._shut()
         if link is not None and not link.session:
@@ -385,7 +385,7 @@ class Calls:
             self._end(call, value)
 
     def _progressed(self, call: Call, body: dict[str, Any]) -> None:
-        """Tell the caller; an error of its callback is its answer, and no one else's."""
+        """Pass progress to the caller; an error of its callback fails this call only."""
         call.tries = 0
         try:
             if call.on_progress is not None:

@@ -1,9 +1,9 @@
-"""The table of a cluster, and the choice of the node that gets a model's next request. Pure.
+"""Table of a cluster, and choice of the node that gets a model's next request. Pure.
 
-Clients and gateways of a cluster follow the same table. Each sees its own requests at once and all
-requests once a second, in the nodes' reports. It predicts from both when each holder would finish,
-and uses another node than the preferred one only for a clear gain: the others may have to copy the
-model to their device first.
+Clients and gateways of a cluster use the same table. Each knows its own requests at once, and all
+requests from the nodes' reports once a second. From both it predicts the finish at each holder. It
+leaves the preferred node only for a clear gain, because another node may have to copy the model to
+its device first.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ class Table(msgspec.Struct, frozen=True):
     models: dict[str, str] = {}  # by model: the node that serves it
     holders: dict[str, list[str]] = {}
     loads: dict[str, Load] = {}
-    may_come: bool = False  # a node that is away may come back
+    may_come: bool = False  # a node that is gone may come back
 
     def address(self, node: str) -> str:
-        """Return a node's address; its name if the table does not have it."""
+        """Return a node's address, or its name if the table has no address."""
         return self.nodes[node].address if node in self.nodes else node
 
     def untried(self, model: str, tried: Collection[str] = ()) -> list[str]:
-        """Return the model's holders whose address was not tried: this node first, else the
-        serving one."""
+        """Return the model's holders that were not tried: this node first, then the serving one."""
         held = self.holders.get(model, ())
         return [
             node

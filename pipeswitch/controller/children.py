@@ -1,4 +1,4 @@
-"""Processes by address: what becomes of a process's messages and of its exit."""
+"""Child processes by address; turns their messages and exits into events."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .processes import Child, Kind, Processes
 
 
 class Children:
-    """The processes that commands name.
+    """Child processes, by the addresses that commands use.
 
     Attributes:
-        by_address: Those that were forked and are not reaped.
+        by_address: Processes that are forked and not yet reaped.
     """
 
     def __init__(self, processes: Processes, take: Callable[[Event], None]) -> None:
-        """``take`` is called with each event, to be handled after the running one."""
+        """``take``: called with each event, which is handled after the current one."""
         self.processes = processes
         self.by_address: dict[Address, Child] = {}
         self._take = take
@@ -38,7 +38,7 @@ class Children:
         Args:
             on_message: Called with each message and its descriptors, in place of that event.
             on_exit: Called with the exit status, in place of that event.
-            kind: What the fork server makes; None: what the address says.
+            kind: Kind of process to fork; None: the kind of ``address``.
         """
 
         def heard(message: Message, _: list[int]) -> None:
@@ -55,10 +55,10 @@ class Children:
             kind or address.kind, name, settings, channel_count, descriptors,
             on_message or heard, exited,
         )  # fmt: skip
-        if child.exit_status is None:  # else it was not forked, and that was reported
+        if child.exit_status is None:  # otherwise the fork failed, which was reported
             self.by_address[address] = child
 
     def kill(self, target: Address) -> None:
-        """Kill a process; one that is reaped, or was never forked, is left alone."""
+        """Kill a process; do nothing if it is reaped or was never forked."""
         if target in self.by_address:
             self.processes.kill(self.by_address[target])

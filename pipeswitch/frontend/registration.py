@@ -1,7 +1,7 @@
-"""Registration: decode it, check what goes together, and turn it into the scheduler's event.
+"""Checks of a registration, and its conversion into the scheduler's event.
 
-All doors come through here: the wire (and so the SDK and the command line), HTTP, and
-``[[model]]`` of the configuration file.
+All registrations come through here: from the wire (SDK and command line), HTTP, and ``[[model]]``
+in the configuration file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permissi
 
 
 def check(request: RegisterRequest) -> None:
-    """Raise InvalidInput or RegistrationRefused for values that cannot be, alone or together."""
+    """Raise InvalidInput or RegistrationRefused if a value or a combination is not allowed."""
     _check_signature("inputs", request.inputs, DTYPES)
     _check_signature("raw", request.raw, (*DTYPES, BYTES))
     _check_signature("returns", request.returns, (*DTYPES, BYTES))
@@ -71,8 +71,8 @@ def _is_extent(extent: Extent) -> bool:
 def check_origin(
     request: RegisterRequest, require: Callable[[Role, str], None], rules: Rules, *, is_owner: bool
 ) -> CheckedSource:
-    """Check that this client may name these files and functions, and require the roles for them:
-    ``require`` raises PermissionDenied if the client lacks a role for the purpose named."""
+    """Check that this client may use these files and functions, and has the roles for them.
+    ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
@@ -86,7 +86,7 @@ def check_origin(
 def require_roles(
     request: RegisterRequest, require: Callable[[Role, str], None], *, is_code: bool = False
 ) -> None:
-    """Require the roles of all that needs more than ``register``."""
+    """Require a role for each option that needs more than the role ``register``."""
     for is_asked, role, purpose in (
         (is_code, Role.CODE, "a factory"),
         (request.preprocess, Role.CODE, "to preprocess"),
@@ -110,7 +110,7 @@ def registration(
     check(request)
     source = check_origin(request, standing.require, rules, is_owner=standing.is_owner)
     fields = msgspec.structs.asdict(request)
-    del fields["priority"], fields["pin"]  # the scheduler's
+    del fields["priority"], fields["pin"]  # not part of the build
     fields["max_batch"] = fields["max_batch"] or (
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )

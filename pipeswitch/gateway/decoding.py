@@ -1,5 +1,5 @@
-"""Decoding of clients' JSON if memory is short: msgspec 0.22 writes to address 0 if it cannot
-allocate a text of JSON. Its msgpack decoder and Python's JSON parser check every allocation."""
+"""Decoding of clients' JSON when memory is short: msgspec 0.22 writes to address 0 if it cannot
+allocate a JSON string. Its msgpack decoder and Python's JSON parser check every allocation."""
 
 from mmap import MAP_PRIVATE, mmap
 from typing import Any, Final, TypeVar
@@ -7,12 +7,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 T = TypeVar("T")
-MEMORY_OF_A_BYTE: Final = 40  # of JSON, at most
-RESERVE_BYTES: Final = 128 << 20  # for other libraries: C++ without memory ends the process
+MEMORY_OF_A_BYTE: Final = 40  # maximum memory that a byte of JSON takes once decoded
+RESERVE_BYTES: Final = 128 << 20  # kept for C++ libraries, which abort if they find no memory
 
 
 def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
-    """Raise OSError (ENOMEM) unless memory is free for what so many bytes of JSON become."""
+    """Raise OSError (ENOMEM) unless ``count * each_bytes`` and the reserve are free."""
     mmap(-1, RESERVE_BYTES + count * each_bytes, MAP_PRIVATE).close()
 
 

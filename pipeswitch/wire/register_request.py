@@ -1,6 +1,6 @@
-"""One registration as it travels: the SDK, the command line, HTTP and the configuration fill it.
+"""Registration as sent to the server by the SDK, the command line, HTTP and the configuration.
 
-The types are the limits of each field; ``frontend/registration.py`` checks what goes together.
+The types limit each field; ``frontend/registration.py`` checks the combinations.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Text = Annotated[str, Meta(max_length=4096, pattern="^[^\0]*$")]
 Name = Annotated[str, Meta(max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Devices = Annotated[tuple[Text, ...], Meta(max_length=256)]
-# An extent, or the range that requests choose from. Without bounds here: msgspec 0.22 reads wrong
-# memory where an integer with bounds stands beside a tuple.
+# An extent, or the range that requests choose from. It has no ``Meta`` bounds, because msgspec
+# 0.22 reads wrong memory for a union of a bounded integer and a tuple.
 Extent: TypeAlias = int | tuple[int, int]
 Shape = Annotated[tuple[Extent, ...], Meta(max_length=MAX_DIMS)]
 Signature = Annotated[dict[Name, tuple[Shape, str]], Meta(max_length=MAX_TENSORS)]
@@ -32,8 +32,8 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     source: Text
     weights: Text = ""
     inputs: Signature = {}
-    takes: Any = None  # a tree of input names that makes up the arguments; None: each is one
-    example: Text = ""  # put:DIGEST of the inputs' values; empty: they are made up
+    takes: Any = None  # tree of input names that gives the arguments; None: one each
+    example: Text = ""  # put:DIGEST of the inputs' values; empty: generated values
     priority: Text = ""
     pin: bool = False
     devices: Devices = ()
@@ -44,13 +44,13 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     raw: Signature = {}
     postprocess: Text = ""
     returns: Signature = {}
-    state: States = {}  # by input: the output, and the dimension to append along; -1: replace
+    state: States = {}  # by input: its output and the dimension to append to; -1: replace
     generate: bool = False
     precision: Text = ""  # empty: exact
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def body(self) -> dict[str, Any]:
-        """Return the fields that are set: an older server knows no newer ones."""
+        """Return the fields that are set; an older server does not know newer fields."""
         fields = {key: value for key, value in msgspec.structs.asdict(self).items() if value}
         body: dict[str, Any] = msgspec.to_builtins(fields, enc_hook=plain)
         return body

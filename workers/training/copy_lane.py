@@ -1,8 +1,8 @@
 """Copy lanes: one thread copies saved tensors to the host, another copies them back.
 
 Each copies in the order of submission; a link carries both directions at once. While the job is
-suspended the lanes are quiet: between two pieces each looks at the gate, and stands aside until
-the main thread goes on. A main thread that waits for a copy then parks, as in a layer's hook.
+suspended the lanes pause: between two pieces each checks the gate, and waits until the main thread
+continues. If the main thread waits for a copy, it then parks, as in a layer's hook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeswitch.ipc.gate import Gate, Where
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """Copy of all bytes of one storage; the main thread makes it, the lane fills in the rest."""
+    """Copy of all bytes of one storage, created by the main thread; the lane sets its result."""
 
     of: Any  # what the main thread knows it by
     source: torch.Tensor
@@ -37,8 +37,8 @@ class Copy:
 class CopyLanes:
     """Two executors of one thread each, by ``Copy.to_host``. The main thread calls the methods.
 
-    An executor is asked to carry the next copy of its queue, whichever that is then, so a copy
-    that is cancelled leaves the queue at once and its tensors are free.
+    An executor's work item copies the head of its queue at that time. So a cancelled copy leaves
+    the queue at once, and its tensors are freed.
     """
 
     def __init__(self, copies: HostCopies, gate: Gate) -> None:
@@ -55,22 +55,22 @@ class CopyLanes:
             False: ThreadPoolExecutor(1, "copy-in"),
         }
         for executor in self._threads.values():
-            executor.submit(int)  # a system without room for a thread says so here
+            executor.submit(int)  # starts the thread; raises here if the system has no room for it
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
         """Queue a copy; return at once."""
         copy = Copy(of, source, to_host, self._copies.mark())
         with self._changed:
             self._queues[to_host].append(copy)
-        if self._is_closed:  # a graph of an earlier loop is used
+        if self._is_closed:  # backward through a graph of an earlier loop
             self._carry_next(to_host)
         else:
             self._threads[to_host].submit(self._carry_next, to_host)
         return copy
 
     def cancel(self, copy: Copy) -> bool:
-        """Return True if the copy never began and will not be reported; a begun one ends with its
-        next piece."""
+        """Cancel a copy. Return True if it had not begun and will not be reported; otherwise it
+        ends after its current piece."""
         with self._changed:
             copy.is_cancelled = True
             if copy.is_begun:
@@ -80,12 +80,12 @@ class CopyLanes:
 
     @property
     def is_busy(self) -> bool:
-        """There is something to wait for."""
+        """Return whether there is a copy to wait for."""
         with self._changed:
             return any(self._queues.values()) or bool(self._under_way or self._ended)
 
     def bytes_per_ms(self, *, to_host: bool) -> float:
-        """Return the measured rate of this lane; that of the other one before its first copy."""
+        """Return this lane's measured rate; before its first copy, the other lane's."""
         way = to_host if self._busy_ms[to_host] else not to_host
         return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
 
@@ -94,8 +94,8 @@ class CopyLanes:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def wait(self, where: Where) -> float:
-        """Until a copy has ended, or the gate was answered: look again. Milliseconds waited for
-        copies.
+        """Wait until a copy has ended or the gate was checked; the caller must look again. Return
+        the milliseconds waited for copies.
 
         Raises:
             TaskPreempted: as the gate's ``check``.
@@ -110,13 +110,13 @@ class CopyLanes:
         return waited_ms
 
     def wait_away(self) -> bool:
-        """Without the device, until a copy has ended; False: they stand aside."""
+        """Wait without the device until a copy has ended; return False if all copies pause."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._is_quiet)
         return bool(self._ended)
 
     def go_on(self) -> None:
-        """The main thread computes: what stood aside goes on, unless it is asked again."""
+        """Let paused copies continue, unless the gate has a new request. Call before computing."""
         if self._aside and not self._must_stand_aside():
             with self._changed:
                 self._aside.clear()
@@ -132,7 +132,7 @@ class CopyLanes:
 
     @property
     def _is_quiet(self) -> bool:
-        """All that is under way stands aside."""
+        """Return whether all copies under way pause."""
         return bool(self._aside) and len(self._aside) == self._under_way
 
     # -- a lane's thread -------------------------------------------------------------------------
@@ -140,13 +140,13 @@ class CopyLanes:
     def _carry_next(self, to_host: bool) -> None:
         with self._changed:
             if not self._queues[to_host]:
-                return  # it was cancelled
+                return  # the copy was cancelled
             copy = self._queues[to_host].popleft()
             copy.is_begun = True
             self._under_way += 1
         try:
             self._carry(copy)
-        except BaseException as error:  # such as no memory: the main thread raises it
+        except BaseException as error:  # such as MemoryError; the main thread raises it
             copy.error = error
         with self._changed:
             self._under_way -= 1

@@ -1,4 +1,4 @@
-"""One phase of a script: its objects in a leased slice, its commit points and their commits."""
+"""Phase of a script: its objects in a leased slice, its commit points and their commits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
 MOST_BODIES_TO_A_POINT: Final = 64
-GROWS_AGAIN_MS: Final = 5000.0  # after it found no room
+GROWS_AGAIN_MS: Final = 5000.0  # pause after a growth that found no room
 GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
 
 
 class Phase:
-    """The objects that one phase trains, bound to memory that is leased here.
+    """Objects that one phase trains, bound to the memory that this class leases.
 
     Raises:
         OutOfDeviceMemory, HostStoreFull: there is no room for its slice.
@@ -41,8 +41,8 @@ class Phase:
         self._timing, self._watch = timing, watch
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
-        self.has_stepped = False  # an optimizer, since the last point
-        self.data: DataPosition  # of the loop that runs
+        self.has_stepped = False  # an optimizer has stepped since the last point
+        self.data: DataPosition  # of the current loop
         self.activations: Activations | None = None
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
@@ -65,7 +65,7 @@ class Phase:
         gate.before_unwind = self._commit_before_unwinding
 
     def _lease(self, layout: TrainingSlice) -> torch.Tensor:
-        """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
+        """Lease the memory of ``layout``; name an optimizer's large history in the error's hint."""
         try:
             return self._host.lease(layout.slice_bytes, layout.image_bytes)
         except (OutOfDeviceMemory, HostStoreFull) as error:
@@ -75,8 +75,8 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Make room for the next commits, between two bodies; return True if everything has
-        moved."""
+        """Make room for the next commits, between two bodies. Return True, also after a failure, if
+        the caller must capture the state again."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:
@@ -116,13 +116,13 @@ class Phase:
             raise problem
 
     def keep_parameters(self) -> None:
-        """Tell the activations which tensors are none."""
+        """Tell the activations to ignore parameters and buffers."""
         if self.activations is not None:
             objects = self.objects
             self.activations.keep((*objects.parameters.values(), *objects.buffers.values()))
 
     def leave(self) -> None:
-        """Leave the slice for the next phase's; keep the end of this one among the past ones."""
+        """Leave the slice, and keep this phase's last state with those of past phases."""
         self.finish_commit()
         if self.place.saved is None:
             if self.committer.committed is None:
@@ -135,7 +135,7 @@ class Phase:
         self._layout.unbind()
 
     def _compare_beginnings(self) -> None:
-        """Every life of a script makes the same models, unless it loads what it saved itself."""
+        """Warn if the models begin with other values than in the job's first run."""
         now = self._layout.sum_of_parameters()
         saved = self.place.saved
         first = now if saved is None else saved.values["beginning"]
@@ -190,8 +190,8 @@ class Phase:
         """Return whether this boundary is a commit point.
 
         Args:
-            is_counted: what counts bodies otherwise than by ``job.step`` begins anew at an update,
-                as accelerate and trainers do. Before the first update each boundary is a point.
+            is_counted: a trainer or accelerate counts bodies itself and restarts at an update.
+                If False, each boundary before the first update is a point.
         """
         assert self.point is not None
         bodies = self.place.step - self.point.position.step
@@ -199,24 +199,24 @@ class Phase:
         return self.has_stepped or is_free or bodies >= MOST_BODIES_TO_A_POINT
 
     def is_whole(self) -> bool:
-        """Return whether there is a point and nothing has moved since it was captured."""
+        """Return whether the last point still equals the current state."""
         return (
             self.point is not None and self.point.position == self.place.position
             and not self.has_stepped and self.committer.is_intact(self.point)
         )  # fmt: skip
 
     def watch_writes(self) -> None:
-        """Check whether the body itself wrote parameters: no optimizer has stepped in it yet."""
+        """Check whether the body wrote parameters itself, before any optimizer step."""
         if self.point is not None:
             is_intact = self.committer.parameters_are_intact(self.point)
             if not self._watch.before_optimizer(is_intact, self.committer.sum_of_parameters):
                 self._timing.hurry()
 
     def end(self, *, force: bool = False) -> None:
-        """Commit the last point, for whatever the script does next.
+        """Commit the last point before the script continues after the loop.
 
-        Where code behind the last loop has written parameters, the point is gone. Then the last
-        commit stays, and a resume recomputes from there; unless ``force``: commit what is now.
+        If code after the last loop has written parameters, the point is lost. Then the last commit
+        stays, and a resume recomputes from there. With ``force``, commit the current state.
         """
         if self.activations is not None:
             self.activations.give_back()
@@ -229,12 +229,12 @@ class Phase:
 
     @property
     def committed_step(self) -> int | None:
-        """Return the step of the last commit; None: nothing is committed."""
+        """Return the step of the last commit; None if there is no commit."""
         committed = self.committer.committed
         return None if committed is None else committed.position.step
 
     def commit_point(self) -> None:
-        """Commit the last point, unless it is committed or cannot be; waits."""
+        """Commit the last point if that is possible and not done, and wait for the commit."""
         self.finish_commit()
         point = self.point
         if self._watch.may_commit and point is not None and self.committer.committed is not point:
@@ -277,13 +277,13 @@ class Phase:
         self._reports.warn_once("commit", text, UserWarning)
 
     def _commit_before_unwinding(self) -> None:
-        """The gate calls this once, on the main thread, before the first ``TaskPreempted``."""
+        """Commit the last point. The gate calls this on the main thread before it unwinds."""
         if not self.place.may_commit:
             return
         step = self.place.step
         try:
             self.commit_point()
-        except Exception as error:  # the last commit stands; unwinding must go on
+        except Exception as error:  # the last commit stays valid; unwinding must continue
             self._host.report("commit_failed", step=step, text=str(error))
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
@@ -301,14 +301,14 @@ class Phase:
 
 
 class OptimizerSteps:
-    """The ``optimizer.step()`` calls of one phase, and all hooks of its models and optimizers."""
+    """Calls of ``optimizer.step()`` in one phase, and all hooks of its models and optimizers."""
 
     def __init__(self, phase: Phase, gate: Gate) -> None:
         self._phase, self._gate = phase, gate
-        self._depth = 0  # an optimizer may call another one's step
+        self._depth = 0  # nesting: an optimizer may call another's step
         self._hooks = hook_modules(phase.objects.models.values())
         for optimizer in phase.objects.optimizers.values():
-            # Closures, not methods: a copy of the optimizer must not copy what is behind them.
+            # Closures, not methods: a deep copy of the optimizer must not copy this object.
             self._hooks.append(optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after()))
 
@@ -318,7 +318,7 @@ class OptimizerSteps:
             hook.remove()
 
     def reset(self) -> None:
-        """No optimizer steps now: one may have raised in its step."""
+        """Note that no optimizer steps now: one may have raised in its step."""
         self._depth, self._gate.in_optimizer_step = 0, False
 
     def _before_step(self, _: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -328,7 +328,7 @@ class OptimizerSteps:
         return args[:1], {**keywords, "closure": self._before_closure(closure)}
 
     def _before(self) -> None:
-        """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
+        """Check the gate a last time; wait for the commit under way, which reads the parameters."""
         if self._depth == 0:
             self._gate.check("backward")
             if not self._phase.has_stepped:
@@ -338,8 +338,8 @@ class OptimizerSteps:
         self._depth += 1
 
     def _before_closure(self, closure: Closure) -> Closure:
-        """As long as nothing is updated the first run of ``closure`` is a body as any other: in
-        Lightning's loop forward and backward lie in there."""
+        """Wrap ``closure``. Until parameters change, its first run may be preempted like a body:
+        Lightning runs forward and backward in there."""
         self._gate.check("boundary")
         self._phase.finish_commit()
         self._gate.in_optimizer_step = True

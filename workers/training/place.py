@@ -1,8 +1,8 @@
-"""Where in its script a job is, and which commit image each of its loops is taken up from.
+"""Place of a job in its script, and the commit image from which each of its loops resumes.
 
 A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
 committed, and kept in the images of the later ones: a resumed script replays a finished phase
-from its end (no batches), so what stands between two phases finds the state it had.
+from its end (no batches), so code between two phases finds the state that it had before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_PAST_BYTES: Final = 32 << 20  # limit for all phases: small models may have
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the script: which loop, and how far it got."""
+    """Position in the script: the loop, and the progress in it."""
 
     phase: int  # loops outside job.epochs, and job.epochs themselves, counted
     epoch: int  # -1 outside job.epochs
@@ -83,7 +83,7 @@ class ScriptPlace:
         self.saved = None if image is None else SavedImage(image)  # until it was resumed
         self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
         self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
-        self.is_over = False  # the script has ended: nothing more is committed
+        self.is_over = False  # the script has ended: no further commits
         self.phase = -1  # of the newest loop
         self.in_epochs = False
         self.position = Position(0, -1, 0, 0, False, "", 0)  # the last finished body's
@@ -93,7 +93,7 @@ class ScriptPlace:
 
     @property
     def may_commit(self) -> bool:
-        """Return whether the script runs, and has come to the place of its last commit."""
+        """Return whether the script runs and has reached the place of its last commit."""
         return self.saved is None and not self.is_over
 
     def begin_epochs(self, count: int) -> SavedImage | None:
@@ -151,7 +151,7 @@ class ScriptPlace:
         return int(loops * length - self.position.batches)
 
     def end_loop(self) -> None:
-        """Nothing of this loop is left to do."""
+        """Mark the loop as finished."""
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:

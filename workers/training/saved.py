@@ -1,5 +1,5 @@
-"""The storages that a step saves for backward: the device memory that they may hold, and which of
-them shall leave the device."""
+"""Storages that a step saves for backward: their device memory, and the plan which of them leave
+the device."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pipeswitch.units import format_bytes
 from .copy_lane import Copy, CopyLanes
 from .tiles import Tiles
 
-STEPS_MEASURED: Final = 2  # of a loop: the first one's times are those of cold caches
-SEARCH_MS: Final = 200.0  # for a plan, once in a loop; a request that waits ends it at once
+STEPS_MEASURED: Final = 2  # at the start of a loop; the first one has cold caches
+SEARCH_MS: Final = 200.0  # time limit for planning, once in a loop; a waiting request ends it
 UNLIMITED: Final = 1 << 62
-LOOK_AGAIN_S: Final = 0.01  # for room that others give up
+LOOK_AGAIN_S: Final = 0.01  # interval between checks for room that other jobs release
 
 
 class Place(Enum):
-    """Of a storage's bytes; on the device, and counted, in all but HOST and REFUSED."""
+    """Place of a storage's bytes; all but HOST and REFUSED are on the device and counted."""
 
     DEVICE = "device"
     LEAVING = "leaving"
     HOST = "host"
     COMING = "coming"
-    REFUSED = "refused"  # there was no room: it is only counted, for what the error says
-    GONE = "gone"  # not needed any more, and a copy that was under way has not stopped yet
+    REFUSED = "refused"  # there was no room: only counted, for the error's text
+    GONE = "gone"  # not needed any more, but its copy has not stopped yet
 
 
 @dataclass(eq=False, slots=True)
@@ -50,20 +50,20 @@ class Saved:
     host: torch.Tensor | None = None
     copy: Copy | None = None  # under way
     roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-    """What was saved of it: views of which tensor, at which version."""
+    """Tensors whose views were saved, each with its version."""
     handles: int = 0
     is_used: bool = False
-    end: weakref.finalize[..., Any] | None = None  # of bytes that were in use when they left
+    end: weakref.finalize[..., Any] | None = None  # frees bytes that were in use when they left
 
 
 class StepPlan:
-    """The measured step of a loop (``offload="auto"``), and the plan that was made of it."""
+    """Measured step of a loop (``offload="auto"``), and the plan made from it."""
 
     def __init__(self, offload: str, gate: Gate, lanes: CopyLanes) -> None:
         self._is_auto, self._gate, self._lanes = offload == "auto", gate, lanes
         self.forecast: Forecast | None = None
-        self.planned = 0  # storages of the step that was measured
-        self.rank: Mapping[int, int] = {}  # by its number there: when it is used
+        self.planned = 0  # number of storages in the measured step
+        self.rank: Mapping[int, int] = {}  # by a storage's number in that step: rank of its use
         self.measuring = STEPS_MEASURED if self._is_auto else 0
         self.of_step: list[Saved] = []
         self._events: list[Event] = []
@@ -72,12 +72,12 @@ class StepPlan:
         self.measured: Step | None = None
 
     def begin(self) -> None:
-        """A body begins."""
+        """Begin a body."""
         self.of_step, self._events, self._event_waited_ms = [], [], 0.0
         self._event_at_ms = self._began_ms = now_ms()
 
     def note(self, what: What, saved: Saved, waited_ms: float) -> None:
-        """Note an event of the step, while it is measured."""
+        """Record an event of the step if it is measured."""
         of_step = self.of_step
         if self.measuring and saved.number < len(of_step) and of_step[saved.number] is saved:
             at_ms, waited_ms_since = now_ms(), waited_ms - self._event_waited_ms
@@ -86,8 +86,7 @@ class StepPlan:
             self._event_at_ms, self._event_waited_ms = at_ms, waited_ms
 
     def end(self, room: Room) -> dict[str, Any]:
-        """Return the figures of a body that has ended, and plan the next ones if it was
-        measured."""
+        """End a body: return its figures, and plan the next ones if it was measured."""
         took_ms, planned = now_ms() - self._began_ms, self.forecast
         figures = {
             "saved_bytes": sum(one.size_bytes for one in self.of_step),
@@ -101,11 +100,11 @@ class StepPlan:
             self.measuring -= 1
             self.compute_ms = took_ms - room.waited_ms
             self._make(room.budget)
-        if (tiles := room.tiles) is not None:  # what a step can be finished with
+        if (tiles := room.tiles) is not None:  # tell the tiles how many bytes a step needs
             if not self._is_auto:
                 tiles.learn(room.peak_bytes)
             elif self.measuring or self.measured is None:
-                tiles.forget()  # while it is measured, it has the device alone
+                tiles.forget()  # a measured step has the device alone
             elif not tiles.is_known:
                 tiles.learn(least_bytes(self.measured))
             tiles.enter_step(is_in=False)
@@ -138,32 +137,32 @@ class Room:
         self.waited_ms = 0.0  # in this body
 
     def begin(self) -> None:
-        """A body begins, once it is sure that it can end."""
+        """Wait until a body is certain to finish within the tiles, and begin it."""
         if self.tiles is not None:
             self._await(lambda tiles: tiles.may_begin)
             self.tiles.enter_step()
         self.waited_ms, self.needed = 0.0, 0
 
     def fits(self, size_bytes: int) -> bool:
-        """Return whether so much more may be held now."""
+        """Return whether ``size_bytes`` more may be held now."""
         tiles = self.tiles
         most = self.budget if tiles is None else min(self.budget, tiles.free_bytes)
         return self.held + size_bytes <= most
 
     def hold(self, size_bytes: int) -> None:
-        """Hold so much more."""
+        """Hold ``size_bytes`` more."""
         self.change(size_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held)
         assert self.held <= self.budget
 
     def change(self, size_bytes: int) -> None:
-        """Hold so much more, or less if it is negative."""
+        """Hold ``size_bytes`` more, or less if negative."""
         self.held += size_bytes
         if self.tiles is not None:
             self.tiles.hold(self.held)
 
     def _await(self, is_there: Callable[[Tiles], bool]) -> None:
-        """Give the device up until others have let go of enough; they ring no bell."""
+        """Leave the device until other jobs have released enough; poll, as nothing signals that."""
         tiles, began_ms = self.tiles, now_ms()
         assert tiles is not None
         while not is_there(tiles):
@@ -173,8 +172,8 @@ class Room:
         self.waited_ms += now_ms() - began_ms
 
     def outlast_others(self, size_bytes: int, plan: StepPlan) -> bool:
-        """Wait for the ends of the others' steps, in a step that needs more than the measured ones
-        did. Return False if it does not fit, or they wait for this one's."""
+        """Wait until other jobs' steps end, if this step needs more than the measured ones did.
+        Return False if it cannot fit, or if they wait for this step."""
         tiles, needed = self.tiles, self.held + size_bytes
         if tiles is None or needed > self.budget or self._gate.in_optimizer_step:
             return False
@@ -182,14 +181,14 @@ class Room:
         tiles.hold(self.held)
         self._await(lambda tiles: needed <= tiles.free_bytes or not tiles.can_wait)
         is_there = needed <= tiles.free_bytes
-        plan.planned = 0  # it is measured anew
+        plan.planned = 0  # measure again
         tiles.is_stuck = False
         return is_there
 
     def over_budget(self, offload: str) -> OutOfDeviceMemory:
         """Return the error of a step that needs more than the budget."""
         needed = self.needed
-        if offload in ("none", "conv"):  # nothing else could have left
+        if offload in ("none", "conv"):  # nothing more could be offloaded
             needed = max(needed, self.held + self.refused)
         more = "" if offload == "auto" else ' or offload="auto"'
         return OutOfDeviceMemory(

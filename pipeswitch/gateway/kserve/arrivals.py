@@ -1,8 +1,8 @@
 """Bytes of gRPC messages that have not arrived whole, with a share for each address.
 
-gRPC's library reads the sockets itself and hands over whole messages only. The kernel knows how
-many bytes came on a connection; what its calls have taken of them is subtracted. If an address
-uses up its share, the waiting calls of its connection with the most bytes end.
+gRPC's library reads the sockets itself and hands over whole messages only. The kernel counts the
+bytes that a connection received; subtract the bytes of the messages that its calls have read. If
+an address uses up its share, the waiting calls of its connection with the most bytes end.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ...errors import QueueFull
 from ...shares import Shares
 from ..refusals import RequestTimeout
 
-LOOK_S: Final = 0.05  # between two counts, while there are calls
-CALL_BYTES: Final = 1024  # of a connection, around each message: headers, pings, window updates
-FRAMING: Final = 256  # one byte around so many, of frames and of TLS
+LOOK_S: Final = 0.05  # interval between two counts while there are calls
+CALL_BYTES: Final = 1024  # headers, pings and window updates around each message
+FRAMING: Final = 256  # payload bytes per byte of framing (HTTP/2 and TLS)
 TCP_BYTES_RECEIVED: Final = 128  # offset in Linux's struct tcp_info
 
 Arrived = Callable[[Collection[str]], Mapping[str, int]]
-"""Return the bytes that the process has read of each peer that is still connected."""
+"""Function that returns the bytes that this process has read from each connected peer."""
 
 
 class Arrivals:
-    """Connections with calls, and the bytes that their calls have not taken. Owned by the loop."""
+    """Connections with calls, and their bytes that no call has read yet. Owned by the loop."""
 
     def __init__(self, shares: Shares, arrived: Arrived) -> None:
         self._shares = shares
         self._arrived = arrived
         self._connections: dict[str, _Connection] = {}
-        self._is_due = False  # the next look
+        self._is_due = False  # a look is scheduled
 
     @contextmanager
     def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
@@ -79,26 +79,26 @@ class Arrivals:
 
 
 class _Connection:
-    """One peer of gRPC."""
+    """One gRPC connection, named by its peer."""
 
     def __init__(self, shares: Shares, address: str) -> None:
         self._shares = shares
         self.address = address
         self.calls = 0
         self.waiting: set[Arriving] = set()
-        self.unfinished_bytes = 0  # held in its address's share
-        self._arrived = 0  # at the last count
-        self._passed = 0  # bytes that arrived and lie in no unfinished message
+        self.unfinished_bytes = 0  # counted in the share of its address
+        self._arrived = 0  # bytes received, at the last count
+        self._passed = 0  # of those, bytes that are in no unfinished message
 
     def count(self, arrived: int | None) -> None:
-        """``arrived``: bytes since the connection's begin; None: it has ended."""
+        """Update the counts; ``arrived``: bytes received so far, None: the connection has ended."""
         self._arrived = self._passed if arrived is None else arrived
         if not self.calls or self._arrived < self._passed:
             self._passed = self._arrived
         self._hold(self._arrived - self._passed)
 
     def took(self, size: int) -> None:
-        """A call has taken a message of this size."""
+        """Subtract a message of this size, which a call has read."""
         self._passed += size + size // FRAMING + CALL_BYTES
         self._hold(max(0, self.unfinished_bytes - size))
 
@@ -122,7 +122,7 @@ class _Connection:
 
 
 class Arriving:
-    """The messages of one call."""
+    """Reader of the messages of one call."""
 
     def __init__(self, connection: _Connection, context: grpc.aio.ServicerContext) -> None:
         self._connection = connection
@@ -134,8 +134,8 @@ class Arriving:
         """Return the next message; None at the end.
 
         Raises:
-            QueueFull: its address has more than its share of what has not arrived whole.
-            RequestTimeout: it takes longer than ``limit_s``.
+            QueueFull: unfinished messages of this address exceed its share.
+            RequestTimeout: the message takes longer than ``limit_s``.
         """
         waiting = self._connection.waiting
         try:
@@ -152,21 +152,21 @@ class Arriving:
         return bytes(data)
 
     def refuse(self, error: QueueFull) -> None:
-        """End the wait."""
+        """End the wait for a message with this error."""
         if not self._limit.expired():
             self._refusal = error
             self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Sockets:
-    """Connections at a port of this process that a library owns."""
+    """Sockets of one port of this process; a library owns them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._descriptors: set[int] = set()  # of them
+        self._descriptors: set[int] = set()  # of the connected sockets
 
     def arrived(self, peers: Collection[str]) -> dict[str, int]:
-        """Return the bytes that were read of each peer, named as gRPC does (``ipv4:HOST:PORT``)."""
+        """Return the bytes read from each peer, by gRPC's name for it (``ipv4:HOST:PORT``)."""
         found = self._arrived(self._descriptors)
         if not found.keys() >= {*map(_place, peers)}:
             found = self._arrived({*map(int, os.listdir("/proc/self/fd"))})
@@ -175,7 +175,7 @@ class Sockets:
     def _arrived(self, descriptors: set[int]) -> dict[str, int]:
         found, self._descriptors = {}, set()
         for descriptor in descriptors:
-            # A name of IPv6 is the longest: less would be cut off where a socket serves both.
+            # An IPv6 address is the longest; AF_INET would truncate it on a dual-stack socket.
             kind = socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP
             with suppress(OSError):
                 one = socket.socket(*kind, descriptor)
@@ -186,7 +186,7 @@ class Sockets:
                         found[f"{host.removeprefix('::ffff:')}:{port}"] = _received(one)
                         self._descriptors.add(descriptor)
                 finally:
-                    one.detach()  # it stays open
+                    one.detach()  # the library's descriptor stays open
         return found
 
 
@@ -196,7 +196,7 @@ def _place(peer: str) -> str:
 
 
 def _received(one: socket.socket) -> int:
-    """Return the bytes that came on a connection, less those that nobody has read."""
+    """Return the bytes that a connection received, less those still unread in the kernel."""
     facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES_RECEIVED + 8)
     (unread,) = struct.unpack("=i", fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4)))
     (count,) = struct.unpack_from("=Q", facts, TCP_BYTES_RECEIVED)

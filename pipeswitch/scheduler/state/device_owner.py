@@ -1,4 +1,4 @@
-"""Owner of a device's turn: which task or job may compute on it, and which one may next."""
+"""Owner of a device's turn: the task or job that may compute on it, and the next one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .states import (
 
 
 class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
-    """State of one device's turn, with the tasks and the job that the state speaks of.
+    """State of one device's turn, with the tasks and the job that the state refers to.
 
     Attributes:
         running: the inference task that has the turn.
-        pending: the task that is dispatched and waits for the turn. It exists beside any state.
-        yielded: the pass of a streamed model that stepped aside and has not the turn again.
+        pending: the task that is dispatched and waits for the turn. Any state may have one.
+        yielded: the pass of a streamed model that stepped aside and waits to continue.
         job: the job that has the turn.
-        promised: for each worker, the turn that it was told to write to the board when it parks.
-            Until it has parked or is reaped it may write that turn.
+        promised: for each worker, the turn that it must write to the board when it parks. It may
+            write that turn at any time until it has parked or is reaped.
     """
 
     __slots__ = ("job", "pending", "promised", "running", "yielded")
@@ -40,12 +40,12 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
 
     @property
     def tasks(self) -> list[Activation]:
-        """The dispatched tasks; the one that has the turn is the first."""
+        """Return the dispatched tasks; the one that has the turn comes first."""
         tasks = (self.running, self.pending, self.yielded)
         return [task for task in tasks if task is not None]
 
     def task_of(self, slot: Slot, epoch: Epoch) -> Activation | None:
-        """Return the task of that dispatch, if it is on that worker."""
+        """Return the dispatched task with this epoch, if it is on this worker."""
         for task in (self.running, self.pending, self.yielded):
             if task is not None and task.epoch == epoch and task.slot == slot:
                 return task
@@ -53,16 +53,16 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
 
     @property
     def is_free(self) -> bool:
-        """Nobody has the turn, and no task waits for it."""
+        """Return whether nobody has the turn and no task waits for it."""
         return self.state is OwnerState.IDLE and self.pending is None
 
     @property
     def next_task(self) -> Activation | None:
-        """The task that may have the turn now; None if another one or a job has it.
+        """Return the task that may have the turn now; None if there is none.
 
-        A worker that was told to write another turn may still do so: 1. it was told to write turn
-        7, 2. its script ends, 3. task 7 runs and ends, 4. its termination thread sees the stop and
-        writes 7 over turn 9. So task 9 waits.
+        A task waits while a worker may still write another turn: 1. a worker is told to write turn
+        7; 2. its script ends; 3. task 7 runs and ends; 4. the worker's termination thread sees the
+        stop, and would overwrite turn 9 with 7. So task 9 waits.
         """
         if self.state not in OWNER_GIVES:
             return None
@@ -85,12 +85,12 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         self.running = task
 
     def step_aside(self, cause: str) -> None:
-        """Take the turn from the running pass; the pending task may have it."""
+        """Take the turn from the running pass; the pending task may get it."""
         self.apply(OwnerEvent.STEPPED_ASIDE, cause)
         self.running, self.yielded = None, self.running
 
     def drop(self, task: Activation, cause: str) -> None:
-        """Remove a dispatched task, which is over or lost its worker."""
+        """Remove a dispatched task that has ended or lost its worker."""
         if task is self.running:
             self.apply(OwnerEvent.TASK_ENDED, cause)
             self.running = None
@@ -111,7 +111,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         self.job = job
 
     def stop_job(self, slot: Slot, next_turn: Turn) -> None:
-        """Note that the job was asked to hand the turn on; ``next_turn`` 0: to nobody."""
+        """Record that the job must pass the turn on; ``next_turn`` 0: to nobody."""
         self.apply(OwnerEvent.STOP_REQUESTED, f"turn {next_turn}")
         self.promised.pop(slot, None)
         if next_turn:
@@ -123,7 +123,7 @@ class DeviceOwner(StateMachine[OwnerState, OwnerEvent]):
         self.job = None
 
     def check(self) -> None:
-        """Assert that the state and what it speaks of agree."""
+        """Assert that the state agrees with its tasks and job."""
         state = self.state
         assert (self.running is not None) == (state in OWNER_COMPUTES), (state, self.running)
         assert (self.yielded is not None) == (state in OWNER_WAITED_FOR), (state, self.yielded)
