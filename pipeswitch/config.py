@@ -61,12 +61,12 @@ def policy_name(value: object) -> str:
 
 
 def _form(pattern: str, noun: str) -> Meta:
-    """Return the rule that a text is empty or matches; ``$`` alone lets a line end follow."""
+    """Return the rule for a text that is empty or matches; ``$`` alone accepts a newline."""
     return Meta(pattern=rf"^(?:{pattern})?(?!\n)$", extra={"noun": noun})
 
 
 def _written(noun: str, read: Callable[[object], Any], **units: float) -> Meta:
-    """Return the rule that a text is read; ``units`` show its numbers, the largest first."""
+    """Return the rule for a text that ``read`` parses; ``units``, largest first, print it."""
     return Meta(extra={"noun": noun, "read": read, "units": units})
 
 
@@ -97,7 +97,7 @@ NOUNS: Final[Mapping[type[types.Type], str]] = {
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one table of the file; a value that is not allowed cannot exist.
+    """Settings of one table of the file; always valid, since a wrong value raises ConfigError.
 
     The docstring of a section has the help of each key, in the form ``key: help``.
     """
@@ -111,7 +111,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One key of a table: its field and type, its default as a user writes it, its help."""
+    """Key of a table: field, type, help, and the default as a user writes it."""
 
     name: str
     kind: Any
@@ -134,7 +134,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
 
 
 def _rules(kind: Any) -> tuple[types.Type, dict[str, Any]]:
-    """Return what msgspec knows of a type, and what ``_form`` and ``_written`` add."""
+    """Return msgspec's description of a type, and the rules of ``_form`` and ``_written``."""
     info = types.type_info(kind)
     return (info.type, info.extra or {}) if isinstance(info, types.Metadata) else (info, {})
 
@@ -148,16 +148,16 @@ def _shown(value: Any, rules: Mapping[str, Any]) -> Any:
 
 
 def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
-    """Return a setting's value from what a file, a variable or a flag gives, or code.
+    """Return a setting's value, given by a file, a variable, a flag or code.
 
     Raises:
-        ValueError: with what is given and what is allowed.
+        ValueError: the value is not allowed; the text names it and the allowed values.
     """
     info, rules = _rules(kind)
     value = rules["read"](given) if "read" in rules and not is_read else given
     if isinstance(info, types.VarTupleType) and isinstance(given, str):
         value = [part.strip() for part in given.split(",") if part.strip()]
-    is_text = isinstance(value, str | float)  # in a variable all is; 2.0 is a whole number too
+    is_text = isinstance(value, str | float)  # a variable is always text; 2.0 counts as an integer
     try:
         return msgspec.convert(value, kind, strict=not is_text, from_attributes=True)
     except msgspec.ValidationError:
@@ -166,7 +166,7 @@ def _read(kind: Any, given: Any, *, is_read: bool = False) -> Any:
         choices = get_args(kind)
         raise ValueError(f"{given!r} is none of {', '.join(choices)}{nearest(str(given), choices)}")
     if isinstance(info, types.VarTupleType) and isinstance(value, list | tuple):
-        for one in value:  # the first that is wrong raises
+        for one in value:  # the first wrong item raises
             _read(get_args(kind)[0], one)
     allowed = rules.get("noun", NOUNS[type(info)])
     for word, bound in ((" of at least", "ge"), (" and at most", "le")):
@@ -480,7 +480,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of a server. ``profiles_dir`` is empty for the profiles that come along."""
+    """All settings of a server. If ``profiles_dir`` is empty, the built-in profiles are used."""
 
     server: ServerConfig = ServerConfig()
     device: DeviceConfig = DeviceConfig()
@@ -510,7 +510,7 @@ SECTIONS: Final[Mapping[str, type[Section]]] = {
 
 
 class _Reader:
-    """Reads tables of settings; ``errors`` collects every problem with its origin."""
+    """Reader of tables of settings; ``errors`` has every problem with its origin."""
 
     def __init__(self, where: str, origins: Mapping[str, str]) -> None:
         self._where, self._origins = where, origins
@@ -521,7 +521,7 @@ class _Reader:
         self.errors.append(f"{origin}: {text}" if origin else text)
 
     def table(self, cls: type[Section], title: str, section: str, given: Any) -> dict[str, Any]:
-        """Return the values of a section by the fields' names."""
+        """Return the values of a section, by field name."""
         known, values = settings(cls), dict[str, Any]()
         if not isinstance(given, Mapping):
             self.complain(f"{section}: {given!r} is not a table", section)
@@ -734,7 +734,7 @@ def schema() -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.json.schema(cls)["$defs"][cls.__name__]
         rows = {}
         for key, item in settings(cls).items():
-            # What is read is a text or a number: 20GiB, 0.9, 0.
+            # A parsed setting is a text or a number: 20GiB, 0.9, 0.
             rules = {} if "read" in _rules(item.kind)[1] else facts["properties"][item.name]
             rows[key] = rules | {"description": item.help, "default": item.default}
         facts |= {"properties": rows, "description": (cls.__doc__ or "").splitlines()[0]}

@@ -1,4 +1,4 @@
-"""Executor of one thread for work that would hold up a loop, done in order beside it."""
+"""Executor of one thread that does slow work in order, beside a loop."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Failed = Callable[[PipeSwitchError], object]
 
 
 class Lane(ThreadPoolExecutor):
-    """Executor of one thread, where an error in work reaches the owner of the work."""
+    """Executor of one thread that passes an error to the owner of the work."""
 
     _has_thread = False
 
     def __init__(self, name: str) -> None:
-        """``name``: prefix of the thread's name; the thread begins with the first work."""
+        """``name``: prefix of the thread's name. The first work starts the thread."""
         super().__init__(1, name)
 
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
         """Queue work; never block.
 
         Args:
-            failed: called with the error if the work fails, on the lane's thread; or on the
-            caller's if the system has no room for that thread or the lane is shut down.
+            failed: called with the error, on the lane's thread. If that thread cannot start, or the
+                lane is shut down, it is called on the caller's thread.
         """
         try:
             if not self._has_thread:
-                self.submit(int)  # what no thread could begin for stays queued, so let it be this
+                self.submit(int)  # work stays queued if no thread starts; this does nothing
                 self._has_thread = True
             self.submit(_perform, work, failed)
         except RuntimeError as error:
@@ -44,12 +44,12 @@ class Lane(ThreadPoolExecutor):
 def _perform(work: Work, failed: Failed) -> None:
     try:
         work()
-    except BaseException as error:  # whatever it is, others wait for this work
+    except BaseException as error:  # catch all: others wait for this work
         thread = threading.current_thread()
         log.exception("thread=%s", thread.name)
         try:
             failed(_as_ours(error))
-        except BaseException:  # the future would keep it, and nobody looks there
+        except BaseException:  # otherwise only the future has it, which nobody reads
             threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), thread]))
 
 

@@ -323,11 +323,11 @@ def run_requests(
     *,
     is_paced: bool,
 ) -> list[Outcome]:
-    """Send a request at each of these instants, or, if they are not paced, each after the answer
-    of the one before. Fewer outcomes than that: Ctrl-C.
+    """Send a request at each of these instants; if not paced, each after the previous answer.
+    Return fewer outcomes after Ctrl-C.
 
-    Paced instants are fixed beforehand: a slow answer does not slow the next request down (an open
-    loop), so waiting in the server shows.
+    Paced instants are fixed in advance (an open loop), so a slow answer does not delay the next
+    request, and the time in the server's queue is visible.
     """
     outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(len(dues_s))]
     waiting: deque[tuple[Outcome, Future[Result], float]] = deque()

@@ -29,7 +29,7 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 def _signature(
     _: click.Context, option: click.Parameter, declared: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What ``--input``, ``--raw`` or ``--returns`` says, as it travels."""
+    """Parse ``--input``, ``--raw`` or ``--returns`` into the fields of a registration."""
     from ..programs.interface.signature import parse_input
 
     texts = option.name != "inputs"
@@ -40,7 +40,7 @@ def _signature(
 
 
 def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """What ``--state`` says, as it travels."""
+    """Parse ``--state`` into the fields of a registration."""
     ends = {name: (source, *source.rpartition("+")) for name, source in _pairs(pairs).items()}
     return {
         name: (one, int(axis)) if axis.isdecimal() else (source, -1)
@@ -155,7 +155,7 @@ def register(
 
 
 def _registered(name: str, row: dict[str, Any]) -> str:
-    """What a terminal shows of a new model's row."""
+    """Return the text that a terminal shows for a new model."""
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""

@@ -51,9 +51,9 @@ class Client(Verbs):
             ``cluster``, ``ray://host:port``; default:
             ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
             ``tcp://127.0.0.1:5555``.
-        timeout_s: how long a server may take to answer the first hello, and how long nobody may
-            listen at the address later. A server that listens and does not answer is starting
-            again: a connected client waits 30 s for it. A call's ``deadline_ms`` ends its wait.
+        timeout_s: maximum time for the server to answer the first hello, and later for nobody to
+            listen at the address. If a server listens but does not answer, it is restarting: a
+            connected client waits 30 s for it, or until a call's ``deadline_ms``.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
         shared_memory: pass tensors of 64 KiB or more to your own server in memory that both map;

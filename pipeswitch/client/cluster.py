@@ -282,7 +282,7 @@ class ClusterConnection:
 
     def _take(self, facts: dict[str, Any]) -> None:
         """Store a table unless a newer one is stored."""
-        # A node's own server sends it: no node comes first for a client.
+        # The sender names its own node, but a client has no node of its own.
         table = msgspec.convert({**facts, "here": ""}, Table)
         with self._lock:
             self._asked_at_s = self._learnt_at_s = time.monotonic()

@@ -139,7 +139,7 @@ class Connection(Calls):
         try:
             raise call.error
         finally:
-            call.error = None  # its frames lead back here
+            call.error = None  # its traceback refers to this frame
 
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
@@ -210,7 +210,7 @@ class Connection(Calls):
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
         with self._holding():
-            if self._link is None and self._look_at_s == math.inf:  # no caller was here first
+            if self._link is None and self._look_at_s == math.inf:  # no caller has opened it
                 self._guard(self._open)
         while True:
             with self._holding():
@@ -238,7 +238,7 @@ class Connection(Calls):
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing to send, and neither an answer nor a server to wait for."""
+        """Return whether there is nothing to send, no answer and no server to wait for."""
         return self._look_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:

@@ -54,7 +54,7 @@ class ZmqLink(Link):
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     address: str
-    connected_s: float = math.inf  # when the connection of now began; inf: there is none
+    connected_s: float = math.inf  # when the current connection began; inf: there is none
     left_s: float = 0.0  # when the last one ended
     is_shaken: bool = False  # the peer let us in
     cut_count: int = 0  # handshakes that it broke off
@@ -91,17 +91,17 @@ class ZmqLink(Link):
         poller.unregister(self.monitor)
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """Its queue has no limit, so what it does not take finds no connection: libzmq gave the
-        refused one up, and ``messages`` says why. A send that waited would wait for ever."""
+        """Send without waiting. The queue has no limit, so a refusal means that libzmq gave up the
+        connection: ``messages`` raises the reason, and a blocking send would never return."""
         is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
         with contextlib.suppress(zmq.Again):
             self.sock.send_multipart(parts, DONTWAIT, copy=not is_large)
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """As of a ``StreamLink``; what has arrived comes before the connection's end.
+        """Yield messages as a ``StreamLink`` does; they come before the error of a lost connection.
 
-        libzmq tries again by itself if a connection never came to be. A refusal ends it: to wait
-        would not change that.
+        If a connection was never made, libzmq retries by itself. A refusal ends the link, since
+        waiting would not help.
         """
         while is_readable(self.sock):
             frames = self.sock.recv_multipart(DONTWAIT, copy=False)
@@ -109,7 +109,7 @@ class ZmqLink(Link):
         for event, _ in next_events(self.monitor, MAX_EVENTS):
             now_s = time.monotonic()
             self.is_shaken |= event == _SHAKEN
-            # libzmq itself ends a handshake that is not answered: nobody broke that off
+            # libzmq ends an unanswered handshake itself; the server did not cut it
             self.cut_count += event == _CUT and now_s - self.connected_s < _CUT_S
             if event == _CONNECTED:
                 self.connected_s = now_s

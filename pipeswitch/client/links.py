@@ -45,7 +45,7 @@ class Link:
 
     @property
     def listened_s(self) -> float:
-        """When somebody last listened at the address, on the monotonic clock; 0: nobody did."""
+        """Return when somebody last listened at the address (monotonic clock); 0: never."""
         raise NotImplementedError
 
     def answered(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Model sources on this machine: modules and files become uploads, which a registration names."""
+"""Local model sources: uploads of modules and files, whose digests a registration names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Upload = Callable[[str | os.PathLike[str], str, Progress | None], str]
 
 @dataclass
 class LocalSource:
-    """Arguments of ``Client.register`` that do not travel; ``send`` makes uploads of them."""
+    """Arguments of ``Client.register`` that the server does not get; ``send`` uploads them."""
 
     source: Any
     example_inputs: Any = None
@@ -53,13 +53,13 @@ class LocalSource:
     def send(
         self, request: RegisterRequest, upload: Upload, progress: Progress | None
     ) -> RegisterRequest:
-        """Return the request as it travels, with ``source``, ``weights`` and ``example`` filled.
+        """Upload what is local; return the request with ``source``, ``weights`` and ``example``.
 
         Raises:
             InvalidInput, RegistrationRefused: the arguments do not fit each other or the source.
         """
         self.upload, self.progress = upload, progress
-        with contextlib.ExitStack() as self.stack:  # files made here are gone with it
+        with contextlib.ExitStack() as self.stack:  # deletes temporary files at the end
             source, weights = self._source(request), request.weights
             request = msgspec.structs.replace(request, source=source)
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
@@ -126,7 +126,7 @@ class LocalSource:
         return self.upload(bundle, "bundle", self.progress)
 
     def _with_example(self, request: RegisterRequest) -> RegisterRequest:
-        """Upload values of a named model's inputs; they say how its arguments nest."""
+        """Upload values of a named model's inputs; their structure gives the arguments' nesting."""
         import numpy as np
         from safetensors.numpy import save_file
 
@@ -175,10 +175,10 @@ def check_program_options(source: str, weights: str, inputs: object) -> None:
 
 
 def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
-    """Return declared inputs as they travel: how they nest, if they do, and each by its name.
+    """Return declared inputs for a registration: the tree of their nesting, and each by its name.
 
     Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``, or nest where they may not.
+        InvalidInput: they are not ``{name: (shape, dtype)}``, or must not nest.
     """
     try:
         tree, found = flatten(dict(inputs or {}), "input", _is_declared)

@@ -1,8 +1,8 @@
 """Actor of one machine: an ordinary server as its child.
 
-Ray pickles what actors tell each other. What a client of a *server* sent reaches them as bytes
-only: a program travels as its bundle's file, and the server that gets it reads it like a
-stranger's.
+Ray pickles the messages between actors. Data from a *server's* clients reaches them as bytes only:
+a program is sent as its bundle file, and the receiving server parses it like an untrusted
+client's.
 """
 
 from __future__ import annotations

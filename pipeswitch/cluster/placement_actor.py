@@ -1,4 +1,4 @@
-"""Actor that places models and jobs: it knows nothing that it could not ask the nodes again."""
+"""Actor that places models and jobs; the nodes can report all of its state again."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ _NOTHING: Final = nullcontext()
 class HostCopies(Protocol):
     """Copies of flat uint8 tensors between a process's own memory on a device and on the host.
 
-    The thread that computes calls ``mark``: work that it has enqueued comes before the copy. Two
-    other threads, one for each direction, take memory (``target``) and copy; ``pieces`` yields the
-    size of each piece that has arrived.
+    The computing thread calls ``mark``: the copy starts after the work that it has enqueued. Two
+    other threads, one for each direction, allocate memory (``target``) and copy; ``pieces`` yields
+    the size of each piece that has arrived.
     """
 
     def mark(self) -> Any: ...

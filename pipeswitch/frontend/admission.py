@@ -315,7 +315,7 @@ class Body:
             raise InvalidInput(f"{self._op}: {key}: {printable(str(error))}") from None
 
     def rest(self, kind: Any) -> Any:
-        """Return all fields that are left, as a struct of the type ``kind``.
+        """Return the remaining fields as a struct of the type ``kind``.
 
         Raises:
             InvalidInput: a field is missing, unknown, of another type or out of range.

@@ -56,7 +56,7 @@ PR_SET_THP_DISABLE: Final = 41
 GC_THRESHOLD: Final = (
     100_000  # a body's numbers are no garbage: a search for it took twice its time
 )
-MEMORY_BYTES: Final = 1152 << 20  # beside a few bodies, by design; decoding.RESERVE_BYTES too
+MEMORY_BYTES: Final = 1152 << 20  # without bodies; includes decoding.RESERVE_BYTES
 MEMORY_BODIES: Final = 4
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 def main(descriptor: int) -> None:
     """Entry: learn what to do, serve, leave."""
-    faulthandler.enable()  # an extension's crash says where
+    faulthandler.enable()  # prints the stacks if an extension crashes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -135,7 +135,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.grpc:
             # Its event engine takes ten switches of threads for a call, the poller before it six.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-            from .kserve.grpc import open_server  # its library is an extra
+            from .kserve.grpc import open_server  # grpcio is an optional dependency
 
             grpc = await open_server(service, callers, settings, shared)
             stack.push_async_callback(grpc.stop, DRAIN_S)

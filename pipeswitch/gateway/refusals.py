@@ -103,7 +103,7 @@ def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
 
 
 def as_ours(error: Exception) -> errors.PipeSwitchError:
-    """Return a shortage that passes, or a bug here without its insides: those are in the log."""
+    """Return ``error`` as one of ours: a temporary shortage, or a bug, whose details are logged."""
     if isinstance(error, errors.PipeSwitchError):
         return error
     if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:

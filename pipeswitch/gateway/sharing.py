@@ -13,13 +13,13 @@ from ..shares import Shares
 
 R = TypeVar("R")
 T = TypeVar("T")
-CROWD: Final = 8  # connections or calls of an address: with more of them its requests take turns
+CROWD: Final = 8  # above this number of connections or calls, an address's requests take turns
 PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
 MOST_PASSES: Final = 64  # urgent things that go before another one that waits
 
 
 class Shared:
-    """By all callers, of whichever protocol."""
+    """Resources that callers of all protocols share."""
 
     def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
         self.aside = Aside()
@@ -31,8 +31,8 @@ class Shared:
 
 
 class Aside:
-    """One thread for what takes long. Each address has one thing there at a time, so they take
-    turns however many one of them has."""
+    """One thread for long work. Each address has one item there at a time, so addresses take turns
+    regardless of their number of items."""
 
     def __init__(self) -> None:
         self._thread = started_pool(1, "pipeswitch-aside")
@@ -40,7 +40,7 @@ class Aside:
         self._waiting: Counter[str] = Counter()
 
     async def run(self, address: str, function: Callable[..., R], *args: object) -> R:
-        """Its result, or what it raises."""
+        """Return the function's result, or raise its error."""
         turn = self._turns.setdefault(address, asyncio.Lock())
         self._waiting[address] += 1
         try:
@@ -54,10 +54,10 @@ class Aside:
 
 
 def started_pool(count: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run already.
+    """Return a pool whose threads are all running.
 
-    A pool that cannot start a thread raises, yet keeps the work and does it much later, when the
-    memory that it copies to is another request's.
+    A pool that cannot start a thread raises, but keeps the work item and runs it much later, when
+    the target memory belongs to another request.
     """
     pool, barrier = ThreadPoolExecutor(count, name), Barrier(count)
     for _ in range(count):
@@ -101,8 +101,8 @@ class Turns(Generic[T]):
 
 
 class Passes:
-    """Turns of crowded addresses: few requests of one begin in each pass of the loop, so that all
-    together delay others no longer than these few."""
+    """Turns of crowded addresses. In each pass of the loop, only a few requests of such an address
+    begin, so its other requests do not delay other addresses."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Turns[asyncio.Future[None]]] = {}  # by address

@@ -1,7 +1,7 @@
-"""A channel between two of our processes: one packet for each message, with descriptors.
+"""Channel between two of our processes: one packet for each message, with descriptors.
 
 Each packet begins with the number of the controller's event that caused it (``cause``), so that
-logs and the timeline of all processes can be read together.
+you can match logs and the timeline across processes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ EVENT_BYTES: Final = 8  # before the message: number of the event that caused it
 
 
 class Cause:
-    """What this process is working for.
+    """Event for which this process works now.
 
     Attributes:
-        event: number of the event that the controller handles; between two events, and in its
-            children, of the one that caused the last packet that was received; 0: none yet.
+        event: number of the event that the controller handles. Between two events, and in child
+            processes, the event that caused the last received packet; 0: none yet.
     """
 
     event = 0
@@ -55,7 +55,7 @@ cause: Final = Cause()
 
 
 def name_event(record: logging.LogRecord) -> bool:
-    """Let a log line name the event that caused it: a filter for ``logging`` handlers."""
+    """Add the number of the causing event to a log record: a filter for ``logging`` handlers."""
     record.event = cause.event
     return True
 
@@ -65,7 +65,7 @@ _message_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def encode_message(message: Message) -> bytes:
     """msgpack of an internal message."""
-    encoder.encode_into(message, data := bytearray())  # as ``encoded`` does, without a call more
+    encoder.encode_into(message, data := bytearray())  # like ``encoded``, but without another call
     return bytes(data)
 
 
@@ -161,9 +161,9 @@ class Channel:
         self._socket.setblocking(blocking)
 
     def set_limit(self, seconds: float) -> None:
-        """From now on a blocking ``receive`` raises BlockingIOError after so long.
+        """Make a blocking ``receive`` raise BlockingIOError after ``seconds``.
 
-        The kernel keeps the time: a message costs no call more.
+        The kernel measures the time, so a message costs no further system call.
         """
         limit = struct.pack("@ll", *divmod(int(seconds * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -115,7 +115,7 @@ class Gate:
         self._is_after_boundary = False  # it was answered, and that was not called yet
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "loader"  # where the main thread last waited or left
-        self.is_evicting = False  # an eviction was requested; it stays so. Others only read it
+        self.is_evicting = False  # an eviction was requested; never reset. Others only read it
         self.is_unwinding = False  # the main thread leaves by TaskPreempted. Others only read it
         self._is_finishing = False  # evicted, and goes on to the end of its step
 

@@ -1,4 +1,4 @@
-"""What ``pipeswitch plan`` says: switch times, groups, prefixes, and what an arena holds. Pure."""
+"""Predictions of ``pipeswitch plan``: switch times, groups, and the models that fit. Pure."""
 
 from __future__ import annotations
 

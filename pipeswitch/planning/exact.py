@@ -34,7 +34,7 @@ Chain: TypeAlias = "tuple[int, Chain] | None"  # where the next group starts, an
 
 
 def plan_groups(costs: LayerCosts) -> Plan:
-    """Return the grouping with the least predicted total, and of equal ones the fewest groups."""
+    """Return the grouping with the least predicted total; among equals, the fewest groups."""
     table = _Table(costs)
     if costs.sigma_ms == 0:
         table.fill_unlimited()
@@ -48,7 +48,7 @@ def plan_groups(costs: LayerCosts) -> Plan:
 
 
 def _merged(costs: LayerCosts, total_ms: float) -> Plan:
-    """Return the fewest groups that are in time for the total: without signalling many plans tie.
+    """Return the fewest groups that reach this total: without signalling costs many plans tie.
 
     The longest group in time dominates: the link is as far whatever the groups were, and the
     next deadline is later.

@@ -155,7 +155,7 @@ class Core:
     drain_tokens: list[Token] = field(default_factory=list)
     has_left: bool = False
     now_ms: float = 0.0
-    event: int = 0  # number of the event that is handled; whoever brings events counts them
+    event: int = 0  # number of the current event; the caller counts events
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
@@ -199,7 +199,7 @@ class Core:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
     def tenant_of(self, owner: str) -> str:
-        """Return the tenant whose workers run a program of this owner; "" if tenants share them."""
+        """Return the tenant whose workers run this owner's programs; "" if workers are shared."""
         return owner if self.settings.separates_tenants else ""
 
     @property

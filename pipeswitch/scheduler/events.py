@@ -6,7 +6,7 @@ commands. The simulator and the model checker use the same types.
 
 ``Token`` names one accepted client request inside the controller; the frontend makes it and
 owes its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
-family of processes is spawned, sent to, killed and heard by the same five types.
+family of processes uses the same five types to spawn, send, kill, receive and report an exit.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ProcessKind = Literal["daemon", "worker", "stage", "builder"]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Name of one process, for ever: no two of a slot have one generation.
+    """Permanent name of one process: each process in a slot has its own generation.
 
     Attributes:
-        device: Place among the server's devices, for a daemon or a worker.
-        slot: Place among the workers of a device, or among the stages.
+        device: Index of the device, for a daemon or a worker.
+        slot: Index among the workers of a device, or among the stages.
         generation: Number of the process in its slot; a builder's is the build's epoch.
     """
 
@@ -222,10 +222,10 @@ class DrainAsked(_Told, frozen=True):
 
 
 class Received(_Told, frozen=True):
-    """A message of a process. One that is replaced may still be heard: see its generation.
+    """Message from a process, possibly from a replaced one: compare its generation.
 
     Attributes:
-        manifest: With ``BuildDone``: what the builder left on disk, read and checked.
+        manifest: With ``BuildDone``: the manifest on disk, read and checked.
         profiles: With ``BuildDone``: the program's measurements on disk.
     """
 
@@ -236,7 +236,7 @@ class Received(_Told, frozen=True):
 
 
 class Exited(_Told, frozen=True):
-    """The process is reaped: it writes nothing any more, and all that it sent was received."""
+    """A process was reaped: it writes nothing any more, and all its messages were received."""
 
     source: Address
     status: int
@@ -253,21 +253,21 @@ Event = Asked | Prepared | PrefetchHint | CancelAsked | DrainAsked | Received | 
 
 
 class Spawn(_Told, frozen=True):
-    """Start a process. One of the generation before it in the same slot is killed.
+    """Start a process, and kill the previous one in the same slot.
 
-    ``StartBuild`` starts builders: a build needs a specification, and may need no process or two.
+    ``StartBuild`` starts builders: a build needs a specification, and starts zero to two processes.
     """
 
     target: Address
 
 
 class Send(_Told, frozen=True):
-    """Send a message to a process; one that has exited receives nothing.
+    """Send a message to a process; drop it if the process has exited.
 
     Attributes:
-        channel: A worker has two: its termination thread, always free, reads "signal".
+        channel: A worker has two; its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
-        tenant: With ``RunStage``: whose file of the pool holds the raw inputs.
+        tenant: With ``RunStage``: tenant whose pool file holds the raw inputs.
     """
 
     target: Address
@@ -292,8 +292,8 @@ class RaiseTurn(_Told, frozen=True):
 
 
 class Interrupt(_Told, frozen=True):
-    """Write the worker's stop word on the board: a streaming model's pass steps aside between two
-    groups, and a run of several steps ends between two steps."""
+    """Write the worker's stop word. A streaming model's pass then steps aside between two groups,
+    and a run of several steps ends between two steps."""
 
     target: Address
     epoch: Epoch

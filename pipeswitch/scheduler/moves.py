@@ -1,6 +1,6 @@
-"""Jobs that leave their device for another one.
+"""Moves of jobs from one device to another.
 
-A job that is to move is evicted: it commits its last step and unwinds. When its process is reaped,
+A job that moves is evicted: it commits its last step and unwinds. When its process is reaped,
 ``Jobs.rehome`` places it on the other device, where its script starts again from that commit.
 """
 
@@ -16,7 +16,7 @@ from .training.jobs import Jobs
 
 
 class Moves:
-    """Evict each job that its user sent to another device, or that requests keep from its own."""
+    """Eviction of jobs that their user moves, or that requests have kept parked for too long."""
 
     def __init__(self, core: Core, devices: Sequence[Device], jobs: Jobs) -> None:
         self._core = core
@@ -36,7 +36,7 @@ class Moves:
         return QUEUE | TURN | WORKERS | PLACES | JOBS if any(self._jobs) else 0
 
     def _target(self, device: Device, job: Job) -> Device | None:
-        """Return the device that a job on a worker is to leave for, if that is ready."""
+        """Return the ready device to which a job on a worker should move; None if it stays."""
         if job.state.state not in TASK_ON_WORKER:
             return None
         if job.sent_to:

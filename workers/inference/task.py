@@ -244,7 +244,7 @@ def infer(
     slot: int,
 ) -> bool:
     """Run one request and report; return whether the report says that this worker is clean again.
-    A failure of the model leaves the worker in order."""
+    A failure of the model does not harm the worker."""
     try:
         if failpoints.is_on:
             reach("worker.infer.received")
@@ -328,10 +328,10 @@ def _opened(
 def _report_failure(
     message: RunInference, view: PoolView, task: Channel, error: BaseException
 ) -> None:
-    """Report a task that failed, at its turn; raise the error if this process is lost."""
+    """Report a failed task when its turn comes; raise the error if this process is lost."""
     if view.is_lost(error):
         fault = view.fault()
-        if fault is not None:  # tried again it would break one worker after the other
+        if fault is not None:  # a retry would break one worker after the other
             task.send(_failure(message, fault))
         raise error  # this process ends and is replaced; without an answer the request is retried
     view.wait_turn(message.epoch)  # an early failure still ends its turn in order

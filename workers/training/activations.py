@@ -100,7 +100,7 @@ class _Storages:
 
 
 class _Layers:
-    """Which layer computes, counted in each body."""
+    """Index of the layer that computes, counted in each body."""
 
     def __init__(self, keep: Callable[[Iterable[torch.Tensor]], None], lanes: CopyLanes) -> None:
         self._keep, self._lanes = keep, lanes

@@ -29,7 +29,7 @@ class Reports:
         self._away_ms: deque[float] = deque(maxlen=FETCHES)
 
     def warn_once(self, key: str, text: str, kind: type[Warning] = InexactResumeWarning) -> None:
-        """Show a warning to the script, the first time."""
+        """Warn the script, once for each key."""
         if key not in self.warned:
             self.warned.add(key)
             warnings.warn(text, kind, stacklevel=6)  # of the script that calls job.steps

@@ -284,12 +284,12 @@ class TrainingSession:
         phase, warned = self._phase, self._reports.warned
         if phase is not None and phase.number == self.place.phase:
             phase.objects.refuse_other_objects(objects)
-            phase.objects.extras = objects.extras  # may be others, of the same names
+            phase.objects.extras = objects.extras  # may be other objects with the same names
             return phase
         if phase is not None:
             phase.leave()
         if self._script is not None:
-            warned.add("script")  # what stands between phases is done again
+            warned.add("script")  # code between phases runs again
         objects.refuse_shared_memory()
         if "lost" not in warned:
             warned.add("lost")
@@ -357,7 +357,7 @@ class TrainingSession:
     def _run(self, phase: Phase, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
         away_ms = 0.0
         while True:
-            if self._gate.is_evicting:  # else a check would take the device
+            if self._gate.is_evicting:  # a later check would take the device
                 self._gate.check()
             self._gate.leave("loader")
             began_ms = self._host.now_ms()
@@ -412,7 +412,7 @@ class TrainingSession:
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False
         if phase is None:
-            return  # its objects were refused
+            return  # the objects were refused
         phase.optimizers.reset()
         if self.place.may_commit and not phase.is_whole():
             self.place.end_loop()

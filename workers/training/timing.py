@@ -41,8 +41,8 @@ class CommitTiming:
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
-        """Return whether an evicted job may still wait for its next point: no longer than the
-        steps since the last commit took, since that is the time that it saves."""
+        """Return whether an evicted job may still wait for its next point. The limit is the time of
+        the steps since the last commit, because the wait saves at most that time."""
         now_ms = self._now_ms()
         if self._evicted_at_ms is None:
             self._evicted_at_ms = now_ms

@@ -29,12 +29,12 @@ class CpuPoolView(PoolView):
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
-        Only the arrival words can be read until ``enter`` and ``slice_bytes``. Where tenants are
-        separate, the file of models has pages where this tenant's lie, new ones with each copy.
+        Before ``enter`` and ``slice_bytes`` only the arrival words are readable. With separate
+        tenants, the file of models has pages only for this tenant's models, new ones per copy.
 
         Args:
-            arena: the files of the models and of training slices; the latter is missing for a
-                worker that runs no training script, where tenants are separate.
+            arena: the files of the models and of training slices. With separate tenants, a worker
+                without a training script gets only the first.
         """
         models, *work = arena
         bell = bells[settings.slot]

@@ -138,7 +138,7 @@ class Window:
 
     @staticmethod
     def _move(source: int, target: int, start: int, end: int) -> None:
-        """Move page tables, in place of what was there. No hole is left for others to map."""
+        """Move page tables over the old mapping, without a gap that another thread could map."""
         flags, size = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, end - start
         _kernel("mremap", source + start, size, size, flags, target + start)
 

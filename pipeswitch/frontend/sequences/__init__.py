@@ -1,1 +1,1 @@
-"""Sequences: what one request leaves for the next."""
+"""Sequences: state that one request leaves for the next."""

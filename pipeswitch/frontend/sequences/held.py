@@ -42,7 +42,7 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
     stale: int = 0  # of the rows that are not used, those before this one may be of other tokens
 
     def append(self, memory: memoryview, made: SlabTensor) -> None:
-        """Copy the rows that a step made behind those that the sequence has."""
+        """Append the rows of a step to the rows of the sequence."""
         at = self.room.input_offset_bytes + self.row_bytes * self.used
         rows = memory[made.offset_bytes : made.offset_bytes + made.size_bytes]
         memory[at : at + made.size_bytes] = rows
@@ -100,13 +100,13 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """What it holds of the pool."""
+        """Return the bytes of the pool that the sequence holds."""
         grown = sum(one.room.held_bytes for one in self.grown.values())
         replaced = [one for name, one in self.values.items() if name not in self.grown]
         return grown + sum(one.size_bytes for one in replaced)
 
     def row(self, now_ms: float) -> dict[str, Any]:
-        """Return its row of ``pipeswitch sequences``."""
+        """Return the sequence's row of ``pipeswitch sequences``."""
         return {
             "id": self.key[1],
             "model": self.announced.base or self.announced.model,
@@ -118,12 +118,12 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         }
 
     def memory(self, pool: RequestPool) -> memoryview:
-        """Return the file in which it lies."""
+        """Return the pool file that has the sequence."""
         return pool.memory_of_tenant(self.announced.tenant)
 
     def copy(self, pool: RequestPool) -> None:
-        """Copy what its request needs to its place. Any thread may; ``Sequences.copied`` comes
-        next."""
+        """Copy the state that the request needs to its place. Any thread may call this, and
+        ``Sequences.copied`` after it."""
         memory = self.memory(pool)
         for at, source, size in self.copies:
             if isinstance(source, int):
@@ -131,7 +131,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             memory[at : at + size] = bytes(size) if source is None else source
 
     def give_rows_back(self) -> None:
-        """Leave the sequence as it was before its request, whose tokens are not its own."""
+        """Undo the request's use of borrowed rows, whose tokens are not the sequence's own."""
         for grown in self.grown.values():
             grown.stale = max(grown.stale, grown.used)
             grown.used -= self.borrowed

@@ -407,8 +407,8 @@ class Sequences:
     def _larger(
         self, held: Held, grown: Grown | None, row_bytes: int, wanted: int, most: int, first: Any
     ) -> Grown:
-        """Return room for the ``wanted`` rows and some more, ``most`` at most, with what it copies
-        noted; raises as ``_make_room``."""
+        """Return room for ``wanted`` rows and some more, at most ``most``, and record the copies
+        that it needs. Raises like ``_make_room``."""
         manifest, tenant, token_bytes = held.announced.manifest, held.announced.tenant, 0
         if manifest.extra.get("generation"):
             token_bytes = TOKEN_BYTES

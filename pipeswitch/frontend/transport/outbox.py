@@ -15,7 +15,7 @@ from .replies import reply_frames
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
 MAX_READINGS: Final = 16  # of events, by one client
 READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
-SHORT_BYTES: Final = 64 << 10  # of a message that need not wait behind long answers
+SHORT_BYTES: Final = 64 << 10  # largest message that may go before long answers
 
 
 class Outbox:
@@ -36,8 +36,8 @@ class Outbox:
         return any(one.peer.wants_turn for one in self.backlogged)
 
     def send(self, client: Client, outgoing: Outgoing) -> None:
-        """Send a message, or keep it. A short one goes before long answers that have not begun to
-        leave: one connection may serve many callers. A request sends nothing after its answer."""
+        """Send or queue a message. A short one overtakes long answers that are not partly sent,
+        because a connection may serve many callers. A request's answer is its last message."""
         if client.is_gone:
             if outgoing.on_end is not None:
                 outgoing.on_end(False)

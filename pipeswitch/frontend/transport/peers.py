@@ -244,7 +244,7 @@ class StreamPeer(Connection):
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
-            # Both refer to this peer, and what that holds may be large.
+            # Both refer to this peer, which may hold much memory.
             self.on_change, self.client = _nothing, None
             if self._has_share:  # before the client can see that it is cut
                 self._shares.give_back()

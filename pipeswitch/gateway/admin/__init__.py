@@ -1,1 +1,1 @@
-"""What PipeSwitch alone has over HTTP: ``/api`` and the page."""
+"""PipeSwitch's own HTTP interface: ``/api`` and the page."""

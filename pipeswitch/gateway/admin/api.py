@@ -192,7 +192,7 @@ class Api:
         seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
         found = await self._upstream.ask("trace", body={"seconds": seconds})
         told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
-        text = await asyncio.to_thread(encode_json, told)  # megabytes of an hour
+        text = await asyncio.to_thread(encode_json, told)  # an hour has megabytes
         return Answer(parts=[text], headers=GUARDS)
 
     async def _events(self, asked: Asked) -> Answer:
@@ -263,7 +263,7 @@ class Api:
         else:
             given = _registration(lambda: decode_json(asked.body, RegisterRequest))
             check_origin(given, require, self._rules, is_owner=False)
-        # It counts as that client's, not as the owner's.
+        # The model belongs to that client, not to the owner.
         body = given.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 

@@ -790,11 +790,11 @@ def _untouched(size: int) -> memoryview:
 def _inflated(data: Any, most: int) -> bytes:
     """
     Raises:
-        InvalidInput: it is not what its head says.
-        TooLarge: it becomes more than ``most`` bytes. OSError: memory is short.
+        InvalidInput: the body does not match its head.
+        TooLarge: the result exceeds ``most`` bytes. OSError: memory is short.
     """
     if len(data) > INLINE_BYTES:
-        check_memory(most, each_bytes=2)  # its pieces, and all of it
+        check_memory(most, each_bytes=2)  # the pieces, and their concatenation
     inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or deflate, by the first bytes
     try:
         body = inflater.decompress(data, most + 1)

@@ -47,8 +47,8 @@ CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls c
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
 MAX_CALLS: Final = 1024  # of all callers, at once
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
-ARRIVING_MESSAGES: Final = 4  # of the largest, all together while they arrive
-MESSAGE_S: Final = 60.0  # for the only message of a call, which has a place meanwhile
+ARRIVING_MESSAGES: Final = 4  # memory of messages that arrive, in messages of the largest size
+MESSAGE_S: Final = 60.0  # time limit for the only message of a call; it occupies a place meanwhile
 MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -59,8 +59,8 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 1),  # the controller holds the port
-    # What a stream may send before its last answer was read. Probing would raise it to many MiB.
-    # A message that is being read may come whole: ``Arrivals`` counts it.
+    # Limit of what a stream may send before its last answer is read. Probing would raise it to
+    # many MiB. A message that is being read may exceed it: ``Arrivals`` counts it.
     ("grpc.http2.lookahead_bytes", 256 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
@@ -76,7 +76,7 @@ _STREAMED_TAG: Final = 2 << 3 | 2  # of a stream's infer_response
 SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
 MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
 SMALL_BYTES: Final = 64 << 10  # of a message without tensors
-MAX_MODELS: Final = 1024  # whose answers are remembered to be long
+MAX_MODELS: Final = 1024  # maximum number of models whose long answers are remembered
 
 CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
 """Metadata of the call that this task serves."""
@@ -112,9 +112,9 @@ async def open_server(
 class Calls:
     """Calls to verbs.
 
-    All are served as streams of messages, though most have one: gRPC's library would read that
-    before it asks here who calls, and would not tell when an answer has left. Messages are read
-    through the call's context: the library's iterator would keep the last one.
+    All calls are streams of messages, though most have one message. Otherwise gRPC's library would
+    read it before the caller is checked, and would not report when an answer has left. Messages
+    are read through the call's context, because the library's iterator keeps the last one.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class Calls:
 
     @contextlib.contextmanager
     def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
-        """Count a call among those under way; yield its address and its messages.
+        """Count a call as under way; yield its address and its messages.
 
         Raises:
-            QueueFull: its address has half of them.
+            QueueFull: its address has half of all calls.
         """
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
@@ -345,7 +345,7 @@ class Calls:
             left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
             asked = msgspec.structs.replace(asked, deadline_ms=left_ms)
         model = request.model_name
-        # Else who reads no answers would have them computed again and again.
+        # Otherwise a client that reads no answers could have them computed again and again.
         if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
             raise refusal
         outputs, bill = await self._service.infer(
@@ -509,7 +509,7 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _charged(size: int) -> int:
-    """Return the bytes that count to a share: the number of calls bounds small messages."""
+    """Return the bytes that count toward a share; the limit on calls bounds small messages."""
     return size if size > SMALL_BYTES else 0
 
 
@@ -606,7 +606,7 @@ def encode_answer(
         )
         if output.place is not None:
             _set(row.parameters, output.place.parameters())
-        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # clients count: one for each
+        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # one for each output
     parts = [_to_bytes(answer), *raw]
     return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_streamed else parts
 
@@ -622,9 +622,9 @@ def _head(tag: int, size: int) -> bytes:
 
 
 def joined(parts: Sequence[Any]) -> bytes:
-    """Return the parts in one. Unlike ``bytes.join``, this copies without the interpreter's lock,
-    so a thread that does it holds up no other."""
-    whole = bytes(sum(map(len, parts)))  # filled before anyone else sees it
+    """Return the parts as one ``bytes``. Unlike ``bytes.join``, this copies without the GIL, so it
+    does not delay other threads."""
+    whole = bytes(sum(map(len, parts)))  # filled before other code can see it
     at = np.frombuffer(whole, np.uint8).ctypes.data
     for part in parts:
         if size := len(part):

@@ -1,7 +1,7 @@
 """Answers of language models: the loop over their tokens.
 
-The server's part of an answer is requests like any others, with the same roles, queues and counts.
-What the model's tokenizer knows is asked of its text process (``texts.py``).
+To the server, an answer is a series of requests like any others, with the same roles, queues and
+counts. The model's text process (``texts.py``) encodes and decodes text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..serving.service import Service
 from .text_process import Asked, Begin, Came, Drop, Lost, Step, check_length
 from .texts import Inline, ProcessLost, Talk, Texts
 
-ANSWERS: Final = 256  # maximum under way, of all callers; each holds a cache on the server
+ANSWERS: Final = 256  # maximum number under way; each holds a cache on the server
 TRIES: Final = 3  # for a request whose processes end while they compute it
 _numbers = count(1)
 

@@ -120,7 +120,7 @@ class Texts:
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             is_new = isinstance(asked, Begin) and not asked.so_far
             if isinstance(error, MemoryError) and not is_new:
-                raise  # this answer needs little: another process goes on with it
+                raise  # a begun answer needs little memory: another process continues it
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, asked: Begin | Came | Lost) -> Step:

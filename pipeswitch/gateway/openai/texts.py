@@ -1,7 +1,7 @@
 """Text processes: which models have one, and the connection to each.
 
 A model's template and tokenizer are in a confined process of their own (``text_process.py``), so
-the time and memory that they take is taken from that model's callers alone.
+their time and memory are charged only to that model's callers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def next_place(
     wishes = Counter(one.caller for one in wanted.values())
 
     def may_end(one: Place, owner: str) -> bool:
-        if one.is_starting:  # there is no process yet that could end
+        if one.is_starting:  # it has no process yet
             return False
         is_fair = one.owner == owner or has[one.owner] > has[owner]
         if one.idle_since_s is not None:

@@ -1,2 +1,2 @@
-"""What every protocol asks: the verbs of the Open Inference Protocol, and the server behind
-them."""
+"""Parts that all protocols share: the verbs of the Open Inference Protocol, and the server
+behind them."""

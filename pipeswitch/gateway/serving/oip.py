@@ -191,7 +191,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
 
 
 def _parsed(whole: memoryview, end: int) -> _Body:
-    """Return what the JSON says, which is the first ``end`` bytes; raises as ``decode_request``."""
+    """Return the decoded JSON of the first ``end`` bytes; raises like ``decode_request``."""
     if not 0 <= end <= len(whole):
         raise InvalidInput(
             f"Inference-Header-Content-Length is {end}, the body has {len(whole)} bytes"
@@ -209,11 +209,11 @@ def _parsed(whole: memoryview, end: int) -> _Body:
                 f"more than {MAX_MARKS} lists or names in one body",
                 hint="send a tensor's numbers as one flat list, or as binary data",
             )
-    try:  # as ``check_memory`` does, without a call more
+    try:  # like ``check_memory``, but without another call
         mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
         return _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        # Python's parser reads NaN, Infinity and 1e999, which clients write, and without memory.
+        # Python's parser also reads NaN, Infinity and 1e999, and works when memory is short.
         if isinstance(error, msgspec.DecodeError | OSError):
             with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
                 asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)

@@ -1,10 +1,10 @@
-"""Ids, the base of every message, and what more than one pair of processes says.
+"""Ids, the base of every message, and messages of several pairs of processes.
 
-One frozen struct for each message; its direction stands in its docstring. Sizes and offsets are
+Each message is a frozen struct whose docstring names its direction. Sizes and offsets are
 bytes; instants are milliseconds of the system-wide monotonic clock. ``epoch`` names one dispatch,
 lease or transfer for ever: it only grows, so a late message of an older one is recognised and
 dropped. ``turn`` is the permission to compute on the device (invariant I5): it has its own growing
-number. A message is known by the name of its class, not by the file that it is in.
+number. On the wire, the name of its class identifies a message.
 """
 
 from __future__ import annotations

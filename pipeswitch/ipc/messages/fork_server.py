@@ -1,7 +1,7 @@
 """Messages between the controller and the fork server.
 
-Descriptors of a child's sockets travel beside ``Fork``. The exit of a child is told once, when the
-child has been reaped.
+Descriptors of a child's sockets travel beside ``Fork``. The exit of a child is reported once,
+after the child was reaped.
 """
 
 from __future__ import annotations

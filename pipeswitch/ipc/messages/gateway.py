@@ -1,4 +1,4 @@
-"""What the controller starts a gateway with."""
+"""Settings with which the controller starts a gateway."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def export_module(
     Args:
         module: on the host, with data.
         example_inputs: a tensor, a sequence of arguments, or a mapping of them by keyword. Tensors
-            in dicts, lists, tuples and dataclasses are called by their place (``cache.0.key``).
+            in dicts, lists, tuples and dataclasses are named by position (``cache.0.key``).
         input_names: default: the keywords, ``x`` for a single one, else ``forward``'s own names.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
         dynamic: the other dimensions that requests choose, with their ranges.
@@ -139,7 +139,7 @@ def _check_kind(module: Any) -> None:
 
 @contextlib.contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
-    """The module in eval mode; afterwards each part is in the mode that it was in."""
+    """Set the module to eval mode; restore the mode of each part afterwards."""
     modes = [(child, child.training) for child in module.modules()]
     _set_mode(module)
     try:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES: Final = {*sys.stdlib_module_names, "pipeswitch"}
 _INSTALLED: Final = {"site-packages", "dist-packages"}
-"""Folders of installed packages. Like ``_LIBRARIES`` they are not a model's memory, but for the
-packages that the model's own classes come from (except ``_SHARED``)."""
+"""Folders of installed packages. Like ``_LIBRARIES`` they hold no state of a model, except
+the packages of the model's own classes (those in ``_SHARED`` never do)."""
 _SHARED: Final = {"numpy", "torch", "torchvision", "transformers"}
 _ABSENT: Final = object()
 _AROUND: Final[dict[type, str]] = {
@@ -91,7 +91,7 @@ class Fresh:
 def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
     """Copy containers, tensors and plain objects, each once; share parameters and all else.
 
-    An object with ``__del__`` is shared: a copy's end would end what both hold.
+    An object with ``__del__`` is shared: deleting a copy would close a resource of the original.
     """
     if id(value) in copies or isinstance(value, nn.Parameter) or hasattr(type(value), "__del__"):
         return copies.get(id(value), value)
@@ -112,7 +112,7 @@ def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
 
 
 def _is_plain(value: Any, own: frozenset[str]) -> bool:
-    """Return whether an object is only its ``__dict__``, and is a module or not a library's."""
+    """Return whether ``__dict__`` is the whole state of a module, or of an object of no library."""
     kind: Any = type(value)
     ways = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
     has_own = any(getattr(kind, name) is not getattr(object, name, None) for name in ways)
@@ -128,7 +128,7 @@ def _packages(module: nn.Module) -> frozenset[str]:
 
 
 def _is_library(module_name: str | None, own: frozenset[str]) -> bool:
-    """Return whether a module's code is neither the model's own nor its user's."""
+    """Return whether a module belongs to a library, not to the model or its user."""
     package = (module_name or "").partition(".")[0]
     if package in _LIBRARIES or package in _SHARED:
         return True

@@ -1,1 +1,1 @@
-"""From a language model's logits to text. Pure."""
+"""Decoding of a language model's logits to text. Pure."""

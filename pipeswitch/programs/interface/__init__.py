@@ -1,1 +1,1 @@
-"""What the rest of the system knows of a program: its inputs, outputs, layers and bytes."""
+"""Interface of a program to the rest of the system: inputs, outputs, layers and bytes."""

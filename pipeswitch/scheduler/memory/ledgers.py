@@ -26,13 +26,13 @@ WORDS = Owner("words")
 FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
-KEPT_WEIGHT = 4.0  # what streaming keeps is worth more per byte: each pass reads it again
+KEPT_WEIGHT = 4.0  # kept groups of a streaming model are worth more: each pass reads them
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
 
 class Rest(Window):
-    """A place for the ring of a model that streams, right before what it keeps."""
+    """Place for the ring of a model that streams, right before the groups that it keeps."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Streamed(Window):
 class Arena:
     """The ledgers of one device: its memory, and the arrival words that lie in it.
 
-    A model that is larger than the arena holds two adjacent regions: ``Replica.rest`` has its ring,
-    ``Replica.owner`` the groups that it keeps, which lie behind. Between two passes it holds the
-    latter alone and is PARTIAL.
+    A model that is larger than the arena holds two adjacent regions: first its ring
+    (``Replica.rest``), then the groups that it keeps (``Replica.owner``). Between two passes it
+    holds only the latter and is PARTIAL.
     """
 
     def __init__(self, device: DeviceState) -> None:
@@ -92,7 +92,7 @@ class Arena:
            that ranks before them, never for a guess or a job.
         3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
         4. A job's slice: only for a request, and only when nothing else will do.
-        5. What the model itself keeps, for which a place is sought: it comes along for nothing.
+        5. The groups that the model to be placed keeps itself: free.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -319,12 +319,12 @@ class Arena:
         return region
 
     def held_bytes(self, replica: Replica) -> int:
-        """Return the bytes of the arena that the model holds."""
+        """Return the number of arena bytes that the model holds."""
         regions = (self.regions.get(replica.owner), self.regions.get(replica.rest))
         return sum(region.size_bytes for region in regions if region is not None)
 
     def release(self, replica: Replica) -> None:
-        """Give back what the model holds."""
+        """Free the regions that the model holds."""
         for owner in (replica.owner, replica.rest):
             if self.regions.get(owner) is not None:
                 self.regions.release(owner)

@@ -1,4 +1,4 @@
-"""Which device serves a request, which one a job trains on, and which ones their users allow."""
+"""Choice of the device for a request or a job, among those that its user allows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .ledgers import Arena
 
 class Placing:
     """Choice of a device. A request is placed on arrival, and again when it waits while another
-    device is idle; a job is placed on arrival and whenever it has left its device.
+    device is idle; a job is placed on arrival and after it has left its device.
 
-    A device whose memory daemon is not running gets nothing while another device has one, and
-    neither does a device whose pinned models leave no room.
+    A device without a running memory daemon, or without room beside its pinned models, gets
+    nothing while another device is able.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Placing:
         self._rank = PLACEMENTS[placement]
 
     def request(self, model: Model, request: Request) -> tuple[DeviceState, str]:
-        """Return the device and the reason, which is empty on a machine with one device. The
-        request itself does not count as waiting."""
+        """Return the device and the reason, which is empty if there is only one device. The request
+        itself does not count as waiting."""
         if len(self.states) == 1:
             return self.states[0], ""
         for state in self.states:
@@ -48,10 +48,10 @@ class Placing:
         return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
 
     def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
-        """Return the device with the fewest other jobs; ``home`` wins over an equal one.
+        """Return the device with the fewest other jobs; prefer ``home`` among equals.
 
         Args:
-            counts: the number of jobs of each device that are not over.
+            counts: number of unfinished jobs on each device.
         """
         is_counted = home is not None and job.state.state not in TASK_FINAL
 
@@ -86,7 +86,7 @@ class Placing:
         )
 
     def _queue_ms(self, state: DeviceState, request: Request) -> float:
-        """Return when the running and waiting requests there end, without this one."""
+        """Return the predicted time of the running and waiting requests there, without this one."""
         now_ms, total_ms = state.core.now_ms, 0.0
         for task in state.owner.tasks:
             compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
@@ -104,8 +104,8 @@ class Placing:
         return self._predict(state, model.name, max(1, model.last_batch))
 
     def _predict(self, state: DeviceState, name: str, batch: int) -> Prediction:
-        """Predict from measurements on this device, else from the slowest other one: an unknown
-        model is not assumed to be fast."""
+        """Predict from measurements on this device, else on the slowest other one, because an
+        unknown model may be slow."""
         own = state.predictions.predict(name, batch)
         if own.compute_ms and own.load_ms:
             return own

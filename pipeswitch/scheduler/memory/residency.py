@@ -125,10 +125,10 @@ class Residents:
         return replica.residency_epoch
 
     def _take(self, replica: Replica, window: Window, cause: str) -> Container[int]:
-        """Lease the window for a model; return the groups that are there.
+        """Lease the window for a model; return the groups that are already on the device.
 
-        1. The ring of a model that streams: the groups that it keeps are there.
-        2. A new place, or the first one: none.
+        1. The ring of a model that streams: the groups that it keeps.
+        2. A new place: none.
         """
         if not isinstance(window, Rest) and replica.residency.state is Residency.PARTIAL:
             self.evict(replica, cause)
@@ -282,7 +282,7 @@ class Residents:
         return replica.is_prefetch
 
     def _send(self, replica: Replica, cause: str) -> bool:
-        """Send a model that no request waits for; False: there is no room for it now."""
+        """Send a model although no request waits for it. Return False if there is no room now."""
         window = self._arena.find_place(replica, for_request=False)
         if window is None or self._arena.obstacles(window):
             return False

@@ -53,7 +53,7 @@ class Publication:
     step: int  # -1: of whatever commit is the newest
     part: str  # of the job; empty: the only one that fits
     token: Token | None
-    since: Epoch  # its acceptance: a job or model that is younger only has the name
+    since: Epoch  # its acceptance: a younger job or model only has the same name
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
     epoch: Epoch = NO_EPOCH  # of the order to copy

@@ -1,6 +1,6 @@
-"""Guard of a policy: its answers are checked before they are used.
+"""Guard of a policy; it checks the policy's answers before use.
 
-An answer that cannot be used, or an exception, replaces the policy by ``priority``.
+After an invalid answer or an exception, ``priority`` replaces the policy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``ping --deep``: a question to each device's memory daemon and workers, which is timed.
+"""``ping --deep``: timed pings of each device's memory daemon and workers.
 
-Workers answer on their termination thread, which no task keeps busy; nothing is scheduled for it.
+Workers answer on their termination thread, which no task keeps busy, so nothing is scheduled.
 """
 
 from __future__ import annotations

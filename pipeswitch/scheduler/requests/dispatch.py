@@ -44,7 +44,7 @@ from .forecast import (
 
 
 class Turns:
-    """Turns of inference tasks: when a dispatched one may compute, and when one is late."""
+    """Turns of inference tasks: starts dispatched tasks, and handles late ones."""
 
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
@@ -210,7 +210,7 @@ class Dispatch:
                 break
         running = owner.running
         if running is not None and running.goes_on and (device.queue.requests or owner.pending):
-            running.goes_on = False  # after the step that it is at
+            running.goes_on = False  # it ends after its current step
             self._core.emit(Interrupt(device.address(running.slot), running.epoch))
 
     def _refuse_the_impossible(self) -> None:
@@ -416,7 +416,7 @@ class Dispatch:
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
         if owner.state is not OwnerState.IDLE or owner.pending is not None or owner.promised:
-            return False  # where a turn is promised: see ``DeviceOwner.next_task``
+            return False  # for ``promised`` see ``DeviceOwner.next_task``
         if device.queue.requests:
             return False
         if not device.is_daemon_ready:
@@ -562,7 +562,7 @@ def _joined(request: Request) -> JoinedRequest:
 
 
 def _was_resident(replica: Replica) -> bool:
-    """Return whether the device has the model. An answer may overtake the daemon's message that all
-    groups arrived."""
+    """Return whether the model was on the device. The answer of an earlier run may arrive before
+    the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (Residency.RESIDENT, Residency.PINNED)
     return is_copied or replica.computed_epoch == replica.residency_epoch != NO_EPOCH

@@ -130,8 +130,8 @@ class Endings:
     ) -> tuple[Activation, list[Request], Replica]:
         """Take the task off the device.
 
-        It may still be pending: the parked worker raised its turn, and the message of that worker
-        is on its way; or the task failed before it had the turn.
+        It may still be pending: a parked worker has written its turn, but that worker's message has
+        not arrived; or the task failed before it had the turn.
         """
         device, cause = self._device, f"epoch {activation.epoch}"
         self._settle(activation)
@@ -183,7 +183,7 @@ class Endings:
         elif is_blamed:
             failed(device, replica, requests)
         self._queue_again(requests, f"status {status}")
-        if activation.hung_why and not activation.is_joined:  # it is not tried once more
+        if activation.hung_why and not activation.is_joined:  # it is not retried
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
         self._judge(requests, replica, status)
 

@@ -1,1 +1,1 @@
-"""What the scheduler remembers: records, states, queues, names, ranges. They decide nothing."""
+"""State of the scheduler: records, states, queues, names, ranges. No decisions."""

@@ -25,7 +25,7 @@ WORD_BYTES = 4  # of one group's arrival
 
 @dataclass
 class DeviceState:
-    """Shared by the parts of one device (``Device``), and known to no other's."""
+    """State shared by the parts of one device (``Device``)."""
 
     core: Core
     settings: SchedulerSettings
@@ -73,7 +73,7 @@ class DeviceState:
 
     @property
     def is_busy(self) -> bool:
-        """A task has the turn or is dispatched, or a request waits."""
+        """Return whether a task has the turn or is dispatched, or a request waits."""
         owner = self.owner
         return owner.running is not None or owner.pending is not None or bool(self.queue)
 
@@ -90,18 +90,18 @@ class DeviceState:
 
     @property
     def daemon(self) -> Address:
-        """The memory daemon that lives, or died last."""
+        """Return the address of the memory daemon that lives or died last."""
         return Address("daemon", self.index, generation=self.daemon_generation)
 
     def address(self, slot: Slot) -> Address:
-        """The process in a worker's slot."""
+        """Return the address of the process in a worker's slot."""
         return Address("worker", self.index, slot, self.workers[slot].generation)
 
     def send(
         self, slot: Slot, message: Message, channel: Literal["task", "signal"] = "task",
         commits_of: JobName | None = None,
     ) -> None:  # fmt: skip
-        """Send to a worker."""
+        """Send a message to a worker."""
         self.core.out.append(Send(self.address(slot), message, channel, commits_of))
 
     def publish(self, topic: str, /, **body: Any) -> None:
@@ -220,9 +220,9 @@ class DeviceState:
             self.core.emit(Send(self.daemon, message, commits_of=commits_of))
 
     def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
-        """Send SIGKILL once; its memory is reused when ``Exited`` says that it is reaped.
+        """Send SIGKILL once; the worker's memory is reused after ``Exited``.
 
-        ``blame``: for what it did itself, so that its death counts against its task.
+        ``blame``: the worker is at fault, so its death counts against its task.
         """
         if worker.state.allows(WorkerEvent.KILLED):
             worker.state.apply(WorkerEvent.KILLED, reason)

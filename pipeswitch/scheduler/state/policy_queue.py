@@ -1,4 +1,4 @@
-"""Order of the waiting requests under a policy, kept up to date without looking at all of them.
+"""Order of the waiting requests under a policy, updated without a scan of all requests.
 
 The policy's answers come through its guard (``policies/guard.py``).
 """

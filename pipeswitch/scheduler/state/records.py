@@ -140,8 +140,8 @@ class Replica:
     next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
     profile: Profile | None = None  # the one its plan was made from
     profile_plan: Plan = ()
-    kept_groups: int = 0  # of one that streams: the groups that stay between two passes
-    kept_bytes: int = 0  # bytes of those groups, if they were there when it was sent last
+    kept_groups: int = 0  # of a model that streams: groups that stay between two passes
+    kept_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
     landings: Landings | None = None  # of one that is larger than the arena: it streams
@@ -149,7 +149,7 @@ class Replica:
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
-    computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that was computed with
+    computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that computed
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
     transmission: TransmitEnded | None = None  # the last complete one
@@ -167,7 +167,7 @@ class Replica:
 
     @property
     def owner(self) -> Owner:
-        """Owner of its arrival words and its bytes; of one that streams, of those that it keeps."""
+        """Owner of its arrival words and its bytes; if it streams, of the bytes that it keeps."""
         return self.model.owner
 
     @property
@@ -279,11 +279,11 @@ class Job:
     sent_to: str = ""  # the one of them that its user moved it to
     defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    leaves_for: int | None = None  # index of the device that it was evicted for
+    leaves_for: int | None = None  # index of the device for which it was evicted
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
-    stops_at_boundary: bool = False  # of its turn; a request asks it again, to stop at once
+    stops_at_boundary: bool = False  # end of its turn; a request makes it stop at once
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
     beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
     # beginning this one's last one began
@@ -423,7 +423,7 @@ class Activation:
     was_resident: bool
     batch: int = 1  # of all of them
     residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
-    kept_bytes: int = 0  # of its prefix, which were there before
+    kept_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     goes_on: bool = False  # with further steps, until another request waits
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
@@ -440,7 +440,7 @@ class Activation:
 
     @property
     def is_joined(self) -> bool:
-        """It computes several requests together."""
+        """Return whether it computes several requests together."""
         return len(self.tokens) > 1
 
 

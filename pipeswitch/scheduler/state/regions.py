@@ -17,8 +17,8 @@ from ...programs.interface.layout import aligned
 
 
 class Owner(NamedTuple):
-    """Who holds a range: a model, what lies behind its prefix, a job's slice, a range being zeroed
-    (named by its epoch), a job's commit area, the arrival words."""
+    """Owner of a range: a model, the ring of a model that streams, a job's slice, a range being
+    zeroed (named by its epoch), a job's commit area, or the arrival words."""
 
     kind: Literal["model", "rest", "slice", "scrub", "commits", "words"]
     name: str = ""

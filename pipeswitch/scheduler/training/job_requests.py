@@ -165,7 +165,7 @@ class JobRequests:
         job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
     def _move_asked(self, job: Job, event: JobAsked) -> None:
-        """Let the job train on that device only (``Moves``, or ``rehome`` if it waits)."""
+        """Bind the job to that device (``Moves`` evicts it; ``rehome`` places it if it waits)."""
         states = [home.state for home in self._jobs.homes if not home.state.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)

@@ -74,7 +74,7 @@ class Training:
         return QUEUE | TURN | WORKERS | PLACES | JOBS
 
     def _is_device_idle(self) -> bool:
-        """Nobody has the turn, and no request that waits may have it now."""
+        """Return whether nobody has the turn and no waiting request may have it now."""
         device = self._device
         return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
 
