@@ -1,8 +1,8 @@
 """Bytes of gRPC messages that have not arrived whole, with a share for each address.
 
 gRPC's library reads the sockets itself and hands over whole messages only. The kernel counts the
-bytes that a connection received; subtract the bytes of the messages that its calls have read. If
-an address uses up its share, the waiting calls of its connection with the most bytes end.
+bytes that a connection received; this module subtracts the messages that its calls have read. If an
+address uses up its share, the waiting calls of its connection with the most bytes end.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Glossary. Each record (a request, a job, a worker, a model) is owned by the scheduler.
 
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
-  PREPROCESSING  a request whose inputs a function of the owner's makes, or is to make: it waits
+  PREPROCESSING  an owner's function makes the request's inputs, or will do so: the request waits
                 for no device yet, and is in ``Stages.requests``.
   QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job.
   TRANSMITTING  dispatched to a worker: its model's groups still stream, or its script starts up.
