@@ -53,7 +53,7 @@ class Saved:
     """Tensors whose views were saved, each with its version."""
     handles: int = 0
     is_used: bool = False
-    end: weakref.finalize[..., Any] | None = None  # frees bytes that were in use when they left
+    end: weakref.finalize[..., Any] | None = None  # reports when bytes that were in use are free
 
 
 class StepPlan:

@@ -131,7 +131,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             memory[at : at + size] = bytes(size) if source is None else source
 
     def give_rows_back(self) -> None:
-        """Undo the request's use of borrowed rows, whose tokens are not the sequence's own."""
+        """Leave the sequence as it was before this request: drop the reused rows and the ids."""
         for grown in self.grown.values():
             grown.stale = max(grown.stale, grown.used)
             grown.used -= self.borrowed

@@ -283,7 +283,7 @@ class Job:
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
-    stops_at_boundary: bool = False  # end of its turn; a request makes it stop at once
+    stops_at_boundary: bool = False  # the stop asked for may wait for a step boundary
     is_away: bool = False  # as it gave its turn up, until it says that it can compute again
     beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
     # beginning this one's last one began
