@@ -240,7 +240,7 @@ def test_a_revoked_readers_events_end(guarded: Guarded) -> None:
         guarded.folder.revoke("b")
         with pytest.raises(ps.PermissionDenied, match="does not admit"):
             next(records)
-        assert not fake.tcp._readers.clients
+        until(lambda: not fake.tcp._readers.clients)
 
 
 def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:

@@ -25,7 +25,11 @@ CASES = {
 PROGRAM = """
 import resource, sys
 from pathlib import Path
-from pipeswitch.gateway.admin import api, completions, feed, http, oip, rest, text_process, texts
+from pipeswitch.gateway import rest
+from pipeswitch.gateway.admin import api
+from pipeswitch.gateway.http import feed, server as http
+from pipeswitch.gateway.openai import completions, text_process, texts
+from pipeswitch.gateway.serving import oip
 from pipeswitch.ipc import channel
 from pipeswitch.wire import frames
 

@@ -31,9 +31,12 @@ SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
 ONE, LARGE = np.ones((1, 64), np.float32), np.ones((1, MIB), np.float32)
 
 
+WIDE = 12 * MIB  # 48 MiB: no allocator keeps so much for the next request
+
+
 class Wide(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.repeat(1, 4 * MIB)
+        return x.repeat(1, WIDE)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def is_whole_afterwards(running: tools.Checked) -> Iterator[None]:
     yield
     running.wait_until_whole()
     answers(running)
-    assert wide(running) == 4 * MIB
+    assert wide(running) == WIDE
 
 
 def answers(checked: tools.Checked) -> None:

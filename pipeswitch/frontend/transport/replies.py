@@ -23,6 +23,7 @@ from ...wire.frames import (
     WireError,
     WireTensor,
     encode_header,
+    encoder,
     pack_dict,
 )
 
@@ -52,14 +53,14 @@ def reply_frames(
         error=WireError(**printed(to_wire(error))) if error is not None else None,
     )
     try:
-        packed = encode_header(header)
+        encoder.encode_into(header, packed := bytearray())  # ``encode_header`` is a call more
     except (TypeError, ValueError, OverflowError, RecursionError):
         if header.error is None:
             raise
         bare = msgspec.structs.replace(header.error, data={})  # a refusal always leaves
-        packed = encode_header(msgspec.structs.replace(header, error=bare))
+        encoder.encode_into(msgspec.structs.replace(header, error=bare), packed := bytearray())
     if len(packed) <= INLINE_BODY_BYTES or outputs:
-        return [MAGIC, packed]
+        return [MAGIC, bytes(packed)]
     large = pack_dict(header.body)
     tensor = WireTensor(name=BODY_TENSOR, dtype="uint8", shape=(len(large),), frame=0)
     header = msgspec.structs.replace(header, body={}, outputs=(tensor,))
