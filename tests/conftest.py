@@ -48,17 +48,3 @@ def _as_found_after_a_test() -> Iterator[None]:
 def _as_found_after_a_module() -> Iterator[None]:
     """Shared fixtures too leave them as they found them."""
     yield from _left_as_found()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the files that start a cluster of Ray one after the other: two clusters on one machine
-    end each other's nodes."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = super()._split_scope(nodeid)
-            return "clusters" if "/test_cluster" in path else path
-
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None

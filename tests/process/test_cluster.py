@@ -29,8 +29,12 @@ from pipeswitch.cluster.placement_actor import start_nodes
 from pipeswitch.errors import InvalidInput, ServerUnavailable
 from pipeswitch.wire.addresses import is_loopback, parse_listen
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None,
-                                reason="no Ray: pip install 'pipeswitch[ray]'")  # fmt: skip
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
+    ),
+    pytest.mark.timeout(1200),  # the first test may wait for another file's Ray
+]
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "128MiB", "--standby", "1",

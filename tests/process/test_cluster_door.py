@@ -29,7 +29,7 @@ from tests.process.test_completions import PROMPT, made
 NEEDED = ("ray", "openai", "tritonclient", "transformers")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),  # servers start again, one after the other
+    pytest.mark.timeout(1800),  # servers start again; another file's Ray is waited for
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}"
     ),

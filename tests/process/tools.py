@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -452,8 +453,17 @@ def is_bit_equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """A folder for a Ray, whatever else runs on this machine, and a list for its processes; nothing
-    of it stays."""
+    """Yield a folder for a Ray, and a list for its processes; nothing of it stays.
+
+    One Ray runs at a time on a machine, whichever test starts it: nodes of two take each other's
+    names. The next one waits here, so its file's tests need a longer timeout.
+    """
+    with open(Path(tempfile.gettempdir(), "pipeswitch-tests-ray.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _ray_of_its_own(environment)
+
+
+def _ray_of_its_own(environment: dict[str, str]) -> Iterator[tuple[Path, list[psutil.Process]]]:
     before = dict(os.environ)  # Ray adds to it
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
     token = folder / "token"
