@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import click
 
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError
 from pipeswitch.cli.common import check_folder, json_option
-from pipeswitch.errors import InvalidInput, PipeSwitchError
 
 from .machine import machine_facts
 from .models import MODELS

@@ -32,7 +32,7 @@ def write_weights(order: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
-    from pipeswitch.errors import RegistrationRefused
+    from pipeswitch.base.errors import RegistrationRefused
     from pipeswitch.programs.build.module_mode import build_module
     from pipeswitch.programs.build.sources import example_specs
     from pipeswitch.programs.interface.requests import random_inputs

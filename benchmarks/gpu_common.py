@@ -41,8 +41,8 @@ def is_fake() -> bool:
 
 def require_gpu() -> dict[str, Any]:
     """The device's facts; leaves with a sentence where it cannot be had."""
+    from pipeswitch.base.errors import ConfigError
     from pipeswitch.devices.cuda.examine import examine
-    from pipeswitch.errors import ConfigError
 
     try:
         return examine(package(), 0)["device"]

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.devices.cuda import selftest
 from pipeswitch.devices.cuda.examine import look
 from pipeswitch.devices.cuda.ladder import Outcome, Wishes, Words, choose
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
 from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Check, Rig
-from pipeswitch.errors import ConfigError
 from pipeswitch.ipc.board import sealed_memfd
 
 from .gpu_common import end_without, package, put

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import psutil
 
-from pipeswitch.machine import cpu_count, processor_name
+from pipeswitch.base.machine import cpu_count, processor_name
 
 QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
 QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run

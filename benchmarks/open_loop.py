@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.base.errors import DeadlineExceeded, PipeSwitchError, QueueFull
 from pipeswitch.client.aio import AsyncClient
-from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, QueueFull
 
 from .gateway import ask, infer_message, post
 from .trials import now_ms

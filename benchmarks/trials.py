@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.machine import cpu_count
+from pipeswitch.base.machine import cpu_count
 from pipeswitch.planning.fit import quantile
 
 from .machine import Others, warnings_of

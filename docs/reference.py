@@ -16,7 +16,8 @@ from typing import Any, Final
 import click
 
 import pipeswitch as ps
-from pipeswitch import config, job
+from pipeswitch import job
+from pipeswitch.base import config
 from pipeswitch.cli.main import main
 
 GUIDE: Final = Path(__file__).parent / "guide"

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Final
 
+from pipeswitch.base.errors import RemoteProtocolError
+from pipeswitch.base.failpoints import reach
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import ImageChanged, write_commit
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_pieces, check_range
 from pipeswitch.devices.view import now_ms
-from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.failpoints import reach
 from pipeswitch.ipc.messages.base import Epoch, JobName, StepCommitted
 from pipeswitch.ipc.messages.daemon import CommitCopy, CommitPersisted, OpenCommits, PersistCommit
 

@@ -13,11 +13,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeswitch.base.errors import RemoteProtocolError
+from pipeswitch.base.failpoints import reach
+from pipeswitch.base.lane import Lane
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.view import now_ms
-from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import Epoch, Exit, Message, Ping, Pong
 from pipeswitch.ipc.messages.daemon import (
@@ -36,7 +37,6 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.lane import Lane
 
 from .commits import Commits
 from .store import UnusableModel, load_model

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeswitch.base.units import PrintableFormatter, printable
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.ipc.channel import Channel, name_event
 from pipeswitch.ipc.messages.daemon import DaemonSettings
-from pipeswitch.units import PrintableFormatter, printable
 
 from .daemon import Daemon
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.claims import check_tensors
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec

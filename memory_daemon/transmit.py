@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.orders import check_order
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import Epoch
 from pipeswitch.ipc.messages.daemon import TransmitModel
 

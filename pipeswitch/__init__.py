@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from .base.errors import (
     AlreadyExists,
     Cancelled,
     ConfigError,

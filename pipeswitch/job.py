@@ -32,8 +32,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from .errors import InvalidInput
-from .units import nearest, parse_size
+from .base.errors import InvalidInput
+from .base.units import nearest, parse_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from .failpoints import enable, reach
+from .base.failpoints import enable, reach
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
 from .ipc.messages.base import Exit, Message
 from .ipc.messages.builder import BuildSettings

@@ -7,8 +7,8 @@ from importlib import metadata
 from types import FrameType
 from typing import Final
 
-from .config import POLICY_GROUP
-from .errors import ConfigError
+from .base.config import POLICY_GROUP
+from .base.errors import ConfigError
 from .scheduler.policies import MAKERS, Maker, Policy
 from .scheduler.policies.guard import FAILURES, Judge, described, settings_of
 

@@ -17,9 +17,11 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from pipeswitch.base.failpoints import are_enabled, reach
+from pipeswitch.base.machine import FreedMemory
+from pipeswitch.base.units import PrintableFormatter, printable
 from pipeswitch.devices.kinds import kind_of
 from pipeswitch.devices.view import PoolView, now_ms
-from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages.base import Exit, Message, Ping, Pong, StepCommitted
@@ -44,10 +46,8 @@ from pipeswitch.ipc.messages.worker import (
     WorkerReady,
     WorkerSettings,
 )
-from pipeswitch.machine import FreedMemory
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
-from pipeswitch.units import PrintableFormatter, printable
 
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer, warm_up

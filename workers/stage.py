@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeswitch.errors import InvalidInput
-from pipeswitch.failpoints import reach
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.failpoints import reach
+from pipeswitch.base.texts import BYTES, packed, unpacked
+from pipeswitch.base.units import nearest
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import Epoch, SlabTensor
 from pipeswitch.ipc.messages.stage import (
@@ -36,8 +38,6 @@ from pipeswitch.ipc.messages.stage import (
 )
 from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
-from pipeswitch.texts import BYTES, packed, unpacked
-from pipeswitch.units import nearest
 
 Function = Callable[..., Any]
 MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs

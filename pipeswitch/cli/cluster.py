@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
+from ..base.config import Config
+from ..base.errors import InvalidInput, ModelNotFound
 from ..client.cluster import connect_ray, need_ray, placement_of, told
-from ..config import Config
-from ..errors import InvalidInput, ModelNotFound
 from ..wire.private import check_secret
 from . import views
 from .common import json_option, print_done

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from ..errors import InvalidInput, PipeSwitchError, no_server
-from ..units import printed
+from ..base.errors import InvalidInput, PipeSwitchError, no_server
+from ..base.units import printed
 from ..wire.addresses import full_address, is_refused
 from . import views
 
@@ -116,7 +116,7 @@ def part(module: str, name: str) -> Any:
 
 
 def milliseconds(option: str, text: str) -> float:
-    from ..units import parse_ms
+    from ..base.units import parse_ms
 
     try:
         return parse_ms(text)
@@ -126,7 +126,7 @@ def milliseconds(option: str, text: str) -> float:
 
 def size_option(option: str, text: str | None) -> int | None:
     """Bytes; at least one."""
-    from ..units import parse_size
+    from ..base.units import parse_size
 
     try:
         if text is None or (size_bytes := parse_size(text)):

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..config import Config, DeviceConfig
+from ..base.config import Config, DeviceConfig
+from ..base.errors import PipeSwitchError
+from ..base.machine import available_bytes, cpu_count
+from ..base.units import format_bytes
 from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
 from ..devices.cuda.bindings import PACKAGE
 from ..devices.cuda.kind import index_of
-from ..errors import PipeSwitchError
 from ..ipc import board
-from ..machine import available_bytes, cpu_count
 from ..sandbox.confine import missing
-from ..units import format_bytes
 from ..wire.addresses import default_address, parse_listen
 
 COPY_BYTES: Final = 128 << 20  # larger than any cache

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ..errors import InvalidInput, PipeSwitchError
+from ..base.errors import InvalidInput, PipeSwitchError
+from ..base.texts import BYTES
+from ..base.units import printable
 from ..planning.fit import percentile
-from ..texts import BYTES
-from ..units import printable
 from ..wire.bill import PARTS, SELDOM, Bill
 from . import views
 from .common import connected, json_option, milliseconds, name_argument

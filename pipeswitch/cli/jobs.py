@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import click
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
+from ..base.units import printed
 from ..job import OFFLOADS
-from ..units import printed
 from . import common, views
 
 FIRST_LOOK_S: Final = 1.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from ..errors import ConfigError
-from ..roles import Role, in_order
+from ..base.errors import ConfigError
+from ..base.roles import Role, in_order
 from ..wire.keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
 from .common import json_option, print_done
@@ -35,7 +35,7 @@ def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: 
     Off loopback every client needs a key that was admitted here; on loopback only with
     --auth keys. A change counts from the next handshake on, without a restart.
     """
-    from ..config import load
+    from ..base.config import load
 
     server = {"state_dir": state_dir, "keys_dir": keys_dir}
     config = load(path, flags={"server": server})

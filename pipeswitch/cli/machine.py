@@ -10,7 +10,7 @@ import click
 import msgspec
 from click.shell_completion import get_completion_class
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
 from . import views
 from .common import EXIT_FAILED, EXIT_OK, json_option, part, print_done
 
@@ -33,7 +33,7 @@ def demo(out: str, ui: bool, as_json: bool) -> None:
 @json_option
 def doctor(path: str | None, as_json: bool) -> None:
     """Check whether this machine can serve, and say what to do."""
-    from ..config import load
+    from ..base.config import load
     from .doctor import examine
 
     findings = examine(load(path))
@@ -57,7 +57,7 @@ def config() -> None:
 @click.argument("path", type=click.Path(dir_okay=False), required=False)
 def config_init(path: str | None) -> None:
     """Write a commented file with every setting's default (to PATH, or to the screen)."""
-    from ..config import example
+    from ..base.config import example
 
     if path in (None, "-"):
         click.echo(example(), nl=False)
@@ -76,7 +76,7 @@ def config_init(path: str | None) -> None:
 @json_option
 def config_check(path: str | None, as_json: bool) -> None:
     """Read the file and the environment; say everything that is wrong."""
-    from ..config import load
+    from ..base.config import load
 
     loaded = load(path)
     print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
@@ -85,7 +85,7 @@ def config_check(path: str | None, as_json: bool) -> None:
 @config.command("schema")
 def config_schema() -> None:
     """Print the file's JSON Schema."""
-    from ..config import schema
+    from ..base.config import schema
 
     views.print_json(schema())
 

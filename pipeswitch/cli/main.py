@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import PipeSwitchError, to_wire
+from ..base.errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import infer, jobs, machine, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, part

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import click
 
-from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from ..base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from ..base.units import format_bytes, printed
 from ..programs.interface.packing import PRECISIONS
-from ..units import format_bytes, printed
 from . import common, views
 
 CONVERT: Final = """\

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import PermissionDenied, PipeSwitchError
+from ..base.errors import PermissionDenied, PipeSwitchError
 
 OPENER: Final = "ui.html"  # in the state directory, beside the token
 LEADS_ON: Final = """<!doctype html>

@@ -9,12 +9,12 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..errors import InvalidInput, ModelNotFound
+from ..base.errors import InvalidInput, ModelNotFound
+from ..base.units import format_bytes, nearest, parse_ms
 from ..planning.capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
 from ..planning.fit import MIB
 from ..planning.planned import costs_of
 from ..planning.profile import Profile
-from ..units import format_bytes, nearest, parse_ms
 from . import views
 
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from .. import config
-from ..errors import InvalidInput, OutOfDeviceMemory
+from ..base import config
+from ..base.errors import InvalidInput, OutOfDeviceMemory
+from ..base.units import format_bytes, printed
 from ..launch import rehearsal_command
 from ..planning import swaps
-from ..units import format_bytes, printed
 from . import views
 
 SHARES: Final = (0.7, 0.5, 0.3)  # of what a step needs, where no budget is given

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from ..errors import PipeSwitchError, ServerUnavailable
+from ..base.errors import PipeSwitchError, ServerUnavailable
 from . import views
 from .common import (
     EXIT_FAILED,
@@ -83,7 +83,7 @@ def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> st
               help="File with lines NAME TOKEN ROLE,ROLE.")  # fmt: skip
 def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
-    from ..config import load
+    from ..base.config import load
 
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")

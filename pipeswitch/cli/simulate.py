@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..base.config import JOB_ORDERS, policy_name
+from ..base.errors import InvalidInput
+from ..base.units import format_bytes, nearest, parse_ms, parse_size
 from ..cluster.simulated import Cluster, place
-from ..config import JOB_ORDERS, policy_name
-from ..errors import InvalidInput
 from ..planning import profile as profiles
 from ..planning.fit import MIB, percentile
 from ..policies import find_policy
@@ -44,7 +45,6 @@ from ..simulator.replay import (
     replay,
     serial,
 )
-from ..units import format_bytes, nearest, parse_ms, parse_size
 from ..watchdog import PolicyWatchdog
 from . import views
 from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option

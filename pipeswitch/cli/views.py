@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..units import format_bytes, printable, printed
+from ..base.units import format_bytes, printable, printed
 from ..wire.bill import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240

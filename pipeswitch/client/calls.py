@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from ..errors import (
+from ..base.errors import (
     DeadlineExceeded,
     InvalidInput,
     PipeSwitchError,

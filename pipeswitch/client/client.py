@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import InvalidInput, ModelNotFound
-from ..tracing import Traced, open_tracer
+from ..base.errors import InvalidInput, ModelNotFound
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
 from ..wire.keys import keys_from
 from ..wire.register_request import RegisterRequest
+from ..wire.tracing import Traced, open_tracer
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription

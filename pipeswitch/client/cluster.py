@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import (
+from ..base.errors import (
     Cancelled,
     ConfigError,
     InvalidInput,

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from .. import errors
+from ..base import errors
 from ..wire.keys import ClientKeys
 from .calls import AnyLink, Call, Calls
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..errors import Cancelled, PipeSwitchError
+from ..base.errors import Cancelled, PipeSwitchError
 from .connection import Connection
 
 KEPT_RECORDS: Final = 10_000  # of who does not read; then the oldest are missed

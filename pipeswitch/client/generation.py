@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import InvalidInput, SequenceNotFound
+from ..base.errors import InvalidInput, SequenceNotFound
 from ..programs.decoding.answer import Ending
 from ..programs.decoding.generating import Facts, Generating, Token, tokenizer_of
 from ..programs.decoding.generation import TOKENS

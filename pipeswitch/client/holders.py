@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import ModelNotFound, PermissionDenied, SequenceNotFound, ServerUnavailable
+from ..base.errors import ModelNotFound, PermissionDenied, SequenceNotFound, ServerUnavailable
 
 ELSEWHERE: Final = (ServerUnavailable, ModelNotFound, PermissionDenied)
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import zmq
 
-from ..errors import PermissionDenied
+from ..base.errors import PermissionDenied
 from ..wire.keys import ClientKeys
 from ..wire.sockets import (
     DONTWAIT,

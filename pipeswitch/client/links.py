@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from ..errors import PermissionDenied, RemoteProtocolError
+from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-from ..errors import Cancelled
+from ..base.errors import Cancelled
 from .calls import Call, Calls, logger
 from .links import StreamLink
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from ..errors import TaskFailed
+from ..base.errors import TaskFailed
 from .tensors import Signature
 from .verbs import Progress
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import InvalidInput, RegistrationRefused
+from ..base.errors import InvalidInput, RegistrationRefused
 from ..programs.interface.nesting import Tree, flatten
 from ..wire.register_request import RegisterRequest
 from .verbs import Progress

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
+from ..base.errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
 from .tensors import Result
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
+from ..base.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
+from ..base.texts import BYTES, packed, unpacked
 from ..programs.interface.dims import Dim, at_batch, batch_range
 from ..programs.interface.layout import ITEM_BYTES, ValueSpec
 from ..programs.interface.nesting import Tree, check_tree, flatten, unflatten
-from ..texts import BYTES, packed, unpacked
 from ..wire.bill import Bill
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 

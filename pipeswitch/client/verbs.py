@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
-from ..errors import ServerUnavailable
+from ..base.errors import ServerUnavailable
 from .calls import as_wait_s
 from .connection import Connection
 from .tensors import Signature

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 import msgspec
 
+from ..base.config import NAME_PATTERN
+from ..base.errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
 from ..client.client import FINAL_JOB_STATES, Client
 from ..client.cluster import node_of, placement_of, told
 from ..commits.files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
-from ..config import NAME_PATTERN
 from ..controller.journal import FILE_NAME, JournalFile
-from ..errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
 from .leases import hold
 from .lives import Copy
 

@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ..client.client import FINAL_JOB_STATES, Client
-from ..client.cluster import connect_ray, why_of
-from ..errors import (
+from ..base.errors import (
     ConfigError,
     PipeSwitchError,
     ServerUnavailable,
 )
-from ..roles import Role
+from ..base.roles import Role
+from ..client.client import FINAL_JOB_STATES, Client
+from ..client.cluster import connect_ray, why_of
 from ..wire.keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
 from .jobs import NodeJobs, write_whole
 

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+from ..base.errors import ServerUnavailable
 from ..client.holders import is_worth
-from ..errors import ServerUnavailable
 from ..scheduler.policies.placement import PLACEMENTS, Place, best
 
 RANK: Final = PLACEMENTS["least-finish"]

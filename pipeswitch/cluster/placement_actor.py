@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
-from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
-from ..errors import (
+from ..base.errors import (
     AlreadyExists,
     ModelNotFound,
     PipeSwitchError,
     ServerUnavailable,
 )
+from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
 from . import lives, placement
 from .node_actor import START_S, starts_again
 from .placement import COPIES, MISSED_S, ROUND_S

@@ -27,8 +27,8 @@ from typing import Final
 
 import msgspec
 
-from ..errors import RemoteProtocolError
-from ..failpoints import reach
+from ..base.errors import RemoteProtocolError
+from ..base.failpoints import reach
 from ..ipc.board import sealed_memfd
 
 HEADER_BYTES: Final = 4096

@@ -24,10 +24,10 @@ from typing import Final
 
 import msgspec
 
-from ..errors import RemoteProtocolError
-from ..failpoints import reach
+from ..base.errors import RemoteProtocolError
+from ..base.failpoints import reach
+from ..base.machine import sync_directory
 from ..ipc.sparse import open_plain
-from ..machine import sync_directory
 from .area import MAX_STEP, CommitArea, create_area
 from .image import LENGTH, safetensors_head
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Final
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
 
 MAGIC: Final = b"PSCOMMIT"
 VERSION: Final = 1

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidInput, RemoteProtocolError
+from ..base.errors import InvalidInput, RemoteProtocolError
 from ..ipc.sparse import open_plain
 from .files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import PipeSwitchError, RegistrationRefused, to_wire
-from ..failpoints import reach
+from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
+from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..ipc.messages.stage import CheckStage, StageFailed, StageReady

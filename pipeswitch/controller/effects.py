@@ -16,17 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from .. import failpoints
-from ..commits.files import load_commit, read_record, remove_unnamed
-from ..commits.progress import SUFFIX
-from ..errors import (
+from ..base import failpoints
+from ..base.errors import (
     PipeSwitchError,
     RemoteProtocolError,
     ServerUnavailable,
 )
-from ..failpoints import reach
+from ..base.failpoints import reach
+from ..base.lane import Lane
+from ..commits.files import load_commit, read_record, remove_unnamed
+from ..commits.progress import SUFFIX
 from ..ipc.messages.base import JobName, ModelName
-from ..lane import Lane
 from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..scheduler import events as ev

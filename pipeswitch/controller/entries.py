@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..config import NAME_PATTERN
+from ..base.config import NAME_PATTERN
 from ..ipc.sparse import open_plain
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..config import GatewayConfig
-from ..errors import ConfigError, PipeSwitchError
+from ..base.config import GatewayConfig
+from ..base.errors import ConfigError, PipeSwitchError
 from ..ipc.channel import Channel, channel_pair
 from ..ipc.messages.gateway import GatewaySettings, KeyedSettings
 from ..wire.addresses import is_loopback

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
-from ..machine import sync_directory
+from ..base.errors import ConfigError
+from ..base.machine import sync_directory
 from .entries import (
     ENDS,
     FIELDS,

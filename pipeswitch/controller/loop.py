@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from .. import failpoints
-from ..failpoints import reach
+from ..base import failpoints
+from ..base.failpoints import reach
+from ..base.machine import FreedMemory
 from ..ipc.channel import cause
-from ..machine import FreedMemory
 from ..scheduler.events import DrainAsked, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
 from .processes import URGENT_LOOK_EVERY_S

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from .. import failpoints
-from ..config import Config
+from ..base import failpoints
+from ..base.config import Config
+from ..base.errors import ConfigError, PipeSwitchError
+from ..base.machine import available_bytes
+from ..base.units import PrintableFormatter
 from ..devices.kinds import choose_devices
-from ..errors import ConfigError, PipeSwitchError
 from ..frontend.transport.listeners import Listeners
 from ..ipc.channel import name_event
-from ..machine import available_bytes
-from ..units import PrintableFormatter
 from ..watchdog import LoopWatchdog
 from ..wire.private import check_trusted
 from .folders import Places

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from ..errors import RemoteProtocolError
-from ..failpoints import reach
+from ..base.errors import RemoteProtocolError
+from ..base.failpoints import reach
+from ..base.machine import SHORTAGES
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages.base import Exit, Message
 from ..ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
 from ..launch import command, without_threads
-from ..machine import SHORTAGES
 from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)

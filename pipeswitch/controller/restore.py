@@ -8,9 +8,9 @@ import logging
 
 import msgspec
 
+from ..base.config import ModelConfig
+from ..base.errors import PipeSwitchError
 from ..commits.progress import SUFFIX, read_life
-from ..config import ModelConfig
-from ..errors import PipeSwitchError
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ..config import Config
+from ..base.config import Config
+from ..base.errors import ConfigError
+from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
 from ..devices.kinds import facts_of
-from ..errors import ConfigError
 from ..frontend.frontend import Frontend
 from ..scheduler.events import Event, Leave
-from ..units import format_bytes
 from .children import Children
 from .device import DeviceEffects, Ground
 from .effects import Effects, Tracer

@@ -9,17 +9,17 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from .. import failpoints
-from ..config import Config
+from ..base import failpoints
+from ..base.config import Config
+from ..base.errors import ConfigError
+from ..base.machine import available_bytes, cpu_count, processor_name
+from ..base.units import format_bytes
 from ..devices import ChosenDevice
-from ..errors import ConfigError
-from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..policies import find_policy
 from ..sandbox.confine import missing
 from ..scheduler.processes.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from ..units import format_bytes
 from .folders import Places
 from .shared_memory import Sizes
 

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import __version__
+from ..base.errors import PipeSwitchError, TaskFailed
+from ..base.machine import processor_name
 from ..cli.infer import Outcome, instants
 from ..cli.page import open_page, page_url
 from ..client.client import Client, Task
-from ..errors import PipeSwitchError, TaskFailed
-from ..machine import processor_name
 from ..testing import RunningServer, server
 from . import report as demo_report
 

@@ -16,7 +16,7 @@ from .memory import DeviceMemory
 from .view import PoolView
 
 if TYPE_CHECKING:
-    from ..config import DeviceConfig
+    from ..base.config import DeviceConfig
 
 ASKED_FOR: Final = "asked for"  # why there is no more to say about a device
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ..config import DeviceConfig
-from ..errors import ConfigError
+from ..base.config import DeviceConfig
+from ..base.errors import ConfigError
 from . import ChosenDevice, DeviceKind
 from .cpu.kind import CpuKind
 from .cuda.kind import CudaKind

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from ..errors import RemoteProtocolError
+from ..base.errors import RemoteProtocolError
 from ..ipc.board import Board, ring
 from ..ipc.messages.base import ByteRange, Epoch
 from ..ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel

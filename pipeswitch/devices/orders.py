@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import RemoteProtocolError
+from ..base.errors import RemoteProtocolError
 from ..ipc.messages.base import ByteRange
 from ..ipc.messages.daemon import TransmitModel
 

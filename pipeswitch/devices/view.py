@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ..errors import PipeSwitchError, RemoteProtocolError
+from ..base.errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.board import Board, ring
 from ..ipc.messages.base import Epoch
 from ..programs.interface.layout import TensorSpec

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
-from ..config import NAME_PATTERN, PRIORITIES
-from ..errors import InvalidInput, ModelNotFound, PermissionDenied
+from ..base.config import NAME_PATTERN, PRIORITIES
+from ..base.errors import InvalidInput, ModelNotFound, PermissionDenied
+from ..base.roles import ANYONE
+from ..base.texts import BYTES, LENGTH_BYTES
+from ..base.units import nearest, printable
 from ..programs.interface.dims import NoExtent, Values, match, values_text
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
 from ..programs.interface.nesting import Tree, argument_names
 from ..programs.interface.signature import signature_text
-from ..roles import ANYONE
 from ..scheduler.events import Announce
-from ..texts import BYTES, LENGTH_BYTES
-from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
 MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
+from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
 from ..ipc.messages.base import SlabTensor
 from ..programs.interface.chains import Chain, Step
 from ..scheduler.events import Announce, Answer, InferArrived, Token

@@ -14,8 +14,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from ..errors import HostStoreFull
-from ..units import Amount, format_bytes
+from ..base.errors import HostStoreFull
+from ..base.units import Amount, format_bytes
 
 FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
 GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed

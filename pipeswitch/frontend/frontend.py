@@ -24,10 +24,9 @@ from typing import Any, Final
 
 import msgspec
 
-from .. import failpoints
-from ..commits.files import load_commit
-from ..config import Config
-from ..errors import (
+from ..base import failpoints
+from ..base.config import Config
+from ..base.errors import (
     Cancelled,
     InvalidInput,
     ModelNotFound,
@@ -37,12 +36,13 @@ from ..errors import (
     RemoteProtocolError,
     ServerUnavailable,
 )
-from ..failpoints import reach
+from ..base.failpoints import reach
+from ..base.roles import Role, Standing, in_order, parse_roles
+from ..base.units import nearest
+from ..commits.files import load_commit
 from ..programs.graphs.bundle import read_bundle
 from ..programs.interface.layout import BUNDLE_FILE
-from ..roles import Role, Standing, in_order, parse_roles
 from ..scheduler import events as ev
-from ..units import nearest
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
 from . import admission

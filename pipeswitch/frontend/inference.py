@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import msgspec
 
-from .. import failpoints
-from ..errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
-from ..failpoints import reach
+from ..base import failpoints
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
+from ..base.failpoints import reach
+from ..base.lane import Lane
+from ..base.roles import URGENT_PRIORITY, Role
+from ..base.shares import Shares
 from ..ipc.messages.base import Epoch, ModelName, SlabTensor
-from ..lane import Lane
-from ..roles import URGENT_PRIORITY, Role
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -31,7 +32,6 @@ from ..scheduler.events import (
     TakeResult,
 )
 from ..scheduler.state.versions import split_name
-from ..shares import Shares
 from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains

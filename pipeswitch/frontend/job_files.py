@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from ..base.errors import ModelNotFound, RemoteProtocolError
 from ..commits.files import read_record
-from ..errors import ModelNotFound, RemoteProtocolError
 from ..ipc.messages.base import JobName
 from ..ipc.sparse import kept_from, open_plain
 

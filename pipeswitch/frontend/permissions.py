@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..errors import InvalidInput, PermissionDenied
+from ..base.errors import InvalidInput, PermissionDenied
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")

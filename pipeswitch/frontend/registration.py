@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
+from ..base.roles import OWNER, URGENT_PRIORITY, Role, Standing
+from ..base.texts import BYTES
+from ..base.units import printable
 from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import ITEM_BYTES
 from ..programs.interface.nesting import check_takes
 from ..programs.interface.packing import PRECISIONS
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stage_of
-from ..roles import OWNER, URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import RegisterAsked, Token
-from ..texts import BYTES
-from ..units import printable
 from ..wire.register_request import Extent, RegisterRequest, Signature
 from .admission import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from ..config import LogConfig
-from ..errors import Cancelled, RemoteProtocolError
+from ..base.config import LogConfig
+from ..base.errors import Cancelled, RemoteProtocolError
+from ..base.units import printable
 from ..scheduler.events import Answer, Publish
-from ..units import printable
 
 _logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ..errors import QueueFull
+from ..base.errors import QueueFull
+from ..base.shares import Shares
 from ..ipc.messages.base import SlabTensor
 from ..ipc.sparse import give_back, keep_only
 from ..programs.interface.layout import aligned
-from ..shares import Shares
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .admission import CheckedInput
 

@@ -15,9 +15,9 @@ from typing import Final
 
 import msgspec
 
-from .. import failpoints
-from ..errors import PipeSwitchError, QueueFull, TaskFailed
-from ..failpoints import reach
+from ..base import failpoints
+from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
+from ..base.failpoints import reach
 from ..ipc.messages.base import ModelName, SlabTensor
 from ..programs.interface.chains import Chain
 from ..scheduler.events import Answer, InferArrived, Token

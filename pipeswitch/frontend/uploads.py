@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
-from ..failpoints import reach
-from ..lane import Failed, Lane, Work
-from ..machine import sync_directory
+from ..base.errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
+from ..base.failpoints import reach
+from ..base.lane import Failed, Lane, Work
+from ..base.machine import sync_directory
+from ..base.shares import Shares
 from ..programs.spec import files_of
-from ..shares import Shares
 from ..wire.frames import CHUNK_BYTES, RequestHeader
 from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk

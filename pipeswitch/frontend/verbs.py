@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
+from ..base.roles import Role, Standing
+from ..base.units import printable
 from ..ipc.messages.base import JobName, ModelName
 from ..job import known_offload, size_of
 from ..programs.interface.chains import Sources, Steps
-from ..roles import Role, Standing
 from ..scheduler import events as ev
-from ..units import printable
 from ..wire.frames import RequestHeader
 from ..wire.register_request import RegisterRequest
 from . import admission, permissions

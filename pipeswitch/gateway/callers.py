@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
-from ..errors import PermissionDenied
+from ..base.errors import PermissionDenied
+from ..base.roles import ANYONE, MODEL_FACTS, OWNER, Role, Standing, in_order
 from ..frontend.verbs import VERBS
-from ..roles import ANYONE, MODEL_FACTS, OWNER, Role, Standing, in_order
 from .refusals import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "

@@ -26,10 +26,10 @@ from typing import Any, Final
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..errors import ConfigError, PipeSwitchError, RemoteProtocolError
+from ..base.errors import ConfigError, PipeSwitchError, RemoteProtocolError
+from ..base.roles import Standing, in_order, parse_roles
 from ..frontend.transport.connections import ROUND_S, Connection, Connections
 from ..ipc.messages.gateway import KeyedSettings
-from ..roles import Standing, in_order, parse_roles
 from ..wire import sockets
 from ..wire.frames import (
     INLINE,

@@ -24,15 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..base.machine import RETURN_S, FreedMemory
+from ..base.roles import parse_roles
+from ..base.units import PrintableFormatter
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
-from ..machine import RETURN_S, FreedMemory
-from ..roles import parse_roles
-from ..tracing import open_tracer
-from ..units import PrintableFormatter
 from ..wire.keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
+from ..wire.tracing import open_tracer
 from .admin.api import Api
 from .admin.ui import Page
 from .callers import Callers

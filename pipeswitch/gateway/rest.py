@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
-from ..roles import Standing
-from ..units import nearest
+from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from ..base.roles import Standing
+from ..base.units import nearest
 from .admin.api import PREFIX, Api
 from .admin.ui import Page
 from .callers import Callers

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Final, Generic, TypeVar
 
-from ..shares import Shares
+from ..base.shares import Shares
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import SharedInputRefused
+from ..base.errors import SharedInputRefused
 from .randomness import generators_of, own_random, seed_all
 from .ring import Lent, Ring, private
 from .table import Label

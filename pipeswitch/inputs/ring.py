@@ -23,8 +23,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from ..commits import tagged
-from ..errors import InvalidInput
+from ..base import tagged
+from ..base.errors import InvalidInput
 from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE

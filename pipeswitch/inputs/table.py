@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ..errors import SharedInputRefused
+from ..base.errors import SharedInputRefused
 
 MAX_ENTRIES: Final = 512  # so that a table fits in its half of the header
 READY: Final = -1

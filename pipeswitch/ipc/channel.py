@@ -20,9 +20,9 @@ from typing import Final
 
 import msgspec
 
-from .. import failpoints
-from ..errors import LocalProtocolError, RemoteProtocolError
-from ..failpoints import garbled
+from ..base import failpoints
+from ..base.errors import LocalProtocolError, RemoteProtocolError
+from ..base.failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
 from .messages.any_message import AnyMessage
 from .messages.base import Message

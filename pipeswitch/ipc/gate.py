@@ -53,7 +53,7 @@ from collections.abc import Callable
 from threading import Condition, RLock
 from typing import Literal
 
-from ..errors import TaskPreempted
+from ..base.errors import TaskPreempted
 
 Where = Literal["forward", "backward", "boundary", "loader", "copies"]
 OnParked = Callable[[int, int, Where], None]

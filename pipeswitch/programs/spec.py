@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ..errors import RegistrationRefused
+from ..base.errors import RegistrationRefused
 from .graphs.bundle import check_signature, check_trees
 from .graphs.operators import checked_by
 from .interface.dims import extent_text

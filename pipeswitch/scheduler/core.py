@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from ..errors import PipeSwitchError
+from ..base.errors import PipeSwitchError
 from ..ipc.messages.base import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Asked, Command, Publish, Token

@@ -15,7 +15,7 @@ from typing import Any, Literal, NewType
 
 import msgspec
 
-from ..errors import PipeSwitchError
+from ..base.errors import PipeSwitchError
 from ..ipc.messages.base import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 from ..ipc.messages.worker import Choosing
 from ..planning.profile import Found, Profile

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import InvalidInput, ModelNotFound
+from ..base.errors import InvalidInput, ModelNotFound
 from ..ipc.messages.base import ModelName
 from ..programs.interface.dims import extent_text
 from ..programs.interface.layout import Manifest, ValueSpec

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
-from ..errors import InvalidTransition, PipeSwitchError, ServerUnavailable
+from ..base.errors import InvalidTransition, PipeSwitchError, ServerUnavailable
 from ..ipc.messages.base import Pong
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ..ipc.messages.daemon import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from ..errors import TaskPreempted
+from ..base.errors import TaskPreempted
 from ..ipc.gate import Gate, GateState, Where
 from ..ipc.messages.base import Message, StepCommitted, Turn
 from ..ipc.messages.worker import (

@@ -11,8 +11,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import DEFAULT_LISTEN, default_runtime_dir
-from ..errors import ConfigError
+from ..base.config import DEFAULT_LISTEN, default_runtime_dir
+from ..base.errors import ConfigError
 from .private import check_private
 
 _ADDRESS = re.compile(r"ipc://.+|ray://auto|(?:tcp|ray)://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")

@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ..codec import encoded
-from ..errors import RemoteProtocolError
+from ..base.codec import encoded
+from ..base.errors import RemoteProtocolError
 from .bill import Bill
 
 MAGIC: Final = b"PSW1"

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..config import NAME_PATTERN
-from ..errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
-from ..roles import LEAST, Role, Standing, in_order, parse_roles
+from ..base.config import NAME_PATTERN
+from ..base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from ..base.roles import LEAST, Role, Standing, in_order, parse_roles
 from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85

@@ -8,7 +8,7 @@ import shlex
 import stat
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 
 def private_directory(path: Path, setting: str) -> Path:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import RemoteProtocolError
+from ..base.errors import RemoteProtocolError
 from . import frames
 from .slabs import SlabPool
 

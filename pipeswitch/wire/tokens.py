@@ -9,9 +9,9 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from ..config import NAME_PATTERN
-from ..errors import ConfigError, InvalidInput
-from ..roles import Standing, parse_roles
+from ..base.config import NAME_PATTERN
+from ..base.errors import ConfigError, InvalidInput
+from ..base.roles import Standing, parse_roles
 from .private import check_private, check_secret
 
 MIN_TOKEN: Final = 16  # characters: fewer can be guessed

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.config import POLICIES
+from pipeswitch.base.config import POLICIES
 
 from ..process.figures import facts
 from .run import chaos

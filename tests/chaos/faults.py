@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.errors import PipeSwitchError
+from pipeswitch.base.errors import PipeSwitchError
 from tests.raw_peer import raw_peer
 
 from ..process.tools import kill, until

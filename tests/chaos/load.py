@@ -16,8 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from pipeswitch.client.client import Client, Task
-from pipeswitch.errors import (
+from pipeswitch.base.errors import (
     AlreadyExists,
     ModelNotFound,
     ModelQuarantined,
@@ -26,6 +25,7 @@ from pipeswitch.errors import (
     ServerUnavailable,
     TaskFailed,
 )
+from pipeswitch.client.client import Client, Task
 from pipeswitch.wire import frames
 from tests.models.sequences import CELL, RECALLS, Cell, Recalls, seeded
 from tests.models.sequences import WIDTH as CELL_WIDTH

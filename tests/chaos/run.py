@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import psutil
 
-from pipeswitch.errors import PipeSwitchError
+from pipeswitch.base.errors import PipeSwitchError
 
 from ..process.tools import until
 from .faults import Cell, grid

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeswitch.base.failpoints import VARIABLE
 from pipeswitch.client.client import Client
-from pipeswitch.failpoints import VARIABLE
 from pipeswitch.testing import RunningServer, server
 
 from ..process.tools import MARK, Checked, gone, kill, marked_pids

@@ -12,7 +12,7 @@ import os
 import struct
 from typing import Any
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.graphs import bundle
 
 from .target import Codec, Target, join_frames, split_frames

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from pipeswitch.commits import tagged
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput, RemoteProtocolError
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import RECORD_NAME, CommitRecord, load_commit
 from pipeswitch.commits.image import (
@@ -29,7 +30,6 @@ from pipeswitch.commits.image import (
     parse_image,
     safetensors_head,
 )
-from pipeswitch.errors import InvalidInput, RemoteProtocolError
 
 from .target import JSON_FRAMES, Target, join_frames, split_frames
 

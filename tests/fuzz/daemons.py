@@ -15,8 +15,9 @@ import msgspec
 
 from memory_daemon import daemon as daemon_module
 from memory_daemon.daemon import Daemon
+from pipeswitch.base.errors import RemoteProtocolError
+from pipeswitch.base.lane import Failed, Work
 from pipeswitch.commits.area import HEADER_BYTES, create_area
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.base import ByteRange, Epoch, Exit, JobName, Message, ModelName, Ping
 from pipeswitch.ipc.messages.daemon import (
@@ -31,7 +32,6 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.lane import Failed, Work
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 

@@ -16,7 +16,8 @@ import re
 from collections import Counter, defaultdict
 from typing import Any
 
-from pipeswitch.errors import InvalidInput, ModelNotFound
+from pipeswitch.base.errors import InvalidInput, ModelNotFound
+from pipeswitch.base.roles import Role, Standing
 from pipeswitch.gateway.admin.api import Api
 from pipeswitch.gateway.admin.ui import Page
 from pipeswitch.gateway.callers import Callers
@@ -26,7 +27,6 @@ from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import Aside
-from pipeswitch.roles import Role, Standing
 
 from .target import Codec, Target, join_frames, split_frames
 

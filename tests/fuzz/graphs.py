@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.graphs.bundle import Graph, decode_graph
 from pipeswitch.programs.graphs.graph import CompiledGraph, check_no_mutation, check_on_meta
 from pipeswitch.programs.interface.dims import corners

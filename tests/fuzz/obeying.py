@@ -11,8 +11,8 @@ import os
 import threading
 from typing import Any
 
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits.area import create_area
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.gate import Gate, GateState

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.base import Exit, Slot
 from pipeswitch.ipc.messages.daemon import DaemonSettings

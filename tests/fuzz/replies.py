@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeswitch.base.errors import PipeSwitchError, RemoteProtocolError
 from pipeswitch.client.calls import _error, _reply
 from pipeswitch.client.tensors import from_reply
-from pipeswitch.errors import PipeSwitchError, RemoteProtocolError
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import (
     MAGIC,

@@ -19,15 +19,15 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.config import Config, ServerConfig
-from pipeswitch.errors import ServerUnavailable
+from pipeswitch.base.config import Config, ServerConfig
+from pipeswitch.base.errors import ServerUnavailable
+from pipeswitch.base.lane import Failed, Lane, Work
+from pipeswitch.base.roles import ANYONE, OWNER, Role, Standing
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.listeners import Listener
 from pipeswitch.frontend.transport.peers import Shares, StreamPeer
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.lane import Failed, Lane, Work
-from pipeswitch.roles import ANYONE, OWNER, Role, Standing
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
 from pipeswitch.wire.frames import (
     INLINE,

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.frontend.transport.replies import output_outside, reply_frames
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.base import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeswitch.errors import TaskFailed
+from pipeswitch.base.errors import TaskFailed
 from pipeswitch.testing import RunningServer, server
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
+from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.scheduler import events as ev

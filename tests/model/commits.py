@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits.area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.simulator.device import Image, SimulatedArea, Violation, image_of, require
 
 from .channel import IMAGE_BYTES

@@ -8,8 +8,8 @@ from typing import Any
 
 from memory_daemon.commits import Commits
 from memory_daemon.transmit import TransmitGuard
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.orders import check_range
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import Message
 from pipeswitch.ipc.messages.daemon import (
     CommitCopy,

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from pipeswitch.errors import PipeSwitchError
+from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.programs.build.naming import named_inputs
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.operators import OVERLOADS

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pipeswitch.base.config import NAME_PATTERN
 from pipeswitch.client.client import FINAL_JOB_STATES
-from pipeswitch.config import NAME_PATTERN
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 
 OK: Final = "ok"

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import torch
 
+from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.base.failpoints import REACHED
 from pipeswitch.client.client import FINAL_JOB_STATES, Client
-from pipeswitch.errors import PipeSwitchError
-from pipeswitch.failpoints import REACHED
 
 from ..chaos.history import History
 from ..chaos.stage import Stage

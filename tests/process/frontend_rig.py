@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 import pipeswitch as ps
-from pipeswitch.config import Config, ServerConfig
+from pipeswitch.base.config import Config, ServerConfig
+from pipeswitch.base.roles import Role
 from pipeswitch.frontend.frontend import Frontend, Posted
 from pipeswitch.gateway.keyed import KeyedDoor
 from pipeswitch.ipc.board import sealed_memfd
@@ -24,7 +25,6 @@ from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.gateway import KeyedSettings
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.roles import Role
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.bill import Bill
 

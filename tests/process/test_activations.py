@@ -24,7 +24,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.errors import InvalidInput, TaskFailed
+from pipeswitch.base.errors import InvalidInput, TaskFailed
 
 ENVIRONMENT: Final = {**OFTEN, "PIPESWITCH_DEVICE__LINK_GBPS": "0.5"}
 SCRIPT: Final = """

@@ -9,7 +9,7 @@ import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 from torch import nn
 
-from pipeswitch.errors import PipeSwitchError, RegistrationRefused
+from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused
 
 LONG_MS = 20_000.0  # a batch that is not full would wait for so long
 WORDS, WIDTH = 97, 1024

@@ -19,7 +19,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, is_bit_equal, kill, mlp, until, write_script
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 
 WIDTH = 64
 TEXTS = {"text": (((1, 8),), "bytes")}

@@ -24,9 +24,9 @@ import torch
 from process_tools import ray_of_its_own
 
 from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
+from pipeswitch.base.errors import InvalidInput, ServerUnavailable
 from pipeswitch.client.cluster import connected_ray, placement_of, told
 from pipeswitch.cluster.placement_actor import start_nodes
-from pipeswitch.errors import InvalidInput, ServerUnavailable
 from pipeswitch.wire.addresses import is_loopback, parse_listen
 
 pytestmark = [

@@ -21,7 +21,7 @@ import torch
 from process_tools import ray_of_its_own, until
 
 from pipeswitch import Client
-from pipeswitch.roles import ANYONE
+from pipeswitch.base.roles import ANYONE
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 from tests.process.test_cluster import Cluster, wait_for
 from tests.process.test_completions import PROMPT, made

@@ -21,8 +21,8 @@ import torch
 from process_tools import ray_of_its_own, until
 
 from pipeswitch import Client
+from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.client.cluster import connected_ray, placement_of, told
-from pipeswitch.errors import PipeSwitchError
 from tests.process.figures import publish
 
 pytestmark = [

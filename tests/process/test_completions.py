@@ -17,7 +17,8 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, until
 
-from pipeswitch.errors import InvalidInput, PipeSwitchError, SequenceNotFound
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, SequenceNotFound
+from pipeswitch.base.roles import ANYONE
 from pipeswitch.gateway.openai import texts
 from pipeswitch.gateway.openai.text_process import Begin, Came, Wrong
 from pipeswitch.gateway.openai.text_process import Texts as TextProcess
@@ -25,7 +26,6 @@ from pipeswitch.programs.decoding.answer import Ending
 from pipeswitch.programs.decoding.generating import Facts
 from pipeswitch.programs.decoding.generation import packed_tokenizer
 from pipeswitch.programs.decoding.sampling import Sampling
-from pipeswitch.roles import ANYONE
 from tests.models.words import trained
 
 openai = pytest.importorskip("openai")

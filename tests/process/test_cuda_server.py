@@ -19,8 +19,8 @@ import process_tools as tools
 import pytest
 import torch
 
+from pipeswitch.base.errors import InvalidInput, TaskFailed
 from pipeswitch.client.client import FINAL_JOB_STATES
-from pipeswitch.errors import InvalidInput, TaskFailed
 
 TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)

@@ -32,15 +32,15 @@ from process_tools import (
 )  # fmt: skip
 
 from memory_daemon.store import UnusableModel, load_model
+from pipeswitch.base.config import load
+from pipeswitch.base.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit
-from pipeswitch.config import load
 from pipeswitch.controller.folders import Places
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.kinds import choose_devices
-from pipeswitch.errors import ConfigError, PipeSwitchError, RegistrationRefused
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
 from pipeswitch.scheduler import events as ev

@@ -21,7 +21,7 @@ import pytest
 import torch
 from process_tools import checked_server
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build import decoder as decoder_module
 from pipeswitch.programs.build.decoder import Decoder
 from pipeswitch.programs.build.export import export_decoder_to_bundle

@@ -25,6 +25,7 @@ import torch
 from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
+from pipeswitch.base.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.devices import view as view_module
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.devices.cpu.view import CpuPoolView
@@ -37,7 +38,6 @@ from pipeswitch.devices.cuda.torch import CudaTorch
 from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.view import PoolView
-from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.ipc.messages.base import ByteRange, Epoch, ModelName
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.base.failpoints import POINTS, VARIABLE
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.commits.files import load_commit
-from pipeswitch.errors import PipeSwitchError
-from pipeswitch.failpoints import POINTS, VARIABLE
 from tests.process.figures import publishing, say
 from tests.process.tools import (
     DIGESTED,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pipeswitch as ps
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories

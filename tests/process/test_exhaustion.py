@@ -22,7 +22,7 @@ import torch
 from frontend_rig import FakeScheduler, until
 
 from pipeswitch import Client
-from pipeswitch.errors import ServerUnavailable
+from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.frames import INLINE, pack_table
 

@@ -20,7 +20,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.ipc.channel import channel_pair

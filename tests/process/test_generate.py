@@ -19,9 +19,9 @@ import torch
 from click.testing import CliRunner
 from process_tools import Checked, checked_server, kill, start_endless_job, until
 
+from pipeswitch.base.errors import DeadlineExceeded, InvalidInput, PipeSwitchError
 from pipeswitch.cli.main import main
 from pipeswitch.client import Client
-from pipeswitch.errors import DeadlineExceeded, InvalidInput, PipeSwitchError
 from tests.models.words import trained
 
 transformers = pytest.importorskip("transformers")

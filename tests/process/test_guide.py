@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch import config, testing
+from pipeswitch import testing
+from pipeswitch.base import config
 
 ROOT = Path(__file__).parents[2]
 GUIDE = set(ROOT.glob("docs/guide/*.md")) - {ROOT / "docs/guide/trainers.md"}  # test_trainers

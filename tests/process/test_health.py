@@ -17,8 +17,8 @@ import process_tools as tools
 import pytest
 import torch
 
+from pipeswitch.base.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.client.client import Client
-from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
 
 X = torch.ones(1, 16)
 

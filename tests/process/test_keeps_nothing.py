@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.fresh import Fresh
 from pipeswitch.programs.build.program import build

@@ -19,14 +19,14 @@ from frontend_rig import DEADLINE_S, FakeScheduler, until
 from process_tools import checked_server
 
 import pipeswitch as ps
+from pipeswitch.base.config import ServerConfig
+from pipeswitch.base.roles import ANYONE
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.keyed import ZmqLink
-from pipeswitch.config import ServerConfig
 from pipeswitch.frontend.transport.listeners import open_listeners
 from pipeswitch.gateway import keyed
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
-from pipeswitch.roles import ANYONE
 from pipeswitch.scheduler.events import InferArrived, Publish
 from pipeswitch.wire.frames import (
     MAGIC,

@@ -22,11 +22,11 @@ import pytest
 from frontend_rig import FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
+from pipeswitch.base.roles import OWNER
 from pipeswitch.client import looped
 from pipeswitch.client.links import StreamLink
 from pipeswitch.client.tensors import from_reply, to_frames
 from pipeswitch.frontend.transport.peers import MAX_SHARES, Shares, StreamPeer
-from pipeswitch.roles import OWNER
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
 from pipeswitch.wire.stream import Share, Stream
 from tests.raw_peer import RawPeer

@@ -20,7 +20,7 @@ from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, unt
 from torch import nn
 
 import pipeswitch as ps
-from pipeswitch import errors
+from pipeswitch.base import errors
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 256

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
-from pipeswitch.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.frontend import admission
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.files import convert, convert_weights

@@ -20,7 +20,7 @@ from process_tools import (
     until,
 )
 
-from pipeswitch.errors import (
+from pipeswitch.base.errors import (
     DeviceBusy,
     InvalidInput,
     ModelNotFound,

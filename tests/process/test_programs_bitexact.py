@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeswitch.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
+from pipeswitch.base.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
 from pipeswitch.planning.grouping import Plan
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.build.export import export_module_to_bundle

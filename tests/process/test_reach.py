@@ -15,7 +15,7 @@ import torch
 from process_tools import Checked, checked_server, write_script
 from torch import nn
 
-from pipeswitch.errors import WorkerLost
+from pipeswitch.base.errors import WorkerLost
 
 PEEKERS = """
     import torch

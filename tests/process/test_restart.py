@@ -8,8 +8,8 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
-from pipeswitch.errors import ModelNotFound, RegistrationRefused
-from pipeswitch.failpoints import VARIABLE
+from pipeswitch.base.errors import ModelNotFound, RegistrationRefused
+from pipeswitch.base.failpoints import VARIABLE
 
 MODULE = mlp(64, 2, 1)
 X = torch.linspace(-1, 1, 64).reshape(1, 64)

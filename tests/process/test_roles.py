@@ -14,9 +14,9 @@ from frontend_rig import FakeScheduler, until
 from process_tools import command
 
 import pipeswitch as ps
+from pipeswitch.base.roles import MODEL_FACTS, Role, in_order
 from pipeswitch.frontend.transport.clients import Counters
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.roles import MODEL_FACTS, Role, in_order
 from pipeswitch.scheduler.events import Publish
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import decode_reply

@@ -14,8 +14,8 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
+from pipeswitch.base.errors import DeadlineExceeded
 from pipeswitch.cli.common import EXIT_INTERRUPTED
-from pipeswitch.errors import DeadlineExceeded
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.wire.frames import WireTensor

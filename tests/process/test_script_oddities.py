@@ -13,8 +13,8 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, finish, mlp, run_plain, until, write_script
 
+from pipeswitch.base.errors import InvalidInput, TaskFailed
 from pipeswitch.cli.main import main
-from pipeswitch.errors import InvalidInput, TaskFailed
 
 SEED = 1121
 ENVIRONMENT = {

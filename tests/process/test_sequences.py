@@ -14,7 +14,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, kill, mlp, until
 
-from pipeswitch.errors import InvalidInput, RegistrationRefused, SequenceNotFound
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused, SequenceNotFound
 from tests.models.sequences import CELL, RECALLS, WIDTH, Cell, Recalls, seeded
 
 STEPS = 40

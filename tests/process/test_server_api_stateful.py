@@ -42,13 +42,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RemoteProtocolError
+from pipeswitch.base.roles import Role
 from pipeswitch.client.client import FINAL_JOB_STATES, Client
 from pipeswitch.client.connection import Connection
-from pipeswitch.errors import InvalidInput, PipeSwitchError, RemoteProtocolError
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
-from pipeswitch.roles import Role
 from pipeswitch.testing import RunningServer, server
 from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
 from tests.process.figures import publishing

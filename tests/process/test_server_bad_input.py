@@ -11,7 +11,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, command, eager, is_bit_equal, mlp
 
-from pipeswitch.errors import InvalidInput, RegistrationRefused, TaskFailed
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused, TaskFailed
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)
 

@@ -12,7 +12,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch.errors import PipeSwitchError, ServerUnavailable
+from pipeswitch.base.errors import PipeSwitchError, ServerUnavailable
 
 SLOW_LINK = ("--link-gbps", "0.05")  # GB/s: 32 MB are on their way for more than half a second
 WIDE = 1024

@@ -9,7 +9,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch.errors import InvalidInput, TaskFailed
+from pipeswitch.base.errors import InvalidInput, TaskFailed
 
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",  # kills must not stop all progress

@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 from process_tools import Checked, checked_server, finish, kill, run_plain, until, write_script
 
+from pipeswitch.base.errors import TaskFailed
 from pipeswitch.client.client import Task
-from pipeswitch.errors import TaskFailed
 
 BATCHES: Final = 8  # of a pass
 

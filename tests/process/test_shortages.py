@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from benchmarks.gateway import infer_message
-from pipeswitch import errors
+from pipeswitch.base import errors
 
 grpc = pytest.importorskip("grpc", reason="make installs it")
 

@@ -15,7 +15,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.programs.build.export import export_module_to_bundle
 
 WIDTH = 64

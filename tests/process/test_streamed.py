@@ -10,7 +10,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
+from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
 WIDE = 1024
 DEPTH = 30  # 120 MiB

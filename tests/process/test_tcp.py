@@ -20,12 +20,12 @@ import pytest
 from frontend_rig import DEADLINE_S, FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
+from pipeswitch.base.config import Config
+from pipeswitch.base.lane import Lane
 from pipeswitch.client.connection import Connection
-from pipeswitch.config import Config
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.connections import SESSIONLESS_BYTES
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.lane import Lane
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire import frames

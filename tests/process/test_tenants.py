@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeswitch.base.errors import TaskFailed
 from pipeswitch.client.client import Client
-from pipeswitch.errors import TaskFailed
 from pipeswitch.sandbox.confine import missing
 from pipeswitch.testing import server
 

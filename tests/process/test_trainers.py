@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from pipeswitch import job
-from pipeswitch.errors import InvalidInput, TaskPreempted
+from pipeswitch.base.errors import InvalidInput, TaskPreempted
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
 from tests.process.tools import (
     Checked,

@@ -24,11 +24,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeswitch import job
+from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.devices.cpu.copies import CpuCopies
-from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
 from workers.training.session import TrainingSession
 from workers.training.snapshot import Captured, captured

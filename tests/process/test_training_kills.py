@@ -22,8 +22,8 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
 
+from pipeswitch.base.failpoints import VARIABLE
 from pipeswitch.client.client import Task
-from pipeswitch.failpoints import VARIABLE
 from pipeswitch.planning.fit import quantile
 from tests.process.figures import publishing, say
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from pipeswitch import job
-from pipeswitch.errors import (
+from pipeswitch.base.errors import (
     InvalidInput,
     OutOfDeviceMemory,
     ServerUnavailable,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from pipeswitch.errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 
 
 @pytest.fixture(scope="module")

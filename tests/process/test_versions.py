@@ -20,9 +20,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from pipeswitch.base.errors import (
+    InvalidInput,
+    ModelNotFound,
+    RegistrationRefused,
+    ServerUnavailable,
+)
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client, Task
-from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused, ServerUnavailable
 from tests.chaos.stage import free_port
 
 TRAIN = """

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.client.model_sources import check_program_options
-from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import load_source

@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 
 import psutil
 
+from pipeswitch.base.errors import TaskFailed
+from pipeswitch.base.roles import Role
 from pipeswitch.client.client import FINAL_JOB_STATES, Task
-from pipeswitch.errors import TaskFailed
-from pipeswitch.roles import Role
 from pipeswitch.testing import RunningServer, server
 
 DEADLINE_S = 30.0

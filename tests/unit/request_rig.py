@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeswitch.base.roles import LEAST
 from pipeswitch.client.client import Client
 from pipeswitch.ipc.board import BOARD_BYTES, Board, new_bell, sealed_memfd
 from pipeswitch.ipc.channel import channel_pair
@@ -30,7 +31,6 @@ from pipeswitch.ipc.messages.base import Exit, SlabTensor
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
-from pipeswitch.roles import LEAST
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
 from workers.main import Worker

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.admission import Admitted
 from pipeswitch.frontend.request_pool import RequestPool, Room

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from pipeswitch.base.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.devices.cpu.copies import CpuCopies
-from pipeswitch.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.ipc.gate import Gate, GateState
 from workers.training.activations import Activations
 from workers.training.copy_lane import CopyLanes

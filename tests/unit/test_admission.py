@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import DeadlineExceeded, QueueFull
+from pipeswitch.base.errors import DeadlineExceeded, QueueFull
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.scheduler import events as ev

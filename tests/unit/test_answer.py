@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.programs.decoding.answer import Answer, Ending
 from pipeswitch.programs.decoding.generating import Facts, Generating
 from pipeswitch.programs.decoding.sampling import Sampling, next_token

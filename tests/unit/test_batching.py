@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pipeswitch.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
+from pipeswitch.base.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import Choosing, InferenceDone, RunInference
 from pipeswitch.programs.decoding.generation import PADS

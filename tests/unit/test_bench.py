@@ -13,7 +13,7 @@ from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
 from benchmarks.trials import Arm, Run, interleave
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.kserve.protos import INFERENCE
 from pipeswitch.planning.fit import quantile
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import pytest
 
-from pipeswitch.config import LogConfig
+from pipeswitch.base.config import LogConfig
+from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.request_log import Complaints, RequestLog
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.transport.clients import Client
@@ -30,7 +31,6 @@ from pipeswitch.ipc.messages.worker import (
     Parked,
     WorkerReady,
 )
-from pipeswitch.roles import OWNER
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.events import Answer
 from pipeswitch.wire.frames import RequestHeader

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import Epoch, ModelName
 from pipeswitch.ipc.messages.builder import BuildSettings

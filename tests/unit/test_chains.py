@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import AlreadyExists, InvalidInput
+from pipeswitch.base.errors import AlreadyExists, InvalidInput
+from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.chains import Chain, Step, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import ChainAsked, Token
 from pipeswitch.wire.bill import Bill, of_steps
 from pipeswitch.wire.frames import RequestHeader

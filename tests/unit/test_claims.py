@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.controller.builds import Builds
 from pipeswitch.controller.folders import Places
-from pipeswitch.errors import RegistrationRefused
 from pipeswitch.ipc.messages.base import Epoch, Exit, Message, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from pipeswitch.programs.decoding.generation import PADS

@@ -20,6 +20,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from pipeswitch.base.config import Config
+from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli import views
 from pipeswitch.cli.main import main
@@ -27,9 +29,7 @@ from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.tensors import Signature
-from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
-from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.programs.interface.signature import parse_input
@@ -503,7 +503,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = (
-        "import sys; from pipeswitch.errors import RegistrationRefused; "
+        "import sys; from pipeswitch.base.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
     monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # what it says, without torch

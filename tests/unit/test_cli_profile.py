@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.cli import profile as cli_profile
-from pipeswitch.errors import InvalidInput, ModelNotFound
 from pipeswitch.planning.fit import MIB
 from pipeswitch.planning.measuring import Measurement, Program, Run
 from pipeswitch.planning.planned import plan_of, predict

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.client import calls
 from pipeswitch.client.calls import AnyLink, Calls
 from pipeswitch.wire.frames import MAGIC, ReplyHeader, encode_header

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeswitch.base.errors import TaskFailed
 from pipeswitch.client.measuring import Requests, measure
 from pipeswitch.client.tensors import Signature
-from pipeswitch.errors import TaskFailed
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
 

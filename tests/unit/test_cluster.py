@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.cli.cluster import _check_token
 from pipeswitch.client import cluster
 from pipeswitch.client.client import Client

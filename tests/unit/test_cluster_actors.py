@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeswitch.base.errors import ModelNotFound, ServerUnavailable
 from pipeswitch.client.holders import Table
 from pipeswitch.cluster import leases, lives, node_actor, placement_actor, ray_nodes
 from pipeswitch.cluster.jobs import write_whole
 from pipeswitch.cluster.node_actor import Node
 from pipeswitch.cluster.placement_actor import Placement
 from pipeswitch.cluster.scaling import Scale
-from pipeswitch.errors import ModelNotFound, ServerUnavailable
 
 HOME = lives.Copy(life=1, state="home")
 

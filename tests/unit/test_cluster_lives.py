@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.cluster.jobs import NodeJobs
 from pipeswitch.cluster.lives import Copy, Order, homeless, homes_of, last_life, lost, orders
-from pipeswitch.errors import InvalidInput
 
 NODES = ("a", "b", "c")
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import pipeswitch
-from pipeswitch import codec
+from pipeswitch.base import codec
 
 
 @pytest.mark.parametrize("value", [None, "", "\u00e9" * 50, {"b": [1.5], "a": {}}, ["x" * 99] * 99])

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits import area as commit_area
 from pipeswitch.commits import files as commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
@@ -21,7 +22,6 @@ from pipeswitch.commits.files import (
     remove_unnamed,
     write_commit,
 )
-from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 
 SLOT_BYTES = 10_000

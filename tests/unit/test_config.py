@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from pipeswitch.config import (
+from pipeswitch.base.config import (
     POLICIES,
     PRIORITIES,
     SECTIONS,
@@ -25,9 +25,9 @@ from pipeswitch.config import (
     schema,
     settings,
 )
-from pipeswitch.errors import ConfigError
-from pipeswitch.roles import Role
-from pipeswitch.units import Amount, format_bytes, parse_ms, parse_size
+from pipeswitch.base.errors import ConfigError
+from pipeswitch.base.roles import Role
+from pipeswitch.base.units import Amount, format_bytes, parse_ms, parse_size
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.errors import InvalidInput, RegistrationRefused
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.contracts import (
     CONTRACTS,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from fake_cuda import World
 
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.devices.cuda import bindings
 from pipeswitch.devices.cuda.examine import has_driver_library
-from pipeswitch.errors import ConfigError
 
 
 def cuda_of(world: World) -> bindings.Cuda:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.config import Config, DeviceConfig, SecurityConfig
+from pipeswitch.base.config import Config, DeviceConfig, SecurityConfig
+from pipeswitch.base.errors import ConfigError, PipeSwitchError
 from pipeswitch.controller.setup import _separates_tenants, sizes_of
 from pipeswitch.devices import ChosenDevice, kinds
 from pipeswitch.devices.cuda import examine as cuda_examine
@@ -17,7 +18,6 @@ from pipeswitch.devices.cuda.examine import examine
 from pipeswitch.devices.cuda.kind import GIB, CudaKind
 from pipeswitch.devices.cuda.ladder import TESTS
 from pipeswitch.devices.kinds import facts_of
-from pipeswitch.errors import ConfigError, PipeSwitchError
 
 GPU = ChosenDevice(kind=CudaKind(), name="cuda:0", uuid="GPU-1", title="Fake GPU")
 

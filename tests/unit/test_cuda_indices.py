@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_cuda.host_torch import TapeRecorder
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.indices import check_indices, index_limits
-from pipeswitch.errors import InvalidInput
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec

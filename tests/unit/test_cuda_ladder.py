@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.config import DeviceConfig
+from pipeswitch.base.config import DeviceConfig
+from pipeswitch.base.errors import ConfigError
+from pipeswitch.base.units import Amount
 from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
 from pipeswitch.devices.cuda.ladder import REQUIRED, TESTS, Ladder, Outcome, Wishes, choose
-from pipeswitch.errors import ConfigError
-from pipeswitch.units import Amount
 
 ALL_GOOD = {name: Outcome(True) for name in TESTS}
 GIB = 1 << 30

@@ -15,6 +15,7 @@ import torch
 from fake_cuda import Stream, World
 from fake_cuda.host_torch import HostTorch, TapeRecorder
 
+from pipeswitch.base.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.devices.cuda import view as cuda_view
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
@@ -23,7 +24,6 @@ from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import CudaPoolView
-from pipeswitch.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract

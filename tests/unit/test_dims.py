@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.errors import InvalidInput, RegistrationRefused
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.frontend.admission import Body, check_infer
 from pipeswitch.frontend.registration import check
 from pipeswitch.programs.graphs.bundle import ValueSpec, check_signature, decode_graph

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeswitch.base.units import Amount
 from pipeswitch.commits.files import write_commit
 from pipeswitch.frontend.disk import Disk
-from pipeswitch.units import Amount
 
 
 def size(size_bytes: int) -> Amount:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from pipeswitch import launch
+from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
-from pipeswitch.errors import ServerUnavailable
 from pipeswitch.gateway.openai.texts import Talk
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
 from pipeswitch.ipc.messages.base import Epoch, Ping

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch import failpoints
-from pipeswitch.failpoints import POINTS, REACHED, VARIABLE, Injected
+from pipeswitch.base import failpoints
+from pipeswitch.base.failpoints import POINTS, REACHED, VARIABLE, Injected
 from tests.process.failpoint_tour import TOUR
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.errors import TaskPreempted
+from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate, GateState, Where
 
 S = GateState

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("httptools", reason="make installs it")
 
-from pipeswitch.errors import ModelNotFound, PipeSwitchError
+from pipeswitch.base.errors import ModelNotFound, PipeSwitchError
+from pipeswitch.base.roles import Role, Standing
 from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
 from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
 from pipeswitch.gateway.callers import Callers
@@ -20,7 +21,6 @@ from pipeswitch.gateway.http.server import Answer, Head, answered
 from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import Aside
-from pipeswitch.roles import Role, Standing
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}
 OWNER = "the-owners-own-token"

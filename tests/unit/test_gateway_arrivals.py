@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="make installs it")
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.base.errors import QueueFull
+from pipeswitch.base.shares import Shares
 from pipeswitch.gateway.kserve.arrivals import Arrivals
-from pipeswitch.shares import Shares
 
 SIZE = 400 << 20
 ALONE = SIZE * 3 // 4

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.errors import (
+from pipeswitch.base.errors import (
     ERRORS_BY_NAME,
     ConfigError,
     ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
 )
+from pipeswitch.base.roles import ALL_ROLES, ANYONE, LEAST, Role, Standing
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.gateway.callers import Callers, require, told
 from pipeswitch.gateway.refusals import Unauthenticated, WrongHost, as_ours, body_of, status_of
-from pipeswitch.roles import ALL_ROLES, ANYONE, LEAST, Role, Standing
 from pipeswitch.wire.tokens import read_tokens
 
 TOKEN = "0123456789abcdef"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.openai.completions import MAX_FIELDS, Asked, Said, _said
 from pipeswitch.gateway.openai.text_process import parsed
 

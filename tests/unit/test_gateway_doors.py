@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.config import GatewayConfig
+from pipeswitch.base.config import GatewayConfig
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.controller.gateway import Gateway
-from pipeswitch.errors import ConfigError
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 
 TOKENS = "ops 0123456789abcdef operate"

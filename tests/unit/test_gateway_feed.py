@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.base.errors import QueueFull
 from pipeswitch.gateway.http import feed as feeds
 from pipeswitch.gateway.http.feed import Feed, Reader
 

@@ -16,7 +16,8 @@ pytest.importorskip("grpc", reason="make installs it")
 
 import grpc.aio
 
-from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
+from pipeswitch.base.errors import ERRORS_BY_NAME, InvalidInput
+from pipeswitch.base.shares import ALPHA, Shares
 from pipeswitch.gateway.kserve import grpc as grpc_module
 from pipeswitch.gateway.kserve.arrivals import Arrivals
 from pipeswitch.gateway.kserve.grpc import (
@@ -37,7 +38,6 @@ from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.serving.oip import DATATYPES, InferRequest, Output, config
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.gateway.sharing import CROWD, Shared
-from pipeswitch.shares import ALPHA, Shares
 from pipeswitch.wire.frames import MAX_TENSORS
 
 ARRIVALS = Arrivals(Shares(1 << 20), lambda peers: {})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("httptools", reason="make installs it")
 
-from pipeswitch.errors import DeadlineExceeded
+from pipeswitch.base.errors import DeadlineExceeded
 from pipeswitch.gateway import sharing
 from pipeswitch.gateway.http import server as http
 from pipeswitch.gateway.http.server import Answer, Connection, Head, HttpServer, Limits, json_answer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.client.calls import Reply
 from pipeswitch.gateway.serving import nodes as module
 from pipeswitch.gateway.serving.nodes import Nodes

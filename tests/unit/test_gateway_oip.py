@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.refusals import TooLarge
 from pipeswitch.gateway.serving import oip
 
@@ -289,8 +289,8 @@ def test_a_model_whose_requests_are_joined_says_so_as_triton_does() -> None:
 
 
 def test_every_dtype_of_the_wire_has_a_datatype() -> None:
+    from pipeswitch.base.texts import BYTES
     from pipeswitch.programs.interface.layout import ITEM_BYTES
-    from pipeswitch.texts import BYTES
 
     assert oip.DATATYPE_OF.keys() == {*ITEM_BYTES, BYTES}
 

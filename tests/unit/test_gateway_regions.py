@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
+from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
+from pipeswitch.base.roles import OWNER, Role, Standing
 from pipeswitch.gateway.refusals import NotFound, TooLarge
 from pipeswitch.gateway.serving.oip import InferRequest, Output, Place, RequestedOutput, place_of
 from pipeswitch.gateway.serving.regions import FOLDER, MAX_REGIONS, Regions
-from pipeswitch.roles import OWNER, Role, Standing
 from tests.open_files import open_files
 
 SIZE = 10_000

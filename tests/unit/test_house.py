@@ -24,59 +24,45 @@ TOPS = (*CODE, "benchmarks")
 # it names. Folders of pipeswitch/ go without their first part.
 MAY_IMPORT: Mapping[str, str] = {
     # What everything else speaks of.
-    "errors": "",
-    "units": "",
-    "texts": "errors",
-    "machine": "",
-    "codec": "",
-    "failpoints": "",
-    "lane": "errors",
+    "base": "",
+    "errors": "base",
     "sandbox": "",
-    "roles": "errors",
-    "shares": "errors",
-    "config": "errors units",
     "planning": "",
-    "wire": "codec config errors roles",
-    "tracing": "wire",
-    "ipc": "errors failpoints wire",
-    "programs": "errors planning units texts",
-    "commits": "errors failpoints ipc machine",
-    "inputs": "commits errors",
-    "job": "errors inputs units",
+    "wire": "base",
+    "ipc": "base wire",
+    "programs": "base planning",
+    "commits": "base ipc",
+    "inputs": "base",
+    "job": "base inputs",
     # The decisions.
     "scheduler/policies": "planning",
-    "scheduler": "errors ipc planning programs scheduler/policies shares wire",
-    "simulator": "errors ipc planning programs scheduler scheduler/policies",
-    "policies": "config errors scheduler/policies",
+    "scheduler": "base ipc planning programs scheduler/policies wire",
+    "simulator": "base ipc planning programs scheduler scheduler/policies",
+    "policies": "base scheduler/policies",
     "watchdog": "policies",
     # The device, and the processes that touch it.
-    "devices": "config errors failpoints ipc programs units",
-    "programs/build": "commits devices errors failpoints ipc programs sandbox units",
-    "memory_daemon/": "commits devices errors failpoints ipc lane programs units",
-    "workers/inference/": "devices errors failpoints ipc programs",
-    "workers/training/": "commits devices errors failpoints inputs ipc job machine planning "
-    "programs units",
-    "workers/": "devices errors failpoints ipc machine programs sandbox units workers/inference/ "
-    "workers/training/ texts",
-    "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
+    "devices": "base ipc programs",
+    "programs/build": "base commits devices ipc programs sandbox",
+    "memory_daemon/": "base commits devices ipc programs",
+    "workers/inference/": "base devices ipc programs",
+    "workers/training/": "base commits devices inputs ipc job planning programs",
+    "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
+    "launch": "base ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "commits config errors failpoints ipc job lane machine programs roles scheduler "
-    "shares units wire texts",
-    "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
-    "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
+    "frontend": "base commits ipc job programs scheduler wire",
+    "controller": "base commits devices frontend inputs ipc launch planning policies programs "
+    "programs/build sandbox scheduler watchdog wire",
     # Its users.
-    "client": "commits errors programs programs/build tracing wire texts",
-    "__init__": "client errors job wire",
-    "cluster": "client commits config controller errors ipc roles scheduler/policies simulator "
-    "wire",
+    "client": "base commits programs programs/build wire",
+    "__init__": "base client job wire",
+    "cluster": "base client commits controller ipc scheduler/policies simulator wire",
     "testing": "client simulator",
-    "gateway": "client codec errors frontend ipc machine programs roles sandbox shares tracing "
-    "units wire texts",
-    "cli": "__init__ client cluster config devices errors ipc job launch machine planning policies "
-    "programs roles sandbox scheduler simulator units watchdog wire texts",
-    "demo": "__init__ cli client errors job machine planning programs programs/build testing",
-    "benchmarks/": "cli client devices errors ipc job machine planning programs "
-    "programs/build scheduler simulator testing wire",
+    "gateway": "base client frontend ipc programs sandbox wire",
+    "cli": "__init__ base client cluster devices ipc job launch planning policies programs "
+    "sandbox scheduler simulator watchdog wire",
+    "demo": "__init__ base cli client job planning programs programs/build testing",
+    "benchmarks/": "base cli client devices ipc job planning programs programs/build scheduler "
+    "simulator testing wire",
 }
 
 # The same inside the scheduler: what it remembers lies below what decides. Files beside the folders

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pipeswitch import job
-from pipeswitch.errors import InvalidInput, SharedInputRefused
+from pipeswitch.base.errors import InvalidInput, SharedInputRefused
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.ring import HEAD_BYTES, Ring
 from pipeswitch.inputs.table import SHARERS_BYTE

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipeswitch.errors import SharedInputRefused
+from pipeswitch.base.errors import SharedInputRefused
 from pipeswitch.inputs.table import READY, Found, Label, Load, Table, Wait
 
 FACTS = {"samples": "100", "seed": "0"}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.base.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
 from pipeswitch.commits.progress import Life, read_life
-from pipeswitch.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
-from pipeswitch.errors import PipeSwitchError
 from pipeswitch.ipc.messages.base import Epoch, JobName, Message, StepCommitted, Turn
 from pipeswitch.ipc.messages.worker import CommitStep, JobReport, RunJob
 from workers.training.host import JobHost

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeswitch import job
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 
 
 @pytest.fixture(autouse=True)

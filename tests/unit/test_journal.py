@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.controller import journal
 from pipeswitch.controller.folders import TRASH_KEPT_S, Places
 from pipeswitch.controller.journal import BACKUPS, DIGEST_COLUMN, FILE_NAME, JournalFile
-from pipeswitch.errors import ConfigError
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, ServerUnavailable
+from pipeswitch.base.lane import Lane
 from pipeswitch.controller.effects import Tracer
 from pipeswitch.controller.shared_memory import close_soon
-from pipeswitch.errors import HostStoreFull, PipeSwitchError, ServerUnavailable
-from pipeswitch.lane import Lane
 from pipeswitch.scheduler.events import Token
 from pipeswitch.scheduler.timeline import Timeline
 from tests.open_files import open_files

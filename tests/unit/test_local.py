@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.wire.frames import INLINE, MAX_HEADER_BYTES, MAX_TENSORS, pack_table, read_table
 from pipeswitch.wire.stream import Share, Stream

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.machine import RETURN_BYTES, RETURN_MAX_S, FreedMemory, available_bytes
+from pipeswitch.base.machine import RETURN_BYTES, RETURN_MAX_S, FreedMemory, available_bytes
 
 MIB = 1 << 20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.errors import InvalidInput, RegistrationRefused
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.programs.interface.matching import Given, match
 
 

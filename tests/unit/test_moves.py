@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.config import Config
+from pipeswitch.base.config import Config
 from pipeswitch.controller.setup import sizes_of
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind

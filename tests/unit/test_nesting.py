@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.base.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.client.calls import Reply
 from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
-from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.frontend.admission import check_infer
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.dynamic import asked_axes, working_end
 from pipeswitch.programs.interface.dims import Dim, Values
 

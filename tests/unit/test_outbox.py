@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.transport.clients import Client, Outgoing
 from pipeswitch.frontend.transport.outbox import SHORT_BYTES, SLOW_CLIENT_MS, Outbox
-from pipeswitch.roles import OWNER
 
 
 class FullPeer:

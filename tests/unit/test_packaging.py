@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeswitch.base.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
 from pipeswitch.cluster.ray_nodes import RESOURCE
-from pipeswitch.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.controller.gateway import DEFAULTS
 
 ROOT = Path(__file__).parents[2]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.errors import InvalidInput, PermissionDenied
+from pipeswitch.base.errors import InvalidInput, PermissionDenied
+from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend import admission
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.permissions import check_entry, check_source
-from pipeswitch.roles import OWNER
 
 
 def script(folder: Path, name: str) -> str:

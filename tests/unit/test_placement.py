@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.config import PLACEMENTS as CONFIGURED
+from pipeswitch.base.config import PLACEMENTS as CONFIGURED
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.config import POLICIES, parse
-from pipeswitch.errors import ConfigError
+from pipeswitch.base.config import POLICIES, parse
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.policies import find_policy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend.admission import CheckedInput
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.ipc.board import sealed_memfd

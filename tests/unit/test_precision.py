@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
-from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.precision import derive

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipeswitch.errors import TaskFailed
+from pipeswitch.base.errors import TaskFailed
 from pipeswitch.frontend.sequences.manager import IDLE_MS
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.scheduler.events import Answer, Token

@@ -18,15 +18,15 @@ from rich.console import Console
 
 import pipeswitch as ps
 from memory_daemon.main import log_to as log_daemon_to
+from pipeswitch.base.errors import to_wire
+from pipeswitch.base.units import printable
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
-from pipeswitch.errors import to_wire
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
 from pipeswitch.programs.graphs.bundle import is_name
-from pipeswitch.units import printable
 from pipeswitch.wire.register_request import RegisterRequest
 from workers.main import _log_to_stderr as log_worker_to
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import load
+from pipeswitch.base.config import load
+from pipeswitch.base.errors import ConfigError
 from pipeswitch.controller.folders import Places
 from pipeswitch.controller.main import serve
-from pipeswitch.errors import ConfigError
 from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
 
 OTHER_USER = 4711

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.graphs import bundle as bundle_module
 from pipeswitch.programs.graphs.bundle import METADATA_KEY, read_bundle, read_safetensors_header
 from pipeswitch.programs.graphs.operators import ALLOWED, split_target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.errors import LocalProtocolError, RegistrationRefused
+from pipeswitch.base.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.build.checking import same_bits
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.graph import (

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from pipeswitch.base.config import ModelConfig
+from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.base.roles import OWNER
 from pipeswitch.cli import common
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
-from pipeswitch.config import ModelConfig
 from pipeswitch.controller.restore import _configured
-from pipeswitch.errors import PipeSwitchError
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import RegisterAsked, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.config import LogConfig
-from pipeswitch.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
+from pipeswitch.base.config import LogConfig
+from pipeswitch.base.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
+from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.request_log import (
     FILE_NAME,
     LINES_PER_MINUTE,
@@ -26,7 +27,6 @@ from pipeswitch.frontend.sequences.manager import Sequences
 from pipeswitch.frontend.transport.clients import Client, Outgoing
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import Answer, Token
 from pipeswitch.wire.bill import Bill
 from pipeswitch.wire.frames import RequestHeader, decode_reply

@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 
 import pipeswitch as ps
-from pipeswitch.cli.server import _flag_tree, serve
-from pipeswitch.config import Config, load
-from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.transport.replies import told
-from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.roles import (
+from pipeswitch.base.config import Config, load
+from pipeswitch.base.roles import (
     ANYONE,
     LEAST,
     MODEL_FACTS,
@@ -27,6 +22,11 @@ from pipeswitch.roles import (
     in_order,
     parse_roles,
 )
+from pipeswitch.cli.server import _flag_tree, serve
+from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.frontend.transport.replies import told
+from pipeswitch.frontend.verbs import VERBS
+from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]

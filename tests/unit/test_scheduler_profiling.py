@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
+from pipeswitch.base.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile

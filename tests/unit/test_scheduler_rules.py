@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.ipc.messages.base import ModelName, StepCommitted
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed
 from pipeswitch.ipc.messages.daemon import (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeswitch.errors import InvalidInput, SequenceNotFound
+from pipeswitch.base.errors import InvalidInput, SequenceNotFound
 from pipeswitch.frontend.sequences.held import MAX_STEP_TOKENS, Asked
 from pipeswitch.frontend.sequences.prefixes import TOKEN_BYTES, History, Prefixes, tokens_of
 from pipeswitch.programs.interface.dims import Dim

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from pipeswitch.errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound
+from pipeswitch.base.roles import Standing
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
@@ -40,7 +41,6 @@ from pipeswitch.programs.decoding.generation import (
 from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec, aligned
-from pipeswitch.roles import Standing
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from pipeswitch.errors import InvalidInput, SequenceNotFound, TaskFailed
+from pipeswitch.base.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.request_pool import RequestPool, Room
 from pipeswitch.frontend.sequences.held import Asked, Held, asked_of

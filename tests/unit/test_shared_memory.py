@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import Config, SchedulerConfig
+from pipeswitch.base.config import Config, SchedulerConfig
 from pipeswitch.controller import shared_memory
 from pipeswitch.controller.folders import Places
 from pipeswitch.controller.setup import make_scheduler, sizes_of

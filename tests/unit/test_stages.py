@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch import errors
+from pipeswitch.base import errors
 from pipeswitch.frontend.permissions import check_function
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.errors import InvalidTransition
+from pipeswitch.base.errors import InvalidTransition
 from pipeswitch.scheduler.state import states
 
 Table = Mapping[Any, enum.Enum]

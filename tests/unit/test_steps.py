@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching

@@ -11,7 +11,7 @@ import pytest
 
 from memory_daemon.store import UnusableModel, load_model
 from memory_daemon.transmit import TransmitGuard
-from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import Epoch, ModelName
 from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeswitch.base.errors import OutOfDeviceMemory, RemoteProtocolError
 from pipeswitch.devices.orders import check_order
-from pipeswitch.errors import OutOfDeviceMemory, RemoteProtocolError
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel

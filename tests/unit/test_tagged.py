@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.commits import tagged
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput
 
 
 def round_trip(value: Any) -> Any:

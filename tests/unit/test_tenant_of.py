@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.errors import InvalidInput, PermissionDenied
+from pipeswitch.base.errors import InvalidInput, PermissionDenied
+from pipeswitch.base.roles import ALL_ROLES, ANYONE, OWNER, Standing
 from pipeswitch.frontend.verbs import Rules, ask
-from pipeswitch.roles import ALL_ROLES, ANYONE, OWNER, Standing
 from pipeswitch.scheduler.events import RegisterAsked, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader
 

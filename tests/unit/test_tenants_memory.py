@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from pipeswitch.base.errors import QueueFull, RemoteProtocolError
 from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
-from pipeswitch.errors import QueueFull, RemoteProtocolError
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages.base import Epoch, ModelName, SlabTensor

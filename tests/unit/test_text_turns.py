@@ -13,7 +13,8 @@ from msgspec import Raw
 
 pytest.importorskip("httptools", reason="make installs it")
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.roles import ANYONE, Standing
 from pipeswitch.gateway.openai.answers import turn_of
 from pipeswitch.gateway.openai.completions import NEUTRAL, Said, _check_neutral, _said
 from pipeswitch.gateway.openai.texts import TURN_S, Place, Texts, next_place
@@ -22,7 +23,6 @@ from pipeswitch.programs.decoding.answer import Ending
 from pipeswitch.programs.decoding.generating import Facts, Generating
 from pipeswitch.programs.decoding.generation import author_defaults
 from pipeswitch.programs.decoding.sampling import Sampling
-from pipeswitch.roles import ANYONE, Standing
 
 OPTIONS = [*Said.__struct_fields__]
 

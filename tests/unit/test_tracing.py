@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeswitch import tracing
+from pipeswitch.base.errors import InvalidInput, ModelNotFound
+from pipeswitch.base.roles import OWNER
 from pipeswitch.client.client import Client
-from pipeswitch.errors import InvalidInput, ModelNotFound
 from pipeswitch.frontend.admission import Body, trace_id_of
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.service import Service
-from pipeswitch.roles import OWNER
-from pipeswitch.tracing import open_tracer
+from pipeswitch.wire import tracing
 from pipeswitch.wire.bill import Bill
+from pipeswitch.wire.tracing import open_tracer
 from tests.unit.request_rig import BILL, answering
 
 pytest.importorskip("opentelemetry.sdk", reason="make installs it")
@@ -167,7 +167,7 @@ def test_an_exporter_that_is_not_there_is_said_once_and_nothing_fails(
 
 def test_nothing_is_imported_where_nobody_asks() -> None:
     code = (
-        "import sys\nfrom pipeswitch.client import Client\nfrom pipeswitch.tracing import *\n"
+        "import sys\nfrom pipeswitch.client import Client\nfrom pipeswitch.wire.tracing import *\n"
         "Client('ipc:///nowhere', timeout_s=0.0).close()\nassert open_tracer() is None\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )

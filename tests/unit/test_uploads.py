@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import HostStoreFull, QueueFull
+from pipeswitch.base.errors import HostStoreFull, QueueFull
+from pipeswitch.base.units import Amount
 from pipeswitch.frontend import uploads
 from pipeswitch.frontend.disk import Disk
 from pipeswitch.frontend.uploads import Uploads
-from pipeswitch.units import Amount
 from pipeswitch.wire.frames import RequestHeader
 
 

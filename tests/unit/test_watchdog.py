@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import Config
+from pipeswitch.base.config import Config
 from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
 from pipeswitch.scheduler.policies.guard import Judge
 from pipeswitch.watchdog import LOOKS, LoopWatchdog, Notifier, PolicyWatchdog, TurnLooks

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
 from pipeswitch.commits.weights import for_anybody, read_image, save_weights, weights_of
-from pipeswitch.errors import InvalidInput
 
 
 def image(tensors: dict[str, dict[str, Any]], data: bytes) -> memoryview:

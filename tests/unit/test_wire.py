@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
-from pipeswitch.errors import to_wire as error_to_wire
+from pipeswitch.base.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
+from pipeswitch.base.errors import to_wire as error_to_wire
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages.any_message import AnyMessage

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.devices.cpu.windows import map_by_chance
-from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
 from pipeswitch.programs.running.padding import padded, padded_shape

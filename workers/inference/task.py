@@ -10,10 +10,10 @@ from typing import Final
 
 import torch
 
-from pipeswitch import failpoints
+from pipeswitch.base import failpoints
+from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused, to_wire
+from pipeswitch.base.failpoints import reach
 from pipeswitch.devices.view import PoolView, now_ms
-from pipeswitch.errors import PipeSwitchError, RegistrationRefused, to_wire
-from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import (

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.commits import tagged
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
-from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import aligned
 

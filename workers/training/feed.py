@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from pipeswitch.commits import tagged
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.job import InexactResumeWarning
 

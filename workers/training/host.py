@@ -13,11 +13,11 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
+from pipeswitch.base.errors import PipeSwitchError, TaskPreempted, from_wire
+from pipeswitch.base.failpoints import reach
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
 from pipeswitch.devices.view import HostCopies, PoolView, now_ms
-from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
-from pipeswitch.failpoints import reach
 from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipeswitch.errors import OutOfDeviceMemory
+from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.programs.interface.layout import aligned
 
 TENSOR_BYTES: Final = 512  # as torch's own on cuda: cuBLASLt chooses by an operand's alignment

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 
 from .feed import Feed, Keepers, TrainerLoop
 

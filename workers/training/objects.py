@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.weights import OPTIMIZER
-from pipeswitch.errors import InvalidInput
 from pipeswitch.job import InexactResumeWarning
 
 from .snapshot import load_state, state_of

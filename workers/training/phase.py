@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.errors import HostStoreFull, OutOfDeviceMemory
+from pipeswitch.base.errors import HostStoreFull, OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate
 
 from .activations import Activations

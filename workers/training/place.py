@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pipeswitch.commits import tagged
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.image import compact_image, parse_image
-from pipeswitch.errors import InvalidInput
 from pipeswitch.inputs.randomness import RandomState
 
 from .snapshot import DataState

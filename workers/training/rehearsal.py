@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 
 from pipeswitch import job as job_api
+from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.devices.view import HostCopies
-from pipeswitch.errors import TaskPreempted
 from pipeswitch.ipc.gate import Gate
 
 from .activations import Activations

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from pipeswitch.base.errors import OutOfDeviceMemory
+from pipeswitch.base.units import format_bytes
 from pipeswitch.devices.view import now_ms
-from pipeswitch.errors import OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.planning.swaps import Event, Forecast, Lane, Step, What, least_bytes, plan
-from pipeswitch.units import format_bytes
 
 from .copy_lane import Copy, CopyLanes
 from .tiles import Tiles

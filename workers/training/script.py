@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pipeswitch import job as job_api
-from pipeswitch.errors import TaskPreempted
-from pipeswitch.failpoints import reach
+from pipeswitch.base.errors import TaskPreempted
+from pipeswitch.base.failpoints import reach
+from pipeswitch.base.machine import available_bytes
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.worker import JobEnded, RunJob
-from pipeswitch.machine import available_bytes
 
 from .host import JobHost
 from .session import TrainingSession

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeswitch.commits import tagged
+from pipeswitch.base import tagged
 from pipeswitch.inputs.randomness import GENERATORS, generators_of
 
 from .objects import TrainedObjects

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-from pipeswitch.errors import InvalidInput, PipeSwitchError
+from pipeswitch.base.errors import InvalidInput, PipeSwitchError
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
+from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
 from .layout import Area, Place, optimizer_state_bytes, padded_bytes, state_tensors
 from .objects import TrainedObjects

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipeswitch.commits import tagged
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base import tagged
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
 from pipeswitch.job import InexactResumeWarning

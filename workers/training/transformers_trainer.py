@@ -17,7 +17,7 @@ from typing import Any, Final
 import transformers.trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from pipeswitch.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput
 
 from .feed import Feed, Keepers, TrainerLoop
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ...errors import RemoteProtocolError
+from ...base.errors import RemoteProtocolError
 from ...ipc.board import seal_against_writers, sealed_memfd
 from ...ipc.messages.daemon import TransmitModel
 from ...ipc.sparse import keep_only

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from ...config import DeviceConfig
+from ...base.config import DeviceConfig
 from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice

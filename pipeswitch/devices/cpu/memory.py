@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from ...failpoints import reach
+from ...base.failpoints import reach
 from ...ipc.board import sealed_memfd
 from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel

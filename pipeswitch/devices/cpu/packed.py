@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ...programs.interface.packing import (
     CONVOLUTION,
     CONVOLUTION_ADD,

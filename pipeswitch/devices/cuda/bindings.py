@@ -18,7 +18,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
-from ...errors import ConfigError, PipeSwitchError
+from ...base.errors import ConfigError, PipeSwitchError
 
 PACKAGE: Final = "cuda.bindings"
 INDEX: Final = 0  # of the device in each process that has opened it: it sees no other

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from .bindings import PACKAGE, no_driver
 
 PROGRAM: Final = "pipeswitch.devices.cuda.selftest"

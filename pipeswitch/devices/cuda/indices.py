@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 from ...programs.graphs.bundle import Graph
 from ...programs.interface.layout import TensorSpec, ValueSpec
 

@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 
-from ...config import DeviceConfig
-from ...errors import ConfigError, PipeSwitchError
+from ...base.config import DeviceConfig
+from ...base.errors import ConfigError, PipeSwitchError
+from ...base.units import Amount
 from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
-from ...units import Amount
 from .. import ChosenDevice
 from ..memory import DeviceMemory
 from ..view import PoolView

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 
 Waits = Literal["cpu", "gpu"]
 Words = Literal["copy", "write"]

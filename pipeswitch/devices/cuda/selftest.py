@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ...errors import PipeSwitchError
+from ...base.errors import PipeSwitchError
 from ...programs.interface.layout import TensorSpec
 from ..cpu.arenas import Bytes
 from .bindings import Cuda

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from ...errors import TaskFailed
+from ...base.errors import TaskFailed
 from ...ipc.messages.base import Epoch
 from ...programs.interface.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK

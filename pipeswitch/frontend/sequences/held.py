@@ -10,14 +10,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ...errors import InvalidInput, TaskFailed
+from ...base.errors import InvalidInput, TaskFailed
+from ...base.units import printable
 from ...ipc.messages.base import Epoch, SlabTensor
 from ...ipc.messages.worker import Choosing
 from ...programs.decoding.generation import MOST_STEPS, TOKENS
 from ...programs.decoding.sampling import Sampling
 from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ...scheduler.events import Announce, Answer
-from ...units import printable
 from ..admission import Admitted, Body
 from ..request_pool import RequestPool, Room
 from ..transport.clients import Client

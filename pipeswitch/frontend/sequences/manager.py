@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ...errors import InvalidInput, SequenceNotFound
+from ...base.errors import InvalidInput, SequenceNotFound
 from ...ipc.messages.base import SlabTensor
 from ...programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ...programs.interface.dims import NoExtent, Values, shape_at

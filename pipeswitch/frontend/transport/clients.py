@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ...roles import Standing
+from ...base.roles import Standing
 from ...scheduler.events import Token
 
 Outcome = Literal["ok", "error", "undeliverable"]

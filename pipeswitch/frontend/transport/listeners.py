@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...config import ServerConfig
-from ...errors import ConfigError, PipeSwitchError
+from ...base.config import ServerConfig
+from ...base.errors import ConfigError, PipeSwitchError
+from ...base.roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
-from ...roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
 from ...wire.addresses import is_live, is_loopback, parse_listen
 from ...wire.keys import KeyFolder
 from ...wire.private import private_directory

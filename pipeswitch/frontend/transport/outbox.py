@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...errors import QueueFull
+from ...base.errors import QueueFull
 from ...scheduler.events import Publish
 from ...wire.frames import RequestHeader
 from ..admission import Body

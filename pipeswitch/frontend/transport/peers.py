@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...errors import RemoteProtocolError
+from ...base.errors import RemoteProtocolError
+from ...base.machine import SHORTAGES
+from ...base.roles import Standing
 from ...ipc.board import sealed_memfd
-from ...machine import SHORTAGES
-from ...roles import Standing
 from ...wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
 from ...wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
 from ..request_log import Complaints

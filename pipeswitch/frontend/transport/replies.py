@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
-from ...errors import PipeSwitchError, RemoteProtocolError, to_wire
+from ...base.errors import PipeSwitchError, RemoteProtocolError, to_wire
+from ...base.roles import MODEL_FACTS, Role, Standing
+from ...base.texts import BYTES
+from ...base.units import printed
 from ...ipc.messages.base import SlabTensor
 from ...programs.interface.layout import ITEM_BYTES
-from ...roles import MODEL_FACTS, Role, Standing
 from ...scheduler.events import Answer
-from ...texts import BYTES
-from ...units import printed
 from ...wire.bill import Bill
 from ...wire.frames import (
     BODY_TENSOR,

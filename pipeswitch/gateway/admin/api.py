@@ -17,13 +17,13 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from ...base.codec import encode_json
+from ...base.errors import InvalidInput
+from ...base.roles import Role, Standing
+from ...base.units import nearest
 from ...client.client import FINAL_JOB_STATES
-from ...codec import encode_json
-from ...errors import InvalidInput
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
-from ...roles import Role, Standing
-from ...units import nearest
 from ...wire.register_request import RegisterRequest
 from ..callers import require_role, told
 from ..decoding import decode_json

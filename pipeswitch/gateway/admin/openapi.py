@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from ...roles import Role
+from ...base.roles import Role
 from ..http.server import Answer
 
 REFUSAL: Final = "#/components/responses/Refusal"

@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ...codec import encode_json
-from ...errors import QueueFull
+from ...base.codec import encode_json
+from ...base.errors import QueueFull
 
 KEPT: Final = 2000  # events: a minute of training and a request each 50 ms
 MAX_BATCH: Final = 100  # events of one piece

@@ -22,10 +22,10 @@ import httptools
 import msgspec
 import numpy as np
 
+from ...base.codec import encode_json
+from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
+from ...base.units import format_bytes
 from ...client.looped import Prompt
-from ...codec import encode_json
-from ...errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
-from ...units import format_bytes
 from ..decoding import check_memory
 from ..refusals import (
     RETRY_AFTER_S,

@@ -20,8 +20,8 @@ from urllib.parse import unquote
 
 import grpc.aio
 
-from ...errors import QueueFull
-from ...shares import Shares
+from ...base.errors import QueueFull
+from ...base.shares import Shares
 from ..refusals import RequestTimeout
 
 LOOK_S: Final = 0.05  # interval between two counts while there are calls

@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ...errors import InvalidInput, PipeSwitchError, QueueFull
+from ...base.errors import InvalidInput, PipeSwitchError, QueueFull
+from ...base.roles import Standing
+from ...base.shares import Shares
 from ...ipc.messages.gateway import GatewaySettings
-from ...roles import Standing
-from ...shares import Shares
 from ...wire.frames import MAX_TENSORS, WireTensor
 from ..callers import Callers
 from ..refusals import NotFound, TooLarge, as_ours, status_of

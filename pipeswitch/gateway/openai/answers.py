@@ -17,12 +17,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ...base.errors import PipeSwitchError, SequenceNotFound
+from ...base.roles import ANYONE, Standing
+from ...base.shares import Shares
 from ...client.tensors import to_frames
-from ...errors import PipeSwitchError, SequenceNotFound
 from ...programs.decoding import generating
 from ...programs.decoding.generating import Facts, Token
-from ...roles import ANYONE, Standing
-from ...shares import Shares
 from ..http.server import Head
 from ..serving.oip import InferRequest
 from ..serving.service import Service

@@ -19,14 +19,14 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...codec import encode_json
-from ...errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ...base.codec import encode_json
+from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ...base.roles import Standing
+from ...base.units import nearest
 from ...programs.decoding.answer import MAX_STOPS, Ending
 from ...programs.decoding.generating import Token
 from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS
 from ...programs.decoding.sampling import MAX_SEED, Sampling
-from ...roles import Standing
-from ...units import nearest
 from ..decoding import check_memory
 from ..http.feed import CONTENT_TYPE
 from ..http.server import Answer, Head, Work, json_answer, refusal

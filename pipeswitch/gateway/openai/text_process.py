@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from ...codec import encode_msgpack
-from ...errors import InvalidInput
+from ...base.codec import encode_msgpack
+from ...base.errors import InvalidInput
 from ...programs.decoding import generating
 from ...programs.decoding.answer import Ending
 from ...programs.decoding.generating import Facts, Generating, Token, Tokenizer, tokenizer_of

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import msgspec
 
-from ...codec import encode_msgpack
-from ...errors import InvalidInput, ServerUnavailable
+from ...base.codec import encode_msgpack
+from ...base.errors import InvalidInput, ServerUnavailable
+from ...base.roles import Standing
 from ...programs.decoding.generating import Facts
-from ...roles import Standing
 from ...sandbox.environment import harmless
 from ..serving.service import Service
 from ..sharing import Turns

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ...base.errors import InvalidInput, SequenceNotFound, ServerUnavailable
 from ...client.calls import Reply
 from ...client.connection import Connection
 from ...client.holders import (
@@ -33,7 +34,6 @@ from ...client.holders import (
     models_of,
 )
 from ...client.looped import LoopConnection
-from ...errors import InvalidInput, SequenceNotFound, ServerUnavailable
 from ...wire.keys import ClientKeys
 
 HELLO_S: Final = 2.5  # limit for the answer of a live node

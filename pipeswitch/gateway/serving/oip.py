@@ -18,12 +18,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ...codec import json_encoder
-from ...errors import InvalidInput
+from ...base.codec import json_encoder
+from ...base.errors import InvalidInput
+from ...base.texts import BYTES, LENGTH_BYTES, pack, packed, unpack
+from ...base.units import format_bytes, nearest
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import ITEM_BYTES
-from ...texts import BYTES, LENGTH_BYTES, pack, packed, unpack
-from ...units import format_bytes, nearest
 from ...wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 from ..decoding import MEMORY_OF_A_BYTE, RESERVE_BYTES
 from ..refusals import TooLarge

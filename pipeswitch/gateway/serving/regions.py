@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ...errors import AlreadyExists, InvalidInput, QueueFull
-from ...roles import Role, Standing
-from ...units import printable
+from ...base.errors import AlreadyExists, InvalidInput, QueueFull
+from ...base.roles import Role, Standing
+from ...base.units import printable
 from ..callers import require_role
 from ..refusals import NotFound, TooLarge
 from .oip import InferRequest, Output, Place

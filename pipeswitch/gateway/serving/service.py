@@ -15,11 +15,17 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ...errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ...base.errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from ...base.roles import URGENT_PRIORITY, Role, Standing
 from ...programs.decoding.generating import Facts
-from ...roles import URGENT_PRIORITY, Role, Standing
-from ...tracing import Traced
 from ...wire.frames import TRACEPARENT
+from ...wire.tracing import Traced
 from ..callers import require, require_role, told
 from ..refusals import NotFound
 from . import oip

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
+from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...client.calls import Call, Reply
 from ...client.looped import LoopConnection
-from ...errors import PipeSwitchError, ServerUnavailable
 from ...wire.bill import Bill
 from ...wire.frames import CHUNK_BYTES
 from .nodes import Nodes

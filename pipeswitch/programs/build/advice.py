@@ -7,7 +7,7 @@ from typing import Final
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 
 FACTORY: Final = (
     "put a function that makes it where the server imports from, and its owner types "

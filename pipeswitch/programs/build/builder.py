@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused, to_wire
-from ...failpoints import are_enabled, reach
+from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused, to_wire
+from ...base.failpoints import are_enabled, reach
+from ...base.units import format_bytes
 from ...ipc.channel import Channel
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ...sandbox.confine import confine_builder
-from ...units import format_bytes
 from ..interface.dims import largest, values_text
 from ..interface.layout import Manifest
 from ..spec import BuildSpec, files_of, needs_more

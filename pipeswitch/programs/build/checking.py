@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..graphs.bundle import Graph
 from ..graphs.graph import CompiledGraph, check_on_meta
 from ..interface.dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text

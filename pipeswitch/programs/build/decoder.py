@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...errors import RegistrationRefused
-from ...units import format_bytes
+from ...base.errors import RegistrationRefused
+from ...base.units import format_bytes
 from ..decoding.generation import (
     CACHE,
     CACHE_NEW,

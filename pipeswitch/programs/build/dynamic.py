@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from ...errors import RegistrationRefused
-from ...units import nearest
+from ...base.errors import RegistrationRefused
+from ...base.units import nearest
 from ..interface.dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
 
 Range = tuple[int, int] | tuple[str, int, int]

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..decoding.generation import Generation
 from ..graphs.bundle import VERSION, Graph, Node, check_graph
 from ..graphs.graph import mutations

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...errors import PipeSwitchError, RegistrationRefused
+from ...base.errors import PipeSwitchError, RegistrationRefused
 from ..graphs.bundle import write_bundle
 from ..interface.dims import BATCH, Dim
 from ..interface.nesting import Tree

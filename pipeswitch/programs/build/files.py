@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..interface.dims import MAX_EXTENT, values_of
 from ..running.values import flatten_outputs, is_tensor
 from .alone import one_export_at_a_time

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 import torch
 
+from ...base.errors import RegistrationRefused
 from ...devices.cpu.packed import KERNELS
-from ...errors import RegistrationRefused
 from ..graphs.bundle import read_bundle
 from ..graphs.claims import check_joinable
 from ..interface.dims import BATCH, at_batch, largest, shape_at

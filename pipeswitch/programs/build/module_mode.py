@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..graphs.bundle import read_safetensors_header, write_safetensors
 from ..graphs.partition import Layer, Weight, default_plan, place
 from ..interface.dims import Dim, Extent, Values, values_of, values_text

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..interface.nesting import Tree, flatten, items_of
 from ..running.factories import parameters_of, without_cache
 from ..running.values import dtype_name, flatten_outputs, is_tensor

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..graphs.bundle import Bundle, read_bundle, write_bundle
 from ..graphs.graph import last_readers
 from ..graphs.partition import Weight, default_plan, layers_of_graph, place

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
+from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
-from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
-from ...units import format_bytes
 from ..decoding.generation import PADS, STATE, Generation
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..graphs.contracts import recurrent_results
 from .advice import PACKED
 

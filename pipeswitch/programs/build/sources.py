@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...base.errors import RegistrationRefused
 from ...commits.weights import load_weights
-from ...errors import RegistrationRefused
 from ..decoding.generation import Generation
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..interface.dims import Values
 from ..interface.layout import Manifest, ValueSpec
 from ..running.executor import BoundProgram

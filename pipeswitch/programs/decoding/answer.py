@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 
 Decode = Callable[[Sequence[int]], str]
 """A tokenizer's own, without its special tokens; U+FFFD stands where bytes are missing."""

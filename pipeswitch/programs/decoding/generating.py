@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 from .answer import Answer, Decode, Ending, Reason
 from .generation import COUNT, IDS, MOST_STEPS, USED, tokenizer_json
 from .sampling import Sampling

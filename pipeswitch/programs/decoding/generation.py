@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from ...errors import InvalidInput, RegistrationRefused
+from ...base.errors import InvalidInput, RegistrationRefused
 from ..interface.dims import Dim
 from ..interface.layout import ValueSpec
 from .sampling import Sampling

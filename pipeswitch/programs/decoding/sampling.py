@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0

@@ -27,8 +27,8 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from ...errors import RegistrationRefused
-from ...units import printable
+from ...base.errors import RegistrationRefused
+from ...base.units import printable
 from ..decoding.generation import METADATA_KEY as GENERATION_KEY
 from ..decoding.generation import Generation, check_generation, decode_generation
 from ..interface.dims import (

@@ -13,8 +13,8 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from ...errors import RegistrationRefused
-from ...units import printable
+from ...base.errors import RegistrationRefused
+from ...base.units import printable
 from ..decoding.generation import PADS
 from ..interface.dims import BATCH, names_in
 from ..interface.layout import (

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Final
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..interface.packing import NAMESPACE, TARGETS
 
 _POINTWISE: Final = """

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 from .dims import MAX_EXTENT, Dim, Expr, Extent
 from .layout import Manifest, ValueSpec
 from .signature import signature_text

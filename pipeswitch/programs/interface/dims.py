@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 
 BATCH: Final = "batch"
 """What dimension 0 of all inputs is called, where they share it."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ...errors import LocalProtocolError
+from ...base.errors import LocalProtocolError
 from ...planning.grouping import Plan, spans
 from .layout import GroupSpec, LayerSpec, Manifest, TensorSpec
 

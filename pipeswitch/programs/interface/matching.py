@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from ...errors import InvalidInput, RegistrationRefused
+from ...base.errors import InvalidInput, RegistrationRefused
 from .signature import signature_text
 
 Given = Mapping[str, tuple[str, tuple[int, ...]]]

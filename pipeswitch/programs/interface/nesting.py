@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from ...errors import RegistrationRefused
-from ...units import printable
+from ...base.errors import RegistrationRefused
+from ...base.units import printable
 
 Tree = Any
 """A text, None, or an object with one key; see above."""

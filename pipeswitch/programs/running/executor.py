@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from ...errors import InvalidInput, LocalProtocolError, RegistrationRefused
+from ...base.errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from ..graphs.bundle import Graph
 from ..graphs.contracts import BrokenContract
 from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contract, resolve

@@ -15,7 +15,7 @@ from typing import Final
 
 from torch import nn
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 
 
 def factory(source: str) -> Callable[[], nn.Module]:

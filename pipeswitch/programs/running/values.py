@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...errors import RegistrationRefused
+from ...base.errors import RegistrationRefused
 from ..interface.layout import ITEM_BYTES
 from ..interface.nesting import Tree, flatten
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import LocalProtocolError
+from ...base.errors import LocalProtocolError
 from ..interface.layout import ITEM_BYTES, TensorSpec
 
 

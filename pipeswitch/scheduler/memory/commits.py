@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ...errors import HostStoreFull, ServerUnavailable
+from ...base.errors import HostStoreFull, ServerUnavailable
 from ...ipc.messages.base import Epoch, StepCommitted
 from ...ipc.messages.daemon import (
     CloseCommits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from ...errors import OutOfDeviceMemory, PipeSwitchError, to_wire
+from ...base.errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ...ipc.messages.base import Epoch, JobName
 from ...ipc.messages.daemon import Scrub
 from ...ipc.messages.worker import (

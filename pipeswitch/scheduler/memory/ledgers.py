@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ...errors import HostStoreFull, OutOfDeviceMemory
+from ...base.errors import HostStoreFull, OutOfDeviceMemory
+from ...base.shares import left
 from ...ipc.messages.base import JobName, ModelName
 from ...planning.streaming import Landings, land, least_window
 from ...programs.interface.groups import last_groups
 from ...programs.interface.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
-from ...shares import left
 from ..core import Core
 from ..policies import Resident, View
 from ..state.device_state import WORD_BYTES, DeviceState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...errors import InvalidInput, PipeSwitchError
+from ...base.errors import InvalidInput, PipeSwitchError
 from ...ipc.messages.base import ModelName
 from ..policies import Prediction
 from ..policies.placement import PLACEMENTS, Place, best

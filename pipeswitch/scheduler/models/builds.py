@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...errors import QueueFull
+from ...base.errors import QueueFull
+from ...base.shares import left
 from ...ipc.messages.base import Epoch
-from ...shares import left
 from ..core import Core
 from ..events import Address, Kill, StartBuild
 from ..machine import Machine

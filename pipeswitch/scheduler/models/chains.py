@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ... import errors
+from ...base import errors
 from ...ipc.messages.base import ModelName
 from ...programs.interface.chains import Chain, chain_of
 from ...programs.interface.layout import Manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
+from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
 from ..core import Core, takes
 from ..events import Journal, PinAsked, Retract, RollbackAsked, SweepPrograms, Token

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ...errors import (
+from ...base.errors import (
     Cancelled,
     InvalidInput,
     ModelNotFound,

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ... import errors
+from ...base import errors
 from ...ipc.messages.base import Epoch, ModelName
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...errors import ServerUnavailable
+from ...base.errors import ServerUnavailable
 from ...ipc.messages.base import Epoch, Ping, Slot
 from ..core import PINGS, WORKERS, Core, takes
 from ..events import PingAsked, Token

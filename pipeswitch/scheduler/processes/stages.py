@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
+from ...base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages.base import Epoch, ModelName, Slot
 from ...ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
 from .. import events as ev

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from ... import errors
+from ...base import errors
 from ...ipc.messages.base import ModelName
 from ...planning.measuring import Measurement, Program, Run, Trial
 from ...planning.planned import plan_of, predict

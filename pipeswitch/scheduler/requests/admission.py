@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
+from ...base.errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
+from ...base.shares import left
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH, values_of
-from ...shares import left
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
 from ..events import Answer, CancelAsked, InferArrived, Prepared

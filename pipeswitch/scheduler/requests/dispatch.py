@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import Final
 
-from ...errors import DeadlineExceeded, OutOfDeviceMemory
+from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages.base import Epoch, JobName, ModelName, Turn
 from ...ipc.messages.worker import JoinedRequest, RunInference
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN

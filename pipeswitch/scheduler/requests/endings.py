@@ -4,7 +4,7 @@ the server.
 
 from __future__ import annotations
 
-from ... import errors
+from ...base import errors
 from ...ipc.messages.base import SlabTensor
 from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from itertools import islice
 from typing import Final
 
-from ...errors import DeadlineExceeded
+from ...base.errors import DeadlineExceeded
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH
 from ..events import Token

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...errors import PipeSwitchError
+from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, Slot
 from ...ipc.messages.worker import BindTenant
 from ..core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings

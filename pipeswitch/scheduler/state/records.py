@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...errors import PipeSwitchError
+from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
 from ...ipc.messages.daemon import TransmitEnded
 from ...ipc.messages.worker import Choosing, InferenceDone

@@ -59,7 +59,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
 
-from ...errors import InvalidTransition
+from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):

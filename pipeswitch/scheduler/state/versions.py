@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from ...errors import InvalidInput
+from ...base.errors import InvalidInput
 from ...ipc.messages.base import Epoch, ModelName
 from ..core import Core
 from ..events import Announce, Journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ... import errors
+from ...base import errors
 from ..core import Core, takes
 from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
 from ..memory import placing

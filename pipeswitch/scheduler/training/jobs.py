@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ...errors import (
+from ...base.errors import (
     PipeSwitchError,
     TaskFailed,
 )

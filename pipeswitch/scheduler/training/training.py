@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...errors import WorkerLost
+from ...base.errors import WorkerLost
 from ...ipc.messages.base import JobName, Slot, Turn
 from ...ipc.messages.worker import Back, EvictTask, GrantTurn, JobEnded, Parked, RunJob, StopTask
 from ..core import JOBS, PLACES, QUEUE, TURN, WORKERS

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ..errors import InvalidInput
+from .errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch

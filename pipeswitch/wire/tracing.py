@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future
 from functools import cache
 from typing import Any, Final
 
-from .wire.bill import PARTS
+from .bill import PARTS
 
 _logger = logging.getLogger(__name__)
 
