@@ -1,4 +1,4 @@
-"""``pipeswitch.errors`` is the public name of the errors that live in ``pipeswitch.base.errors``."""
+"""``pipeswitch.errors`` is the public name of ``pipeswitch.base.errors``."""
 
 from __future__ import annotations
 
