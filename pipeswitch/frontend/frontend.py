@@ -146,9 +146,7 @@ class Frontend:
         self.sequences = Sequences(self.pool, now_ms)
         self.requests = Requests(self.pool, self._request_log, self.sequences)
         self.inference = Inference(
-            self.pool,
             self.requests,
-            self.sequences,
             take=take,
             answer=self._answer,
             call_soon=self._call_soon,

@@ -36,10 +36,9 @@ from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
-from .request_pool import RequestPool
+from .request_pool import Room
 from .requests import Pending, Requests, Run
-from .sequences.held import Held, Key, asked_of
-from .sequences.manager import Sequences
+from .sequences.held import Asked, Held, Key, asked_of
 from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
@@ -63,14 +62,36 @@ class Waiting(msgspec.Struct, kw_only=True, eq=False):
     counted_bytes: int  # to its caller's share of all that wait
 
 
+class Arrival(msgspec.Struct, kw_only=True, eq=False):
+    """A request between its message and its event: who sent it when, and what it asks for."""
+
+    client: Client
+    at_ms: float
+    caller: str  # the client's tenant, or the one that the gateway names
+    connection: str
+    version: int = 0  # 0: the current one
+    trace_id: str = ""
+    asked: Asked | None = None  # of its sequence
+    held: Held | None = None  # that sequence
+    priority: int = 0
+    deadline_at_ms: float | None = None
+
+    def read(self, body: Body) -> None:
+        """Raises InvalidInput, PermissionDenied."""
+        self.version = body.count("version", 0)
+        self.connection = admission.address_of(body, self.caller) or self.connection
+        self.caller = admission.tenant_of(body, self.caller)
+        self.trace_id = admission.trace_id_of(body)
+        self.asked = asked_of(body)
+        body.done()
+
+
 class Inference:
     """Used by the loop's thread."""
 
     def __init__(
         self,
-        pool: RequestPool,
         requests: Requests,
-        sequences: Sequences,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -87,8 +108,7 @@ class Inference:
             max_bytes: of all inputs of a request.
             deadline_ms: of requests that name none.
         """
-        self._pool = pool
-        self._requests, self._sequences = requests, sequences
+        self._requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self._take, self._answer, self._call_soon = take, answer, call_soon
         self._now_ms = now_ms
         self._max_bytes = max_bytes
@@ -133,65 +153,91 @@ class Inference:
         waiting: Waiting | None = None,
     ) -> None:
         """Accept a request, new or after a wait for room."""
-        arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
-        version, caller = 0, client.standing.tenant
-        trace_id, asked, held, is_begun = "", None, None, False
-        connection = client.session
-        as_it_came = header, tensors
+        arrival = Arrival(
+            client=client,
+            at_ms=self._now_ms() if waiting is None else waiting.arrived_at_ms,
+            caller=client.standing.tenant,
+            connection=client.session,
+        )
         if header.body:
-            body = Body("infer", header.body)
-            version = body.count("version", 0)
-            connection = admission.address_of(body, caller) or connection
-            caller = admission.tenant_of(body, caller)
-            trace_id = admission.trace_id_of(body)
-            asked = asked_of(body)
-            body.done()
+            arrival.read(Body("infer", header.body))
         announced = self.models.get(header.model)
-        if announced is None or version:
-            announced = self.find(header.model, version)
+        if announced is None or arrival.version:
+            announced = self.find(header.model, arrival.version)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models)
+        as_it_came = header, tensors
         try:
-            if asked is not None:
-                is_begun = asked.choosing is not None and asked.choosing.waits
-                if self._waiting and asked.starts and not is_begun:
-                    self._check_turn(caller)
-                held = self._sequences.of(asked, client, caller, announced)
-                announced = self._of_sequence(held, version)
-                header, tensors = self._sequences.given(held, asked, header, tensors)
+            if arrival.asked is not None:
+                announced, header, tensors = self._with_state(
+                    arrival, arrival.asked, announced, header, tensors
+                )
             admitted = self._admit(header, [*map(len, tensors)], announced)
-            if held is not None:
-                admitted = held.apart(admitted)
-            priority, deadline_ms = announced.priority, header.deadline_ms
+            if arrival.held is not None:
+                admitted = arrival.held.apart(admitted)
+            arrival.priority = announced.priority
             if header.priority:
                 if header.priority == URGENT_PRIORITY:
                     client.standing.require(Role.URGENT, "priority high")
-                priority = admission.priority_number(header.priority, priority)
-            if deadline_ms is None:
-                deadline_ms = self._deadline_ms
+                arrival.priority = admission.priority_number(header.priority, announced.priority)
+            deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
             if deadline_ms is not None:
-                deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+                arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
             room = self._pool.reserve(
-                caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+                arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
-            if held is not None:
-                self._sequences.refused(held)
-            if asked is None or not is_begun or waiting or not isinstance(error, QueueFull):
+            if arrival.held is not None:
+                self._sequences.refused(arrival.held)
+            asked = arrival.asked if waiting is None and isinstance(error, QueueFull) else None
+            if asked is None or not asked.continues_answer:
                 raise
-            self._wait(client, *as_it_came, (caller, asked.id), asked.starts)
+            self._wait(client, *as_it_came, (arrival.caller, asked.id), asked.starts)
             return
-        payload = [tensors[item.frame] for item in admitted.inputs]
         if waiting is None:
             pending = self._requests.accept(client, header, room)
         else:
             pending = waiting.pending
             pending.room, pending.is_copying = room, False
-        pending.caller, pending.trace_id = caller, trace_id
+        self._begin(arrival, announced, header, pending, admitted, room, tensors)
+
+    def _with_state(
+        self,
+        arrival: Arrival,
+        asked: Asked,
+        announced: Announce,
+        header: RequestHeader,
+        tensors: Sequence[Any],
+    ) -> tuple[Announce, RequestHeader, Sequence[Any]]:
+        """Return the version with which the request's sequence began, and its inputs with the
+        state.
+
+        Raises:
+            PipeSwitchError: it has no such sequence, or does not fit it.
+        """
+        if self._waiting and asked.starts and not asked.continues_answer:
+            self._check_turn(arrival.caller)
+        held = arrival.held = self._sequences.of(asked, arrival.client, arrival.caller, announced)
+        announced = self._of_sequence(held, arrival.version)
+        return announced, *self._sequences.given(held, asked, header, tensors)
+
+    def _begin(
+        self,
+        arrival: Arrival,
+        announced: Announce,
+        header: RequestHeader,
+        pending: Pending,
+        admitted: Admitted,
+        room: Room,
+        tensors: Sequence[Any],
+    ) -> None:
+        """Give an accepted request to the scheduler when its inputs lie in the pool."""
+        held, payload = arrival.held, [tensors[item.frame] for item in admitted.inputs]
+        pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
-        if asked is not None and held is not None:
+        if arrival.asked is not None and held is not None:
             pending.sequence = held
-            self._sequences.begin(held, asked)
+            self._sequences.begin(held, arrival.asked)
         if failpoints.is_on:
             reach("frontend.accepted")
         placed = room.place(admitted.inputs)
@@ -200,41 +246,41 @@ class Inference:
             request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=priority,
-            deadline_at_ms=deadline_ms,
+            priority=arrival.priority,
+            deadline_at_ms=arrival.deadline_at_ms,
             inputs=placed if held is None else held.among(placed),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
-            caller=caller,
-            connection=connection,
+            caller=arrival.caller,
+            connection=arrival.connection,
             tenant=room.tenant,
-            lineage=0 if version or held is not None else announced.lineage,
+            lineage=0 if arrival.version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
             choosing=None if held is None else held.choosing,
             after=_NO_RUN if held is None else held.epoch,
-            arrived_at_ms=arrived_at_ms,
+            arrived_at_ms=arrival.at_ms,
         )
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         elif announced.chain is not None:
-            own = priority if header.priority else None
+            own = arrival.priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
         state_bytes = 0 if held is None else held.copy_bytes
-        if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
-            if held is not None and state_bytes:
-                held.copy(self._pool)
-                self._sequences.copied(held)
-            self._pool.fill(placed, payload, event.tenant)
-            if pending.run is None:
-                self._take(event)
-            else:
-                self._next(pending, pending.run)
-        else:
+        if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, held)
+            return
+        if held is not None and state_bytes:
+            held.copy(self._pool)
+            self._sequences.copied(held)
+        self._pool.fill(placed, payload, event.tenant)
+        if pending.run is None:
+            self._take(event)
+        else:
+            self._next(pending, pending.run)
 
     # ---- steps that wait for room --------------------------------------------------------------
 

@@ -146,9 +146,7 @@ class Rig:
         self.calls: deque[Callable[[], None]] = deque()
         self.computing: list[ev.InferArrived] = []
         self.inference = Inference(
-            self.pool,
             self.requests,
-            self.sequences,
             take=self.take,
             answer=self.answer,
             call_soon=self.calls.append,
