@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
+from .models import Models
 from .request_pool import Room
 from .requests import Pending, Requests, Run
 from .sequences.held import Asked, Held, Key, asked_of
@@ -44,7 +45,6 @@ from .transport.clients import Client
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
 AGAIN: Final = "wait for answers, or raise [server] pool"
-MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
 WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
 
@@ -108,42 +108,15 @@ class Inference:
             max_bytes: of all inputs of a request.
             deadline_ms: of requests that name none.
         """
-        self._requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
+        self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self._take, self._answer, self._call_soon = take, answer, call_soon
         self._now_ms = now_ms
-        self._max_bytes = max_bytes
         self._deadline_ms = deadline_ms
         self.copier = Lane("pipeswitch-copy")
-        self.models: dict[str, Announce] = {}  # the current versions
-        self._versions: dict[tuple[str, int], Announce] = {}  # all of them
-        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+        self.models = Models(max_bytes)
         self._waiting: list[Waiting] = []
         self._waiting_bytes = Shares(MAX_WAITING_BYTES, "steps that wait for room")
         self._is_looking = False  # or will soon
-
-    def announce(self, announced: Announce) -> None:
-        """A model is there, or another one is current."""
-        self._fitting.clear()
-        base = announced.base or announced.model
-        self._versions[base, announced.version] = announced
-        if announced.is_current:
-            self.models[base] = announced
-
-    def retract(self, model: ModelName) -> None:
-        """It is gone."""
-        self._versions = {k: one for k, one in self._versions.items() if one.model != model}
-        self.models = {k: one for k, one in self.models.items() if one.model != model}
-
-    def find(self, name: str, version: int) -> Announce:
-        """A model's current version, or that one.
-
-        Raises:
-            ModelNotFound, InvalidInput.
-        """
-        announced = self.models.get(name)
-        if announced is None:
-            raise admission.model_not_found(name, self.models)
-        return admission.find_version(name, version, self._versions) if version else announced
 
     def infer(
         self,
@@ -161,18 +134,18 @@ class Inference:
         )
         if header.body:
             arrival.read(Body("infer", header.body))
-        announced = self.models.get(header.model)
+        announced = self.models.current.get(header.model)
         if announced is None or arrival.version:
-            announced = self.find(header.model, arrival.version)
+            announced = self.models.find(header.model, arrival.version)
         if announced.chain is not None:
-            announced = chains.begins(announced, self.models)
+            announced = chains.begins(announced, self.models.current)
         as_it_came = header, tensors
         try:
             if arrival.asked is not None:
                 announced, header, tensors = self._with_state(
                     arrival, arrival.asked, announced, header, tensors
                 )
-            admitted = self._admit(header, [*map(len, tensors)], announced)
+            admitted = self.models.admit(header, [*map(len, tensors)], announced)
             if arrival.held is not None:
                 admitted = arrival.held.apart(admitted)
             arrival.priority = announced.priority
@@ -195,7 +168,7 @@ class Inference:
             self._wait(client, *as_it_came, (arrival.caller, asked.id), asked.starts)
             return
         if waiting is None:
-            pending = self._requests.accept(client, header, room)
+            pending = self.requests.accept(client, header, room)
         else:
             pending = waiting.pending
             pending.room, pending.is_copying = room, False
@@ -303,7 +276,7 @@ class Inference:
         """
         counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
         self._waiting_bytes.take(key[0], counted_bytes)
-        pending = self._requests.accept(client, header)
+        pending = self.requests.accept(client, header)
         pending.caller, pending.is_copying = key[0], True
         step = Waiting(
             pending=pending,
@@ -385,26 +358,15 @@ class Inference:
         base = began.base or began.model
         if version not in (0, began.version):
             raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
-        return admission.find_version(base, began.version, self._versions)
+        return self.models.version(base, began.version)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""
-        announced = self.models.get(header.model)
+        announced = self.models.current.get(header.model)
         if announced is not None:
             chain = announced.chain
             first = header.model if chain is None else chain.steps[0].model
             self._take(PrefetchHint(model=ModelName(first)))
-
-    def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``check_infer``, which answers the same to the same."""
-        key = (announced.model, announced.stage is None, header.inputs, *sizes)
-        admitted = self._fitting.get(key)
-        if admitted is None:
-            admitted = admission.check_infer(header, sizes, announced, self._max_bytes)
-            if len(self._fitting) >= MAX_FITTING:
-                self._fitting.clear()
-            self._fitting[key] = admitted
-        return admitted
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
@@ -447,7 +409,7 @@ class Inference:
 
         ``memory``: of the slot, whose process waits meanwhile.
         """
-        pending = self._requests.find(command.token)
+        pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
         if pending is None:
             self._take(prepared)
@@ -457,7 +419,7 @@ class Inference:
             admit = self._admit_answer if command.is_after else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
-            self._requests.clear(pending)  # it holds its share no longer
+            self.requests.clear(pending)  # it holds its share no longer
             room = pending.room = self._pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
@@ -489,10 +451,10 @@ class Inference:
             TaskFailed: it does not; with both signatures, and the function.
             InvalidInput: it left meanwhile.
         """
-        announced = admission.find_version(*split_name(command.model), self._versions)
+        announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, stage=None)
         try:
-            return self._admit(_as_request(command), sizes, announced), announced
+            return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
                 f"preprocess {command.function} returned what its model does not take: "
@@ -507,13 +469,13 @@ class Inference:
             TaskFailed, InvalidInput: as of ``_admit_result``.
         """
         name, version = split_name(command.model)
-        announced = self._versions.get((name, version)) or self.models.get(name)
+        announced = self.models.versions.get((name, version)) or self.models.current.get(name)
         if announced is None or announced.stage is None or not announced.stage.after:
             raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = admission.check_infer(_as_request(command), sizes, as_model, self._max_bytes)
+            found = self.models.check(_as_request(command), sizes, as_model)
         except InvalidInput as error:
             raise TaskFailed(
                 f"postprocess {command.function} returned other than what --returns declares: "
@@ -533,7 +495,7 @@ class Inference:
     def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
         """A step is over: its outputs stay in the pool until their last use."""
         step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(run.chain.steps)
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
@@ -546,7 +508,7 @@ class Inference:
         if pending.room is not None:
             run.rooms.append((pending.room, made.keys()))
             pending.room = None
-        self._requests.read(run, run.chain.needed(number))
+        self.requests.read(run, run.chain.needed(number))
         if is_last:
             return chains.answer_of(pending.token, run)
         self._next(pending, run)
@@ -560,10 +522,10 @@ class Inference:
         number = len(run.bills)
         step = run.chain.steps[number]
         try:
-            announced = chains.model_of(step, self.models, run.event.tenant)
+            announced = chains.model_of(step, self.models.current, run.event.tenant)
             values = [run.values[source] for source in step.inputs.values()]
             header = chains.as_request(step, values)
-            admitted = self._admit(header, [one.size_bytes for one in values], announced)
+            admitted = self.models.admit(header, [one.size_bytes for one in values], announced)
             kept = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(kept) and announced.manifest.mode == "module"
             room = pending.room = self._pool.reserve(
@@ -615,7 +577,7 @@ class Inference:
                 pending.bill, postprocess_ms=made_ms, total_ms=pending.bill.total_ms + made_ms
             )
             return msgspec.structs.replace(answer, timing=bill)
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
             self._take(CancelAsked(token=pending.token))  # if it is waited for there

@@ -154,7 +154,9 @@ class Rig:
             max_bytes=1 << 30,
             deadline_ms=None,
         )
-        self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
+        self.inference.models.announce(
+            ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1)
+        )
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.lost = self.waits = 0
