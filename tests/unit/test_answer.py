@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -61,6 +62,32 @@ def test_no_part_of_a_stop_string_is_ever_shown(
     assert shown == wanted
     assert answer.reason == "stop"
     assert (answer.tokens[-1] == 0) == (not places)
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown", "count"),
+    [
+        (["<end>"], "ab", 3),
+        (["<end>c"], "ab", 4),
+        (["b<end>c"], "a", 4),
+        (["<end><end>"], "abcd", 6),
+        (["<end>d", "d"], "abc", 5),
+        (["<endc"], "abcd", 6),
+    ],
+)
+def test_a_stop_string_may_name_a_special_token(stops: list[str], shown: str, count: int) -> None:
+    class Decode:
+        specials: ClassVar = {"<end>": 300, "<en": 301, "<other>": 302}
+
+        def __call__(self, tokens: Sequence[int]) -> str:
+            return bytes(one for one in tokens if one < 256).decode(errors="replace")
+
+    answer, text = Answer(Ending(max_new_tokens=6, stop=tuple(stops)), Decode()), ""
+    for token in (*b"ab", 300, *b"cd", 302):
+        if answer.reason is None:
+            text += answer.push(token)
+    assert (text, len(answer.tokens)) == (shown, count)
+    assert answer.reason == ("stop" if shown != "abcd" else "length")
 
 
 def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:

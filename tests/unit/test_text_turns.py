@@ -171,7 +171,6 @@ def test_options_are_read_of_the_whole_request() -> None:
     asked = {
         "model": "m",
         "prompt": "a",
-        "n": 1,
         "top_k": -1,
         "cache_salt": None,
         "user": "u" * 999,
@@ -205,7 +204,7 @@ def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
 def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
     """The defaults of OpenAI's and vLLM's request fields, of chats and completions."""
     both = json.loads("""{
-        "n": 1, "best_of": 1, "echo": false, "frequency_penalty": 0.0, "presence_penalty": 0,
+        "echo": false, "frequency_penalty": 0.0, "presence_penalty": 0,
         "logit_bias": {}, "logprobs": false, "top_logprobs": 0, "suffix": "", "user": "me",
         "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
         "use_beam_search": false, "stop_token_ids": [], "include_stop_str_in_output": false,

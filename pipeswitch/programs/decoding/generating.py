@@ -8,7 +8,7 @@ was said until then, and the tokens go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from ...base.errors import InvalidInput
 from .answer import Answer, Decode, Ending, Reason
 from .generation import COUNT, IDS, MOST_STEPS, USED, tokenizer_json
 from .sampling import Sampling
+
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,8 @@ class Generating:
         ending.check()
         if not 0 < len(prompt) < facts.context:
             raise InvalidInput(
-                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}"
+                f"a prompt of {len(prompt)} tokens: the model takes 1 to {facts.context - 1}",
+                **({"code": TOO_LONG} if prompt else {}),
             )
         if odd := [
             one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary
@@ -177,7 +180,16 @@ def tokenizer_of(facts: Facts) -> Tokenizer:
     def encode(prompt: str, *, with_special: bool = True) -> list[int]:
         return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(made.decode(list(ids), skip_special_tokens=True))
+    return encode, Decoding(made)
 
-    return encode, decode
+
+class Decoding:
+    """A tokenizer's ``decode``, and the ids of its special tokens, which have no text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = tokenizer.decode
+        known = tokenizer.get_added_tokens_decoder().items()
+        self.specials = {one.content: id for id, one in known if one.special}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return str(self._decode(list(ids), skip_special_tokens=True))
