@@ -665,8 +665,8 @@ class Connection(asyncio.BufferedProtocol):
         except PipeSwitchError as error:
             return self._server.refuse(path, error)
         except (MemoryError, OSError):
-            full = QueueFull("no memory for what this body becomes", hint=AGAIN)
-            return self._server.refuse(path, full)
+            short = QueueFull("no memory for what this body becomes", hint=AGAIN)
+            return self._server.refuse(path, short)
         try:
             return await answered(work, body, path, self._server.refuse)
         finally:

@@ -345,8 +345,7 @@ def _step(found: Hello | Step | Wrong | None) -> Step:
     """Raise the error that the process reported."""
     if isinstance(found, Wrong):
         named: dict[str, Any] = {"param": found.param or None}
-        if found.code:
-            named["code"] = found.code
+        named |= {"code": found.code} if found.code else {}
         raise InvalidInput(found.message, hint=found.hint, **named)
     if not isinstance(found, Step):
         raise _lost()
