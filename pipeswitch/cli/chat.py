@@ -196,7 +196,7 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
 @options
 @click.pass_context
 def run(
-    ctx: click.Context, source: str, prompt: str, name: str, precision: str, **asked: Any
+    ctx: click.Context, /, source: str, prompt: str, name: str, precision: str, **asked: Any
 ) -> None:
     """Register a language model if it is not there, and talk with it.
 
