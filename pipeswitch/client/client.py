@@ -272,7 +272,7 @@ class Client(Verbs):
 
         Args:
             model: registered with ``generate``.
-            prompt: a text, for the model's own tokenizer (``pip install 'pipeswitch[text]'``), or
+            prompt: a text, for the model's own tokenizer (the extra ``text``), or
                 token ids: then its tokens have no text.
             max_new_tokens: at most so many; fewer where the model's context ends.
             temperature: 0 takes the likeliest token.
