@@ -194,10 +194,7 @@ def chat(name: str, prompt: str, http: str, token: str, **asked: Any) -> None:
 @click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
               help="For a new model: exact, or fast (pipeswitch register --help).")  # fmt: skip
 @options
-@click.pass_context
-def run(
-    ctx: click.Context, /, source: str, prompt: str, name: str, precision: str, **asked: Any
-) -> None:
+def run(source: str, prompt: str, name: str, precision: str, **asked: Any) -> None:
     """Register a language model if it is not there, and talk with it.
 
     SOURCE is hf:NAME (of the hub), hf:FOLDER (configuration, weights and tokenizer), or the name of
@@ -209,7 +206,7 @@ def run(
         name = name or name_of(source)
         with common.connected() as client:
             _register(client, name, local_folder(source), precision)
-    ctx.invoke(chat, name=name, prompt=prompt, **asked)
+    click.get_current_context().invoke(chat, name=name, prompt=prompt, **asked)
 
 
 def name_of(source: str) -> str:

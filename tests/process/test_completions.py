@@ -162,7 +162,13 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, {**good, "logprobs": 1}, 400, "logprobs", "not done here"),
         (text, {**good, "n": 65}, 400, "n", "1 to 64 answers"),
         (text, {**good, "best_of": 2}, 400, "best_of", "not done here"),
-        (text, {**good, "ignore_eos": True}, 400, "ignore_eos", "leave it out, or false"),
+        (text, {**good, "ignore_eos": 1}, 400, "ignore_eos", "Expected `bool"),
+        (text, {**good, "min_p": 2}, 400, "min_p", "not from"),
+        (text, {**good, "min_tokens": 20}, 400, "min_tokens", "max_tokens"),
+        (text, {**good, "logit_bias": {"700": 1}}, 400, "logit_bias", "not a token"),
+        (text, {**good, "stop_token_ids": [-1], "min_tokens": 1}, 400, "stop_token_ids", "token"),
+        (text, {**good, "prompt": [5], "echo": True}, 400, "echo", "texts"),
+        (chat, {"model": "chat", "messages": SAID, "echo": True}, 400, "echo", "texts"),
         (text, {**good, "temprature": 1}, 400, "temprature", "temperature"),
         (text, {**good, "max_tokens": "4"}, 400, "max_tokens", "Expected `int"),
         (text, {**good, "max_tokens": 0}, 400, "max_tokens", "below 1"),
@@ -236,6 +242,33 @@ def test_several_answers_to_one_chat_differ_as_their_seeds_do(running: Checked, 
     assert came == alone
     free = ai.chat.completions.create(**asked, n=2)
     assert free.choices[0].message.content != free.choices[1].message.content
+
+
+def test_options_of_sampling_do_what_they_say(running: Checked, ai: Any) -> None:
+    asked: Any = {"model": "chat", "prompt": [4, 5], "temperature": 0, "max_tokens": 30}
+
+    def ids(**more: Any) -> Any:
+        return ai.completions.create(**{**asked, **more}).choices[0].token_ids
+
+    plain = ids()
+    banned = ids(logit_bias={plain[0]: -100})
+    assert plain[0] not in banned
+    assert ids(logit_bias={"9": 100}) == [9] * 30
+    once = ids(frequency_penalty=2, presence_penalty=2, logit_bias={"9": 20, "8": 19})
+    assert set(once[:2]) == {8, 9}  # they change turns, as each counts more
+    assert len(set(ids(extra_body={"repetition_penalty": 50}))) == 30
+    assert ids(temperature=1.0, extra_body={"top_k": 1}) == plain
+    assert ids(temperature=1.0, extra_body={"min_p": 1.0}) == plain
+    stop = {"stop_token_ids": [plain[3]]}
+    assert ids(extra_body=stop) == plain[: plain.index(plain[3]) + 1]
+    longer = ids(extra_body={**stop, "min_tokens": 12})
+    assert len(longer) > 12
+    assert plain[3] not in longer[:12]
+    echoed = ai.completions.create(**{**asked, "prompt": PROMPT}, echo=True)
+    alone = ai.completions.create(**{**asked, "prompt": PROMPT}).choices[0].text
+    assert echoed.choices[0].text == PROMPT + alone
+    chunks = ai.completions.create(**{**asked, "prompt": PROMPT}, echo=True, stream=True)
+    assert "".join(one.choices[0].text for one in chunks) == PROMPT + alone
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(running: Checked, ai: Any) -> None:
@@ -513,6 +546,7 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     settings = model.generation_config
     settings.do_sample, settings.temperature, settings.top_p = True, 0.7, 0.5
     settings.max_new_tokens, settings.no_repeat_ngram_size = 6, 3
+    settings.top_k = 700  # all of them
     settings.eos_token_id = [end, 9999]
     row = running.client.register("own", model, generate=True, tokenizer=tokenizer)
     found = ai.chat.completions.create(model="own", **asked)
@@ -521,6 +555,9 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     assert found.usage.completion_tokens <= 6
     ended = ai.completions.create(model="own", prompt=[4, 5], temperature=0, max_tokens=9)
     assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 4)
+    ignored: Any = {"model": "own", "prompt": [4, 5], "temperature": 0, "max_tokens": 9}
+    beyond = ai.completions.create(**ignored, extra_body={"ignore_eos": True})
+    assert beyond.usage.completion_tokens == 9
     notes = " ".join(next(one["notes"] for one in running.client.models() if one["name"] == "own"))
     assert "no_repeat_ngram_size = 3" in notes
     assert "9999" in notes

@@ -25,8 +25,8 @@ from ...base.roles import Standing
 from ...base.units import nearest
 from ...programs.decoding.answer import MAX_STOPS, Ending
 from ...programs.decoding.generating import Token
-from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS
-from ...programs.decoding.sampling import MAX_SEED, Sampling
+from ...programs.decoding.generation import CACHE, CACHE_NEW, LOGITS, MAX_EOS
+from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ..decoding import check_memory
 from ..http.feed import CONTENT_TYPE
 from ..http.server import Answer, Head, Work, json_answer, refusal
@@ -42,6 +42,7 @@ PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
+MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
@@ -51,15 +52,15 @@ SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR
 _NEUTRAL: Final = """
 user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
 stream_options.include_obfuscation parallel_tool_calls = true false
-repetition_penalty length_penalty = 1
-frequency_penalty presence_penalty min_p min_tokens priority top_logprobs = 0
-store echo use_beam_search ignore_eos include_stop_str_in_output logprobs = false
+length_penalty = 1
+priority top_logprobs = 0
+store use_beam_search include_stop_str_in_output logprobs = false
 continue_final_message return_token_ids return_tokens_as_token_ids = false
 stream_options.continuous_usage_stats chat.add_special_tokens enable_response_messages = false
 skip_special_tokens spaces_between_special_tokens add_special_tokens include_reasoning = true
 add_generation_prompt exclude_input_in_output = true
-tools functions documents bad_words stop_token_ids logits_processors previous_input_messages = []
-logit_bias chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
+tools functions documents bad_words logits_processors previous_input_messages = []
+chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
 kv_transfer_params = {}
 tool_choice function_call = "none" "auto"
 reasoning_effort verbosity = "medium"
@@ -67,7 +68,6 @@ service_tier = "auto" "default"
 modalities = ["text"]
 response_format = {"type":"text"}
 suffix = ""
-top_k = 0 -1
 truncate_prompt_tokens = -1
 """
 NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
@@ -95,6 +95,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_EOS)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MAX_BIASES)] | None = None
     stream: bool | None = None
 
 
@@ -103,6 +112,7 @@ class Said(Asked, frozen=True, kw_only=True):
 
     model: str
     prompt: list[str | list[int]] | None = None  # one prompt is a list of one: ``_prompts``
+    echo: bool | None = None
     n: int | None = None
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
@@ -171,6 +181,8 @@ class Completions:
             said = replace(said, max_tokens=said.max_completion_tokens)
         prompts = said.prompt or [""]
         check_count(len(prompts), n := _first(said.n, 1))
+        if said.echo and (is_chat or not all(isinstance(one, str) for one in prompts)):
+            raise InvalidInput("echo is for prompts that are texts", param="echo")
         if said.best_of not in (None, n):
             raise InvalidInput("best_of is not done here", hint="leave it out", param="best_of")
         seeds = _seeds(said.seed, n)
@@ -180,7 +192,7 @@ class Completions:
             for seed in seeds
         ]
         choices = await Choices.begin(begins, n)
-        form = _OpenAi(choices, said, has_ids=isinstance(prompts[0], list))
+        form = _OpenAi(choices, said, prompts, n)
         return await self._answer(choices, form, is_stream=bool(said.stream))
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
@@ -232,9 +244,12 @@ class _OpenAi:
 
     end = b"data: [DONE]\n\n"
 
-    def __init__(self, choices: Choices, said: Said, *, has_ids: bool) -> None:
-        """``has_ids``: a client that asks in token ids gets them, beside the text."""
-        self._choices, self._has_ids = choices, has_ids
+    def __init__(
+        self, choices: Choices, said: Said, prompts: Sequence[str | list[int]], n: int
+    ) -> None:
+        """A client that asks in token ids gets them, beside the text."""
+        self._choices, self._has_ids = choices, isinstance(prompts[0], list)
+        self._echo = [str(one) if said.echo else "" for one in prompts for _ in range(n)]
         self._is_chat, self._created_s = said.messages != ABSENT, int(time.time())
         self._began = [False] * len(choices.answerings)
         self._tells_usage = bool(said.stream_options and said.stream_options.include_usage)
@@ -244,6 +259,7 @@ class _OpenAi:
         for index, text in enumerate(texts):
             answering = self._choices.answerings[index]
             ids = {"token_ids": answering.tokens} if self._has_ids else {}
+            text = self._echo[index] + text
             message = {"role": "assistant", "content": text, "refusal": None}
             choice = {"message": message} if self._is_chat else {"text": text, **ids}
             rows.append(self._choice(index, choice))
@@ -251,7 +267,8 @@ class _OpenAi:
 
     def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
         """Yield the chunk of a choice's token; None is its end."""
-        text = token.text if token else ""
+        text = self._echo[index] + (token.text if token else "")
+        self._echo[index] = ""
         if text or self._has_ids or not token:
             ids = {"token_ids": [token.id] if token else []} if self._has_ids else {}
             role = {} if self._began[index] else {"role": "assistant"}
@@ -381,6 +398,9 @@ def _said(body: Any, kind: type[S]) -> S:
         for name, value in _fields(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
+        for name in ("logit_bias", "stop_token_ids"):
+            if len(given.get(name, b"")) > MAX_LIST_BYTES:
+                raise InvalidInput(f"{name} has too many tokens", param=name)
         if "prompt" in given:
             given["prompt"] = _prompts(given["prompt"])
         wanted = {name: given[name] for name in known if name in given}
@@ -439,14 +459,27 @@ def _begin(
             temperature=_first(asked.temperature, temperature, own.get("temperature"), 1.0),
             top_p=_first(asked.top_p, own.get("top_p"), 1.0),
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
+            options=_options(asked, own),
         ),
         ending=Ending(
             max_new_tokens=_first(
                 asked.max_tokens, tokens, own.get("max_new_tokens"), WHOLE_CONTEXT
             ),
             stop=(stop,) if isinstance(stop, str) else (*stop,),
+            eos_ids=tuple(asked.stop_token_ids or ()),
+            min_new_tokens=asked.min_tokens or 0,
+            ignore_eos=bool(asked.ignore_eos),
         ),
     )
+
+
+def _options(asked: Asked, own: Mapping[str, Any]) -> Options | None:
+    """Return the rarer options of a request, or of the model's author; None: there are none."""
+    named = {name: getattr(asked, name, None) for name in Options.__struct_fields__}
+    given = {**own, **{name: value for name, value in named.items() if value is not None}}
+    given["top_k"] = max(given.get("top_k", 0), 0)  # -1 is another word for all
+    options = Options(**{name: given[name] for name in named if name in given})
+    return None if options == Options() else options
 
 
 def _first(*values: Any) -> Any:

@@ -32,6 +32,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # is not shown itself
+    min_new_tokens: int = 0  # before which neither an end token nor a stop string ends it
+    ignore_eos: bool = False  # the model's own end tokens
 
     def check(self) -> None:
         """Raises:
@@ -39,6 +41,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         if self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidInput(
+                f"min_tokens {self.min_new_tokens} is not from 0 to max_tokens", param="min_tokens"
+            )
         lengths = [len(one) for one in self.stop]
         if len(lengths) > MAX_STOPS or not all(0 < n <= MAX_STOP_CHARS for n in lengths):
             raise InvalidInput(
@@ -125,6 +131,8 @@ class Answer:
 
         A special token has no text, so in a stop string and here a mark stands for it.
         """
+        if len(self.tokens) < self._ending.min_new_tokens:
+            return text, False
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
             self._held = ""
