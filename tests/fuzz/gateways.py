@@ -212,7 +212,7 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            held = connection.received_bytes, self.server.shared.waiting.held
+            held = connection.reading.received_bytes, self.server.shared.waiting.held
             if held[0] > LIMITS.body_bytes or held[1] > LIMITS.waiting_bytes:
                 self.escaped.append(f"it holds {held} bytes")
             await _turns(TURNS)

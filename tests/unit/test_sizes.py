@@ -27,8 +27,7 @@ TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
 LARGE = {
     "lines": "dispatch.Dispatch._begin 79",
     "parameters": "jobs.Jobs.restore 16, listing.Listing._row 13, jobs.Jobs.adopt 9",
-    "methods": "server.Connection 37, placement_actor.Placement 34, cluster.ClusterConnection 33, "
-    "world.World 32, jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, "
+    "methods": "world.World 32, jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, "
     "registry.Registry 26",
 }
 
