@@ -19,21 +19,36 @@ from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
-from pipeswitch.scheduler.state.records import Activation, Job, Model, Replica, Request, Worker
+from pipeswitch.scheduler.state.records import (
+    Activation,
+    Job,
+    JobMemory,
+    JobProgress,
+    JobSpec,
+    JobTiming,
+    Model,
+    Replica,
+    Request,
+    Worker,
+)
 from pipeswitch.scheduler.state.regions import Owner, Region, Regions
 from pipeswitch.scheduler.state.states import OwnerState, Residency
 
 from .frozen import Add, Codec, Next, Still
 
 SHOWN_OF_JOB = (
-    "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
-    "parked_at_ms", "preempted_ms", "beside",
-    "missed_at", "blocked_at_ms", "beside_blocked",  # no scope has a hundred stops, or five steps
-    "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
-    "error", "why",
-    "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
+    "progress.step", "progress.epoch_index", "progress.suspensions", "progress.evictions",
+    "progress.restarts", "progress.beside", "progress.reported_epoch", "progress.steps_recomputed",
+    "progress.last_log", "progress.steps_per_s", "progress.error", "progress.why",
+    "progress.missed_at",  # no scope has a hundred stops
+    "memory.blocked_at_ms", "memory.beside_blocked",  # nor five steps
+    "timing.last_ran_at_ms", "timing.parked_at_ms", "timing.preempted_ms",
+    "timing.reported_trained_ms",
+    # The default order does not read these.
+    "progress.steps_left", "timing.trained_ms", "timing.counted_from_ms",
     "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
 )  # fmt: skip
+ORDERED_OF_JOB = ("place", "epoch", "memory.persist_epoch", "memory.copying_epoch")
 SHOWN_OF_REPLICA = (
     "transmit_started_at_ms", "transmit_ended_at_ms",
     "transmission",  # profiles are made of it, and nothing is measured in this world
@@ -42,7 +57,10 @@ SHOWN_OF_REPLICA = (
 MODEL = Codec(Model, drop=("reason", "last_batch"))
 REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
-JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
+JOB = Codec(
+    Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
+    parts=(JobSpec, JobProgress, JobMemory, JobTiming),
+)  # fmt: skip
 WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
@@ -116,16 +134,24 @@ class _Records:
 
     def __init__(self, codec: Codec, *examples: tuple[Any, Any]) -> None:
         self._freeze, self._thaw = codec.freeze, codec.thaw
-        fields = codec.kind.__annotations__
-        names = [name for name in (*codec.drop, *codec.still) if name in fields]
-        known = set(codec.kind.__annotations__) - set(codec.still)
-        self._templates = {
-            key: {name: getattr(example, name) for name in names} for key, example in examples
-        }
-        self._still = {key: Still(example, *known) for key, example in examples}
+        self._templates: dict[Any, Any] = {}
+        self._still: dict[Any, list[tuple[str, Still]]] = {}
+        for key, example in examples:
+            self._templates[key], self._still[key] = {}, []
+            for path, kind in codec.parts.items():
+                part = getattr(example, path) if path else example
+                names, still = (
+                    {field for field in kind.__annotations__ if f"{path}.{field}".lstrip(".") in of}
+                    for of in ({*codec.drop, *codec.still}, codec.still)
+                )
+                self._templates[key][path] = {name: getattr(part, name) for name in names}
+                if still:
+                    known = set(kind.__annotations__) - still
+                    self._still[key].append((path, Still(part, *known)))
 
     def freeze(self, record: Any, e: Add, key: Any = None) -> Any:
-        self._still[key].check(record)
+        for path, still in self._still[key]:
+            still.check(getattr(record, path) if path else record)
         return self._freeze(record, e)
 
     def thaw(self, frozen: Any, n: Next, key: Any = None) -> Any:
@@ -172,7 +198,7 @@ class Brain:
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
-        self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
+        self._jobs = _Records(JOB, (None, Job(JobSpec("", "", (), 1))))
         self._workers = _Records(WORKER, (None, Worker(0)))
         self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, (), "", 0.0, False)))
 
@@ -278,7 +304,7 @@ class Brain:
         state.sending = {n: None for n, r in state.replicas.items() if r.is_being_sent}
 
 
-_COMMITTED_STEP = JOB.position("committed_step")
+_COMMITTED_STEP = JOB.position("memory.committed_step")
 
 
 class Sight(NamedTuple):

@@ -566,7 +566,7 @@ def _leave_the_disk_out(jobs: Jobs) -> None:
 
     def adopted(*args: Any, **options: Any) -> Job:
         job = adopt(*args, **options)
-        job.persist_due_at_ms = math.inf
+        job.memory.persist_due_at_ms = math.inf
         return job
 
     jobs.adopt = adopted  # type: ignore[method-assign]

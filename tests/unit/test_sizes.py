@@ -1,6 +1,7 @@
 """Ceilings of functions and classes: the lists below name what is still too large, and only shrink.
 
-A function has at most 60 lines (its docstring counts) and 7 parameters, a class 25 methods.
+A function has at most 60 lines (its docstring counts) and 7 parameters, a class 25 methods, a
+record 20 fields.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-LIMITS = {"lines": 60, "parameters": 7, "methods": 25}
+LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
 # The users' interface: each parameter is a keyword that programs write.
 USERS = {
@@ -25,13 +26,15 @@ USERS = {
 LARGE = {
     "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87, "
     "dispatch.Dispatch._begin 79",
-    "parameters": "jobs.Jobs.restore 16, listing.Listing._row 13, infer.infer 12, "
+    "parameters": "listing.Listing._row 13, infer.infer 12, "
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
-    "recurrent._stft 10, inference.Inference.__init__ 9, jobs.Jobs.adopt 9, "
+    "recurrent._stft 10, inference.Inference.__init__ 9, "
     "recurrent._shapes 9, children.Children.fork 8",
     "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
     "cluster.ClusterConnection 33, world.World 32, view.PoolView 32, frontend.Frontend 30, "
     "jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, registry.Registry 26",
+    "fields": "core.SchedulerSettings 43, records.Replica 30, records.Request 29, held.Held 26, "
+    "device_state.DeviceState 23, spec.BuildSpec 21",
 }
 
 
@@ -53,6 +56,7 @@ def sizes(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
             own = f"{name}.{node.name}"
             methods = (ast.FunctionDef, ast.AsyncFunctionDef)
             yield "methods", own, sum(isinstance(one, methods) for one in node.body)
+            yield "fields", own, sum(isinstance(one, ast.AnnAssign) for one in node.body)
             yield from sizes(node, own)
         else:
             yield from sizes(node, name)
@@ -76,5 +80,5 @@ def test_nothing_new_is_too_large_and_nothing_grows(measure: str) -> None:
 
 
 def test_what_is_counted() -> None:
-    text = "class A:\n  def f(self, a, /, b, *c, d, **e):\n    def g(x):\n      pass\n"
-    assert [size for _, _, size in sizes(ast.parse(text), "m")] == [1, 3, 3, 2, 1]
+    text = "class A:\n  v: int\n  def f(self, a, /, b, *c, d, **e):\n    def g(x):\n      pass\n"
+    assert [size for _, _, size in sizes(ast.parse(text), "m")] == [1, 1, 3, 3, 2, 1]

@@ -276,7 +276,8 @@ def _check_no_job(state: DeviceState) -> None:
     """
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
-            raise _busy(f'job "{job.name}" uses', hint=f"pipeswitch jobs pause {job.name}")
+            name = job.spec.name
+            raise _busy(f'job "{name}" uses', hint=f"pipeswitch jobs pause {name}")
 
 
 def _busy(who: str, hint: str = "run it while no client sends requests") -> errors.DeviceBusy:
