@@ -218,13 +218,13 @@ class Listing:
                 {
                     "name": replica.name,
                     "bytes": replica.model.manifest.total_bytes,
-                    "grouping": replica.plan_source,
-                    "grouping_why": replica.plan_why,
+                    "grouping": replica.grouping.source,
+                    "grouping_why": replica.grouping.why,
                     "streams": stream_of(device.state, replica),
                     **_functions(replica.model),
                     "profile": None
-                    if replica.profile is None
-                    else msgspec.to_builtins(replica.profile),
+                    if replica.grouping.profile is None
+                    else msgspec.to_builtins(replica.grouping.profile),
                 }
                 for replica in device.state.replicas.values()
                 if replica.model.manifest is not None
@@ -248,10 +248,10 @@ class Listing:
                     device,
                     "memory-daemon",
                     "daemon",
-                    "active" if state.is_daemon_ready else "starting",
-                    pid=state.daemon_pid,
+                    "active" if state.daemon.is_ready else "starting",
+                    pid=state.daemon.pid,
                     device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                    why="given up: it died too often" if state.is_given_up else "",
+                    why="given up: it died too often" if state.daemon.is_given_up else "",
                 )
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]

@@ -41,7 +41,7 @@ class Moves:
             return None
         if job.sent_to:
             target = self._devices[self._jobs.names.index(job.sent_to)]
-            return target if target is not device and target.state.is_daemon_ready else None
+            return target if target is not device and target.state.daemon.is_ready else None
         after_ms = self._core.settings.move_after_ms
         if not after_ms or job.state.state is not TaskState.SUSPENDED or not device.state.is_busy:
             return None

@@ -21,6 +21,7 @@ from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import (
     Activation,
+    Grouping,
     Job,
     JobMemory,
     JobProgress,
@@ -29,6 +30,7 @@ from pipeswitch.scheduler.state.records import (
     Model,
     Replica,
     Request,
+    Transfer,
     Worker,
 )
 from pipeswitch.scheduler.state.regions import Owner, Region, Regions
@@ -50,12 +52,12 @@ SHOWN_OF_JOB = (
 )  # fmt: skip
 ORDERED_OF_JOB = ("place", "epoch", "memory.persist_epoch", "memory.copying_epoch")
 SHOWN_OF_REPLICA = (
-    "transmit_started_at_ms", "transmit_ended_at_ms",
-    "transmission",  # profiles are made of it, and nothing is measured in this world
+    "transfer.started_at_ms", "transfer.ended_at_ms",
+    "transfer.report",  # profiles are made of it, and nothing is measured in this world
 )  # fmt: skip
 
 MODEL = Codec(Model, drop=("reason", "last_batch"))
-REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
+REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(Grouping, Transfer))
 REQUEST = Codec(Request)
 JOB = Codec(
     Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
@@ -68,7 +70,6 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "owner",
-    "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served", "spent_us",  # are only shown
@@ -190,10 +191,13 @@ class Brain:
         known = {
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
             "versions": ("models",), "admission": ("_models",),
+            "daemon": ("generation", "pid", "is_ready", "is_given_up"),
         }  # fmt: skip
         parts = [*vars(scheduler).items(), ("store", machine.store)]
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
-        parts += [part for device in machine.devices for part in vars(device).items()]
+        for device in machine.devices:
+            state = device.state
+            parts += [*vars(device).items(), ("daemon", state.daemon), ("", state.measurement)]
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
@@ -235,8 +239,8 @@ class Brain:
             None if owner.pending is None else tasks.freeze(owner.pending, e),
             None if owner.yielded is None else tasks.freeze(owner.yielded, e),
             (owner.state._value_, owner.job, tuple([(slot, e(-t)) for slot, t in promised])),
-            state.is_daemon_ready,
-            state.is_given_up,
+            state.daemon.is_ready,
+            state.daemon.is_given_up,
             _freeze_regions(device.arena.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
@@ -271,7 +275,7 @@ class Brain:
     ) -> None:
         core, state, fleet = self.scheduler.core, device.state, device.fleet
         (requests, queue, jobs, workers, running, pending, yielded, holder,
-         state.is_daemon_ready, state.is_given_up, arena, fleet.is_daemon_alive,
+         state.daemon.is_ready, state.daemon.is_given_up, arena, fleet.is_daemon_alive,
          fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
          accounts) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
@@ -285,7 +289,7 @@ class Brain:
         state.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
         for worker, generation in zip(state.workers.values(), generations[1:], strict=True):
             worker.generation = generation
-        state.daemon_generation = generations[0]
+        state.daemon.generation = generations[0]
         state.owner = owner = DeviceOwner()
         owner.running = None if running is None else self._tasks.thaw(running, n)
         owner.pending = None if pending is None else self._tasks.thaw(pending, n)

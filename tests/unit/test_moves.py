@@ -104,7 +104,7 @@ def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
         if daemon is not None:
             daemon.end(-9)
         server.run(50.0)
-    assert not server.scheduler.machine.devices[1].state.is_daemon_ready
+    assert not server.scheduler.machine.devices[1].state.daemon.is_ready
     server.move(1)
     server.run(100.0)
     assert (server.on, server.job.progress.evictions) == (0, 0)

@@ -191,7 +191,7 @@ def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> Non
     assert server.world.left is None
     assert not server.world.clients.open
     assert server.world.clients.outcomes["ok"] == 4 + 4 + 8
-    assert server.scheduler.machine.devices[1].state.is_given_up
+    assert server.scheduler.machine.devices[1].state.daemon.is_given_up
     assert {device for device, _ in server.placed("abcd")} == {"cpu:0"}
 
 

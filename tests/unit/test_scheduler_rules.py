@@ -132,7 +132,7 @@ class Rig:
         self.scheduler.check()
 
     def daemon(self, message: Any) -> None:
-        self.handle(ev.Received(self.state.daemon, message))
+        self.handle(ev.Received(self.state.daemon.address, message))
 
     def worker(self, slot: int, message: Any) -> None:
         self.handle(ev.Received(self.state.address(slot), message))
@@ -141,7 +141,7 @@ class Rig:
         self.handle(ev.Exited(self.state.address(slot), status))
 
     def daemon_exits(self) -> None:
-        self.handle(ev.Exited(self.state.daemon, -9))
+        self.handle(ev.Exited(self.state.daemon.address, -9))
 
     def daemon_returns(self) -> None:
         """The workers of the one that died are reaped, and the next one is ready."""
@@ -870,7 +870,7 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
     rig.daemon(DaemonReady(pid=1))
-    assert not rig.state.is_daemon_ready
+    assert not rig.state.daemon.is_ready
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
@@ -2978,7 +2978,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         ask_publish(rig, job)
         other = copied(rig, job)
     if stage == "waits":
-        rig.state.is_daemon_ready = False
+        rig.state.daemon.is_ready = False
     token = ask_publish(rig, job, step=3)
     build = copied(rig, job) if stage == "builds" else None
     orders = rig.sent(PersistCommit)
@@ -2986,7 +2986,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))
     rig.handle(ev.CancelAsked(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
-    rig.state.is_daemon_ready = True
+    rig.state.daemon.is_ready = True
     if stage == "copies":
         assert not rig.commands(ev.DropPublished), "the daemon still writes there"
         rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))

@@ -18,7 +18,10 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
 # The users' interface: each parameter is a keyword that programs write.
+# So are the fields of the settings (read only, each is one option) and of a registration, whose
+# digest follows from its fields.
 USERS = {
+    "fields": "core.SchedulerSettings 43, spec.BuildSpec 21",
     "lines": "client.Client.register 109, session.TrainingSession.steps 62",
     "parameters": "client.Client.register 22, client.Client.generate 9, client.Client.train 8, "
     "job.steps 8, session.TrainingSession.steps 8, testing.server 8",
@@ -32,9 +35,8 @@ LARGE = {
     "recurrent._shapes 9, children.Children.fork 8",
     "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
     "cluster.ClusterConnection 33, world.World 32, view.PoolView 32, frontend.Frontend 30, "
-    "jobs.Jobs 29, training.Training 29, device_state.DeviceState 26, registry.Registry 26",
-    "fields": "core.SchedulerSettings 43, records.Replica 30, records.Request 29, held.Held 26, "
-    "device_state.DeviceState 23, spec.BuildSpec 21",
+    "jobs.Jobs 29, training.Training 29, registry.Registry 26",
+    "fields": "records.Request 29, held.Held 26",
 }
 
 

@@ -88,7 +88,7 @@ class Commits:
     def leaves(self, job: Job) -> None:
         """Another device's daemon copies what it commits from now on."""
         if job.memory.commit_slot_bytes:
-            self._device.tell_daemon(CloseCommits(job=job.spec.name))
+            self._device.daemon.tell(CloseCommits(job=job.spec.name))
 
     def enters(self, job: Job) -> None:
         """It was another device's."""
@@ -97,7 +97,7 @@ class Commits:
 
     def _tell_daemon(self, job: Job) -> None:
         name, slot_bytes = job.spec.name, job.memory.commit_slot_bytes
-        self._device.tell_daemon(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
+        self._device.daemon.tell(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
 
     def commit(self, worker: Worker, message: CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
@@ -110,11 +110,11 @@ class Commits:
             self._core.counts["stale_messages"] += 1
             return
         region = self._arena.regions.get(job.slice)
-        if region is None or not self._device.is_daemon_ready:
+        if region is None or not self._device.daemon.is_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.memory.commit_number = message.number
         job.memory.copying_epoch, job.memory.copying_number = job.epoch, message.number
-        self._device.tell_daemon(
+        self._device.daemon.tell(
             CommitCopy(
                 job=job.spec.name,
                 epoch=job.epoch,
@@ -152,7 +152,7 @@ class Commits:
         core, device = self._core, self._device
         for job in device.jobs.values():
             memory = job.memory
-            if memory.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
+            if memory.is_persisting or not device.daemon.is_ready or not self.is_unsaved(job):
                 continue
             if core.now_ms < memory.persist_due_at_ms:
                 core.look_again(memory.persist_due_at_ms, JOBS)
@@ -162,7 +162,7 @@ class Commits:
             memory.persist_began_at_ms, memory.persist_due_at_ms = core.now_ms, math.inf
             name = job.spec.name
             directory = f"{core.settings.commits_dir}/{name}"
-            device.tell_daemon(PersistCommit(job=name, epoch=job.epoch, directory=directory))
+            device.daemon.tell(PersistCommit(job=name, epoch=job.epoch, directory=directory))
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:

@@ -78,7 +78,7 @@ class Slices:
             return
         self._core.touched |= PLACES
         region = self._arena.regions.release(owner)
-        if not self._device.is_daemon_ready:
+        if not self._device.daemon.is_ready:
             return  # the memory went with its owner
         epoch = self._core.next_epoch()
         taken = self._arena.regions.reserve(
@@ -88,7 +88,7 @@ class Slices:
         self._scrub(epoch, taken)
 
     def _scrub(self, epoch: Epoch, region: Region) -> None:
-        self._device.tell_daemon(
+        self._device.daemon.tell(
             Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
@@ -187,7 +187,7 @@ class Leases:
             A job that must leave before the next can have its slice, and why.
         """
         device = self._device
-        if device.queue.requests or not device.is_daemon_ready:
+        if device.queue.requests or not device.daemon.is_ready:
             return
         jobs = device.jobs.values()
         asks = [one for one in jobs if one.memory.lease_asked_bytes and one.slot is not None]

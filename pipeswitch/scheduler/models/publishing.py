@@ -184,11 +184,11 @@ class Publishing:
                 self._end(one, InvalidInput(f'job "{job.spec.name}" ended before step {one.step}'))
         elif not job.memory.commit_slot_bytes:
             one.stage = "copied"
-        elif (device := self._machine.jobs.home(job).state).is_daemon_ready:
+        elif (device := self._machine.jobs.home(job).state).daemon.is_ready:
             one.stage, one.epoch = "copies", self._core.next_epoch()
             one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.epoch}"
-            device.tell_daemon(
+            device.daemon.tell(
                 PersistCommit(job=job.spec.name, epoch=one.epoch, directory=one.directory)
             )
 

@@ -128,6 +128,30 @@ class Away:
 
 
 @dataclass
+class Grouping:
+    """How a model's layers are grouped on a device, and why."""
+
+    plan: Plan = ()  # empty: as built
+    source: str = "buckets"
+    why: str = "it has no profile"
+    next: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
+    profile: Profile | None = None  # the one the plan was made from
+    planned: Plan = ()  # what it planned
+
+
+@dataclass
+class Transfer:
+    """The last copy of a model to a device."""
+
+    started_at_ms: float = 0.0
+    ended_at_ms: float = 0.0
+    report: TransmitEnded | None = None  # of the last complete one
+    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
+    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
+    retry_at_ms: float = 0.0  # after one that broke off
+
+
+@dataclass
 class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
@@ -135,12 +159,8 @@ class Replica:
     name: ModelName = field(init=False)  # of that
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
-    plan: Plan = ()  # empty: as built
-    plan_source: str = "buckets"
-    plan_why: str = "it has no profile"
-    next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
-    profile: Profile | None = None  # the one its plan was made from
-    profile_plan: Plan = ()
+    grouping: Grouping = field(default_factory=Grouping)
+    transfer: Transfer = field(default_factory=Transfer)
     kept_groups: int = 0  # of a model that streams: groups that stay between two passes
     kept_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
@@ -151,12 +171,6 @@ class Replica:
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
     computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that computed
-    transmit_started_at_ms: float = 0.0
-    transmit_ended_at_ms: float = 0.0
-    transmission: TransmitEnded | None = None  # the last complete one
-    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
-    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
-    retry_at_ms: float = 0.0  # after a transmission that broke off
     away: Away = field(default_factory=Away)
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
@@ -202,7 +216,7 @@ class Replica:
     def version(self) -> Version:
         """What a worker must have loaded to run it; it has a manifest."""
         assert self.manifest is not None
-        return (self.manifest.digest, self.plan)
+        return (self.manifest.digest, self.grouping.plan)
 
     @property
     def is_on_device(self) -> bool:

@@ -167,7 +167,7 @@ class JobRequests:
 
     def _move_asked(self, job: Job, event: JobAsked) -> None:
         """Bind the job to that device (``Moves`` evicts it; ``rehome`` places it if it waits)."""
-        states = [home.state for home in self._jobs.homes if not home.state.is_given_up]
+        states = [home.state for home in self._jobs.homes if not home.state.daemon.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)
         if event.to not in names:
@@ -186,7 +186,7 @@ class JobRequests:
         """It is where it was sent, or never will be."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
-        if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
+        if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
             error = errors.ServerUnavailable(
                 f'device {job.sent_to} is lost: job "{name}" stays on {state.settings.device}',
                 hint="its memory daemon died too often; restart the server",

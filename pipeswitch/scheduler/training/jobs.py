@@ -100,7 +100,7 @@ class Jobs:
         counts = self._counts()
         for home in self.homes:
             for job in list(home.state.jobs.values()):
-                is_waiting = job.state.state in WAITING or home.state.is_given_up
+                is_waiting = job.state.state in WAITING or home.state.daemon.is_given_up
                 if not is_waiting or job.memory.copying_epoch or job.memory.is_persisting:
                     continue
                 if self.has_process_of(job.spec.name):

@@ -64,7 +64,7 @@ class Training:
             self.evict(job.spec.name, why)
         if device.owner.job is not None:
             self._watch_running(device.jobs[device.owner.job])
-        elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
+        elif device.daemon.is_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
         if self._order.shares:
