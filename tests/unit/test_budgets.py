@@ -105,7 +105,7 @@ class Counted(Rig):
             for one in busy:
                 replica = self.state.replicas[one.preparing]
                 message = ModelPrepared(model=replica.name, digest=replica.built.digest,
-                                        plan=replica.plan)  # fmt: skip
+                                        plan=replica.grouping.plan)  # fmt: skip
                 self.worker(one.slot, message)
 
     def handle(self, event: ev.Event, at_ms: float | None = None) -> None:
