@@ -1,7 +1,7 @@
-"""What a client may do: five roles. Which one a verb needs: ``frontend/verbs.py``.
+"""Roles of clients: five sets of rights. ``frontend/verbs.py`` says which one a verb needs.
 
-Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
-key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
+Every client has ``infer``. The address that it connects to (``[server] tcp_roles``) and its key
+(``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANYONE: Final = "*"  # the tenant of clients without a key: no key's name has th
 
 
 class Role(enum.StrEnum):
-    """In order of what they give away."""
+    """Roles, in the order of the rights that they give away."""
 
     INFER = "infer"  # ask models, and list what can be asked
     URGENT = "urgent"  # ask with priority high, before others' requests; or register such models
@@ -51,7 +51,7 @@ MODEL_FACTS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Who a client is, and what it may do."""
+    """Identity and roles of a client."""
 
     tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
     roles: frozenset[Role] = LEAST
@@ -70,7 +70,7 @@ class Standing:
             raise self.refusal(role, what)
 
     def refusal(self, role: Role, what: str) -> PermissionDenied:
-        """Which role is missing, who lacks it, and the command that gives it."""
+        """Return the error that names the missing role, the client, and the command that grants it."""
         wanted = in_order({*self.roles, role})
         if self.tenant == ANYONE:
             who = "a TCP client without a key"

@@ -63,7 +63,7 @@ def format_bytes(size_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Keep:
-    """How much of what is over stays: so many, the newest, or for so long."""
+    """Retention rule: a maximum count, the newest only, or a maximum age."""
 
     count: int = 1 << 30
     time_ms: float = 0.0  # 0: for ever

@@ -100,7 +100,7 @@ def safetensors_head(image: memoryview) -> bytes:
 
 
 def packed_head(header: Mapping[str, Any]) -> bytes:
-    """Of a safetensors file; the data behind it stay aligned."""
+    """Return the head of a safetensors file; the data after it stay aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)
     return LENGTH.pack(len(text)) + text

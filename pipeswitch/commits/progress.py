@@ -48,7 +48,7 @@ class Progress:
         self._words = memoryview(self._map).cast("q")
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Record that steps 1 to ``step`` are done."""
         self._words[_STEP_AT] = step
 
     def ended(self) -> None:
@@ -57,7 +57,7 @@ class Progress:
 
 
 def read_life(path: Path) -> Life:
-    """What a job's process left; of one that never ran the beginning of a life."""
+    """Return what a job's process recorded; a new life if it never ran."""
     try:
         with open(path, "rb", opener=open_plain) as file:
             restarts_and_more = _LIFE.unpack(file.read(_LIFE.size))

@@ -104,10 +104,10 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
 
 
 def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
-    """Those of the commit in a folder of ``commits/files.py``, mapped, and its record.
+    """Return the mapped weights and the record of the commit in a folder of ``commits/files.py``.
 
     Raises:
-        InvalidInput: there is none, or it is not what it says.
+        InvalidInput: there is no commit, or it is damaged.
     """
     try:
         record = read_record(directory)

@@ -21,7 +21,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def latency(values_ms: Sequence[float]) -> dict[str, Any]:
-    """How long answers took."""
+    """Return a summary of latencies."""
     return {
         "count": len(values_ms),
         "p50_ms": round(percentile(values_ms, 0.50), 3),
@@ -42,11 +42,12 @@ def bill(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def kept_speed(
     before: tuple[float, int], under: tuple[float, int], after: tuple[float, int], busy_ms: float
 ) -> dict[str, Any]:
-    """What was left of the training's speed while requests came.
+    """Return the share of the training's speed that was left while requests came.
 
     Args:
-        before, under, after: (seconds, finished steps) of three windows; requests came in the
-            middle one. The machine's own drift shows as a difference between the outer two.
+        before: (seconds, finished steps) of the window before the requests.
+        under: the same while requests came.
+        after: the same after them. The machine's drift shows as a difference between the outer two.
         busy_ms: how long requests had the device in the middle window.
     """
     alone = (before[1] + after[1]) / (before[0] + after[0])

@@ -76,7 +76,7 @@ def _default_models() -> dict[str, DemoModel]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does; the defaults are small enough for two cores."""
+    """Plan of a run; the defaults are small enough for two cores."""
 
     models: Mapping[str, DemoModel] = field(default_factory=_default_models)
     weights: str = "random:0"
@@ -163,7 +163,7 @@ class Demo:
         return {**result, "problems": _problems(result)}
 
     def stay(self) -> None:
-        """Until it is interrupted; requests come by chance, the models in turn."""
+        """Serve until interrupted; requests come at random, for the models in turn."""
         with self._started(http=True) as (_, client):
             self._register(client)
             self._warm_up(client)
@@ -312,7 +312,7 @@ class Demo:
         return seconds, steps
 
     def _turns(self) -> list[str]:
-        """Which model each request asks for: all in turn."""
+        """Return the model of each request: all in turn."""
         names = list(self._plan.models)
         return [names[index % len(names)] for index in range(self._plan.requests)]
 
@@ -337,7 +337,7 @@ class Demo:
         return [(name, outcome) for name, outcome, _ in sent]
 
     def _change(self, name: str, outcome: Outcome) -> float:
-        """How far an answer is from the one to the same input before there was a job."""
+        """Return the distance of an answer from that to the same input before there was a job."""
         if outcome.result is None:
             return 0.0  # told as an error
         answer = next(iter(outcome.result.outputs.values()))
@@ -490,7 +490,7 @@ def _accuracy_percent(job: Task) -> float:
 
 
 def _problems(result: Mapping[str, Any]) -> list[str]:
-    """What must not happen in a demo."""
+    """Return everything in the result that must not happen in a demo."""
     training = result["training"]
     found = [f"request failed: {text}" for text in result["errors"]]
     if training["state"] != "done":

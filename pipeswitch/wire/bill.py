@@ -13,11 +13,11 @@ SELDOM: Final = (
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in ms; each request of a joined run is told all of it.
+    """Timing of a request in ms. Each request of a batched run gets the whole run's times.
 
-    Of a chain the times, ``kept_bytes`` and ``streamed`` are the sums of its steps', ``resident``
-    says whether all were, ``preempted`` names the first job that stepped aside, and the rest is the
-    last step's.
+    For a chain, the times, ``kept_bytes`` and ``streamed`` are the sums of its steps'; ``resident``
+    says whether all were resident, ``preempted`` names the first job that stepped aside, and the
+    rest is the last step's.
     """
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
@@ -46,7 +46,8 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``--json`` and the gateway tell it: what is seldom, where it says something."""
+        """Return the fields as ``--json`` and the gateway show them; rare ones only where they are
+        set."""
         told = msgspec.structs.asdict(self)
         if self.steps:
             told["steps"] = {name: bill.as_dict() for name, bill in self.steps.items()}

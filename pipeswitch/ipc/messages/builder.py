@@ -10,7 +10,7 @@ from .base import Epoch, Message, ModelName
 
 
 class BuildSettings(Message, frozen=True):
-    """What a builder is started with: one registration, then it exits."""
+    """Settings of a builder process, which handles one registration and exits."""
 
     model: ModelName
     epoch: Epoch

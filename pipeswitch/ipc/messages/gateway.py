@@ -17,10 +17,10 @@ class KeyedSettings(Message, frozen=True):
 
 
 class GatewaySettings(Message, frozen=True):
-    """What a gateway is started with.
+    """Settings of a gateway process.
 
-    Descriptors: what keeps two gateways out of one state directory; with ``http`` and ``keyed`` the
-    socket of each.
+    Descriptors: the lock that keeps two gateways out of one state directory; the sockets of
+    ``http`` and ``keyed`` if these are set.
     """
 
     address: str  # of the owner's socket

@@ -10,7 +10,7 @@ from .base import ByteRange, Epoch, JobName, Message, ModelName, SlabTensor, Slo
 
 
 class WorkerSettings(Message, frozen=True):
-    """What a worker is started with.
+    """Settings of a worker.
 
     Descriptors: task and signal channel, board, ``bell_count`` bells; then the pool and
     DaemonReady's, which come with BindTenant where tenants are separate.
