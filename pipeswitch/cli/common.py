@@ -1,4 +1,4 @@
-"""What the verbs share: options, the client, completion of names, and how an answer is printed."""
+"""Shared parts of the commands: options, the client, completion of names, output."""
 
 from __future__ import annotations
 

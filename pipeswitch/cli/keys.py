@@ -47,7 +47,7 @@ def _folder() -> KeyFolder:
 
 
 def _folder_for(out: str) -> Path:
-    """Where a secret goes: a folder that is made here is its owner's alone."""
+    """Return the folder of a secret; a new one is readable by its owner alone."""
     folder = Path(out)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

@@ -155,7 +155,7 @@ class Client(Verbs):
         return result
 
     def _traced(self, send: Callable[..., Any], model: str, asked: dict[str, Any]) -> Any:
-        """What ``send`` returns, which is a future or the result, with a span of the request."""
+        """Call ``send`` within a span of the request; return its future or result."""
         traced = Traced(self._tracer, model)
         if traced.traceparent:
             asked["body"] = {**(asked["body"] or {}), "traceparent": traced.traceparent}
@@ -179,7 +179,7 @@ class Client(Verbs):
         version: int,
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """What ``Connection.request`` takes for an inference."""
+        """Return the arguments of ``Connection.request`` for an inference."""
         given = inputs[0] if len(inputs) == 1 else inputs or None
         if given is None:
             given = named
@@ -245,7 +245,7 @@ class Client(Verbs):
         return Sequenced(self._step, self.end_sequence, model, id or uuid.uuid4().hex, version)
 
     def _step(self, model: str, *asked: Any, **sequence: Any) -> Result:
-        """Of a sequence. It is not sent twice: that would be two steps."""
+        """Send a step of a sequence once only: sent again, it would be two steps."""
         request = self._request(model, *asked)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = self._connection.request("infer", **request) if self._tracer is None else (
@@ -293,7 +293,7 @@ class Client(Verbs):
         )  # fmt: skip
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Those that are kept: id, model, steps, bytes; of the owner everybody's."""
+        """Return the sequences that are kept: id, model, steps, bytes. The owner sees everybody's."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
@@ -572,7 +572,7 @@ class Task:
         return f"Task({self.name!r})"
 
     def status(self) -> dict[str, Any]:
-        """Its row now."""
+        """Return its row now."""
         return self._row("show")
 
     def pause(self) -> dict[str, Any]:
@@ -698,7 +698,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Of a script that is there: it may be on the server's machine alone."""
+    """Raise InvalidInput if a script has a mistake; one on the server's machine alone is not read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -96,7 +96,7 @@ def connected_ray(address: str) -> Iterator[Any]:
 
 
 def placement_of(ray: Any) -> Any:
-    """Its handle.
+    """Return the handle of placement.
 
     Raises:
         ServerUnavailable: this Ray has no cluster of ours.
@@ -110,15 +110,15 @@ def placement_of(ray: Any) -> Any:
 
 
 def node_of(ray: Any, name: str) -> Any:
-    """Its handle."""
+    """Return a node's handle."""
     return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def told(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
-    """What an actor answers; its own errors are those that it raised.
+    """Return an actor's answer, or raise its own error.
 
     Raises:
-        PipeSwitchError: as the actor did, or it is gone.
+        PipeSwitchError: the actor raised it, or is gone.
     """
     try:
         return ray.get(answer, timeout=timeout_s)
@@ -306,7 +306,8 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """What each living node answers, by its name; of a new table if one of this does not."""
+        """Return each living node's answer, by its name; fetch a new table if a node does not
+        answer."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()
@@ -387,8 +388,8 @@ class ClusterVerbs(Members):
         return self._to(node).call(op, body=body, **options)
 
     def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
-        """Until the job is over, wherever it goes meanwhile: what moves is cancelled where it was,
-        and what its node's death ends begins again elsewhere."""
+        """Wait until the job is over, on whichever node it runs: a job that moves is cancelled on
+        its old node, and one whose node dies begins again elsewhere."""
         while True:
             is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
             if not node and not is_alive:
@@ -400,13 +401,13 @@ class ClusterVerbs(Members):
             time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
-        """Where a job is; empty: nowhere."""
+        """Return the node of a job; empty if it has none."""
         rows = self._do_jobs("jobs").body["jobs"]
         return next((row["node"] for row in rows if row["name"] == name), "")
 
 
 class ClusterConnection(ClusterVerbs):
-    """In place of a ``Connection``; from any thread."""
+    """Connection to a cluster instead of a server; for use from any thread."""
 
     keys = None
 
@@ -428,7 +429,7 @@ class ClusterConnection(ClusterVerbs):
                 self._to(node).notify(op, model=model)
 
     def call(self, op: str, *, model: str = "", **options: Any) -> Any:
-        """As ``Connection.call``."""
+        """Send a call, as ``Connection.call`` does."""
         if op not in SAFE_AGAIN:
             return self._verb(op)(op, model=model, **options)
         if op in ("load", "unload"):
@@ -443,7 +444,7 @@ class ClusterConnection(ClusterVerbs):
             self._balance.count(node, -1)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
-        """As ``Connection.request``."""
+        """Send a request, as ``Connection.request`` does."""
         if op != "infer":
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
@@ -472,7 +473,7 @@ class ClusterConnection(ClusterVerbs):
         return outer
 
     def _node_for(self, model: str, options: dict[str, Any]) -> str:
-        """Of a sequence the one on which it began.
+        """Return the node for a model's request; for a sequence the one on which it began.
 
         Raises:
             SequenceNotFound: it did not begin here, or its node is gone.

@@ -49,7 +49,7 @@ class Link:
         raise NotImplementedError
 
     def answered(self, request_id: str) -> None:
-        """Its final reply has come."""
+        """Note that a request's final reply has arrived."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -155,7 +155,7 @@ class StreamLink(Link):
         return copy
 
     def _flush(self) -> None:
-        """What does not leave now leaves when the socket is writable."""
+        """Send what the socket takes now; the rest leaves when it is writable."""
         try:
             is_sending = not self.stream.flush()
         except OSError:
@@ -219,7 +219,7 @@ class StreamLink(Link):
                 share.free(place)
 
     def close(self, linger_ms: int) -> None:
-        """What the socket does not take at once is lost."""
+        """Close; whatever the socket does not take at once is lost."""
         self._flush()
         self.stream.close()
 

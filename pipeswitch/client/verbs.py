@@ -212,7 +212,7 @@ V = TypeVar("V", bound=Verbs, covariant=True)
 
 
 class Awaited(Generic[S]):
-    """What has the verbs of an object of the SDK, awaited."""
+    """Awaitable verbs of an object of the SDK."""
 
     def __init__(self, awaits: S) -> None:
         self._awaits = awaits

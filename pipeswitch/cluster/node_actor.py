@@ -154,7 +154,7 @@ class Node(NodeJobs):
                 os._exit(1)
 
     def _lease(self, until_s: float, address: str) -> None:
-        """To the server: placement counts on this node until then."""
+        """Tell the server until when placement counts on this node."""
         self._until_s = until_s
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
@@ -208,7 +208,7 @@ class Node(NodeJobs):
             self._learned = table["number"]
 
     def remember(self, model: str, body: dict[str, Any] | None) -> None:
-        """How it was registered, so that it can be elsewhere; None: it is gone."""
+        """Keep a model's registration, so that another node can have it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
@@ -255,7 +255,7 @@ class Node(NodeJobs):
 
 
 def _wait_for_the_one_before(state: Path) -> None:
-    """Its node was killed, and it is still leaving: it commits its jobs."""
+    """Wait for the server of a node that was killed: it commits its jobs before it leaves."""
     with open(state / "lock", "a") as lock:
         os.chmod(state / "lock", 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)

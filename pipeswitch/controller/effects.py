@@ -122,9 +122,12 @@ class Effects:
             log.error("asked by the server itself and refused: %s", command.error)
 
     def _write_journal(self, command: ev.Journal) -> None:
-        """What cannot be written is not accepted: its askers are refused, and it is taken back as
-        if its owner had asked for that. What was there before (pinned now, gone, restored) goes
-        on: the journal is behind then, and catches up with the next entry it can write."""
+        """Write an entry; if that fails, refuse its clients and take it back as if its owner had
+        asked.
+
+        Whatever existed before (pinned now, gone, restored) continues: the journal is behind then,
+        and catches up with the next entry that it can write.
+        """
         entry = command.entry
         if entry["kind"] == "model":
             self._disk.keep_program(entry["name"], entry["digest"], entry["tenant"])
@@ -196,7 +199,7 @@ class Effects:
         return slot_bytes, record.step
 
     def step_on_disk(self, job: JobName) -> int:
-        """Of a job's persisted commit; -1: there is none that could be used."""
+        """Return the step of a job's persisted commit; -1 if there is none that can be used."""
         try:
             record = read_record(self._places.commits / job)
         except RemoteProtocolError as error:
@@ -217,7 +220,7 @@ class Effects:
         self._frontend.uploads.remove(old)
 
     def _remove_job(self, job: JobName) -> None:
-        """Its commits under a name that no job has; another thread removes them."""
+        """Rename a job's commits to a name that no job has; another thread removes them."""
         gone = self._places.commits / f".gone-{time.monotonic_ns()}"
         with contextlib.suppress(OSError):  # it has written none
             os.rename(self._places.commits / job, gone)

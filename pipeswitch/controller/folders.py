@@ -94,10 +94,10 @@ class Places:
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:
-        """What a program is called that a builder calls by this digest.
+        """Return the name of a program that a builder calls by this digest.
 
-        Two programs of one tenant with one digest are the same. Of another tenant's builder that is
-        not known: it may have been taken over, and claim what it likes.
+        Two programs of one tenant with one digest are the same. That is not certain for another
+        tenant's builder: it may have been taken over, and claim any digest.
         """
         return hashlib.sha256(f"{tenant}/{digest}".encode()).hexdigest() if tenant else digest
 
@@ -117,9 +117,9 @@ class Places:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Its manifest and its bundle, to be read; nothing when one of them is missing.
+        """Open a program's manifest and bundle for reading; return nothing if one is missing.
 
-        The bundle is the derived one where there is one, since then the manifest is that one's.
+        If there is a derived bundle, it is that one, since the manifest describes it.
         """
         opened: list[int] = []
         is_derived = (self.models / digest / DERIVED_FILE).exists()

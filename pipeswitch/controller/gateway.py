@@ -129,7 +129,7 @@ class Gateway:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the server's owner is told: where the page is, and the file that opens it."""
+        """Return the page's address and token file, for the server's owner."""
         if "http" not in self._sockets:
             return {}
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
@@ -190,7 +190,7 @@ class Gateway:
 
     @property
     def addresses(self) -> list[str]:
-        """As the ready line names them."""
+        """Return the addresses, as the ready line shows them."""
         scheme = "https" if self._config.tls_cert else "http"
         schemes = {"http": scheme, "grpc": "grpc"}
         told = [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
@@ -205,7 +205,7 @@ class Gateway:
             self._spawn()
 
     def wait_s(self) -> float | None:
-        """Until ``look`` has something to do."""
+        """Return the seconds until ``look`` has something to do."""
         return None if self._due_at_s is None else max(0.0, self._due_at_s - time.monotonic())
 
     def look(self) -> None:

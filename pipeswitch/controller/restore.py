@@ -1,4 +1,4 @@
-"""What was there before: models and jobs that the journal knows, and those of the configuration."""
+"""Restoration of models and jobs: those of the journal, and those of the configuration."""
 
 from __future__ import annotations
 

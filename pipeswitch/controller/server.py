@@ -36,7 +36,7 @@ SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkou
 
 
 class Server:
-    """Who owns what; ``main`` starts it, ``loop`` runs it."""
+    """Parts of a server and their owners; ``main`` starts it, ``loop`` runs it."""
 
     def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: Places) -> None:
         """Take memory and files; no process is started.
@@ -114,7 +114,7 @@ class Server:
         sys.stderr.write(f"Error: {reason}\n")
 
     def ready_line(self, addresses: Sequence[str]) -> str:
-        """What is served, where, and by how much."""
+        """Return the line that says what is served, where, and with which sizes."""
         standby, names = self.config.workers.standby, ",".join(one.name for one in self.devices)
         is_one = len(self.devices) == 1
         each = "" if is_one else " each"

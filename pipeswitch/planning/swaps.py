@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What carries the copies of one direction."""
+    """Link that carries the copies of one direction."""
 
     bytes_per_ms: float
     call_ms: float = 0.0  # of each copy, whatever its size
@@ -67,7 +67,7 @@ Lanes = tuple[Lane, Lane]  # out, in
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a step does when these storages leave."""
+    """Predicted course of a step if these storages leave."""
 
     leaving: frozenset[int]
     wait_ms: float
@@ -146,7 +146,7 @@ class _Run:
             self._look_ahead()
 
     def _stay(self, storage: int) -> None:
-        """Its copy out has not ended: it need not leave."""
+        """Keep a storage whose copy out has not ended: it need not leave."""
         if self._place[storage] == "leaving":
             queue = self._queues["leaving"]
             queue.remove(next(one for one in queue if one[0] == storage))
@@ -209,7 +209,7 @@ class _Run:
 def forecast(
     step: Step, leaving: Collection[int], budget_bytes: int, lanes: Lanes
 ) -> Forecast | None:
-    """What comes of it; None when it cannot keep the budget."""
+    """Return the predicted course of a step; None if it cannot keep the budget."""
     run = _Run(step, leaving, budget_bytes, lanes)
     if not run.is_possible():
         return None
@@ -302,7 +302,7 @@ class _Search:
         self._seen = {one.leaving for one in found}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Until it waits for nothing, time is up, or there were children enough."""
+        """Search until the step waits for nothing, time is up, or there were enough children."""
         for _ in range(CHILDREN):
             if not self._alive[0].wait_ms or is_over():
                 break
@@ -331,7 +331,7 @@ def _cost(one: Forecast) -> tuple[float, int]:
 
 
 def _ranked(step: Step, lanes: Lanes) -> list[int]:
-    """Those that may leave, the best hidden first."""
+    """Return the storages that may leave, the best hidden first."""
     now_ms, saved_ms, slack_ms = 0.0, {}, {}
     for event in step.events:
         now_ms += event.compute_ms
