@@ -70,7 +70,7 @@ class Standing:
             raise self.refusal(role, what)
 
     def refusal(self, role: Role, what: str) -> PermissionDenied:
-        """Return the error that names the missing role, the client, and the command that grants it."""
+        """Return the error that names the missing role, the client, and the granting command."""
         wanted = in_order({*self.roles, role})
         if self.tenant == ANYONE:
             who = "a TCP client without a key"

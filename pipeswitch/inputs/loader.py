@@ -62,7 +62,7 @@ class SharedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes that scripts read from a DataLoader, such as ``len(loader.dataset)``."""
+        """Return attributes that scripts read from a DataLoader, as in ``len(loader.dataset)``."""
         if name not in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)

@@ -98,7 +98,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def _parts_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return ``owner``'s parts that may hold a generator, with names that the next start finds too."""
+    """Return ``owner``'s parts that may hold a generator, by names that later starts find too."""
     if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
         return [(str(index), item) for index, item in enumerate(owner)]
     if type(owner) is dict and len(owner) <= MAX_PARTS:

@@ -140,7 +140,7 @@ class Gate:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
-        """Return the function to call without the lock before the next look; None if there is none."""
+        """Return the function to call without the lock before the next look, if there is one."""
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)

@@ -36,7 +36,7 @@ SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change aga
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Keys that a client presents, and the server's key that it expects; Z85 text of 40 bytes each."""
+    """Keys of a client, and the server's key that it expects; Z85 text of 40 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -318,7 +318,7 @@ class AllowList:
         return key in self.standings()
 
     def standings(self) -> Mapping[bytes, Standing]:
-        """Return each client's standing by its key. A folder that cannot be read admits no client."""
+        """Return each client's standing by its key; none if the folder cannot be read."""
         with self._lock:
             try:
                 facts = os.stat(self._folder.clients_path)

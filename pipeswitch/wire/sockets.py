@@ -97,7 +97,7 @@ def is_readable(sock: zmq.Socket[bytes]) -> bool:
 
 
 def next_events(monitor: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[int, int]]:
-    """Yield each event and its value (descriptor or reason); cheaper than ``recv_monitor_message``."""
+    """Yield each event and its value (descriptor or reason), faster than pyzmq's own function."""
     for _ in range(at_most):
         if not is_readable(monitor):
             return
