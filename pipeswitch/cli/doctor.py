@@ -135,7 +135,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
 
 
 def _cuda_advice(test: str) -> str:
-    """Return what to do about a test that fails; the rung below serves meanwhile, if there is one."""
+    """Return what to do about a failed test; the rung below serves meanwhile, if there is one."""
     if test == "ipc":
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":

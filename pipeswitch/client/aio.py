@@ -64,7 +64,7 @@ class AsyncClient(AwaitedVerbs[Client]):
         return await self.submit(model, *inputs, **options)
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> AsyncSequenced:
-        """Return a sequence, as ``Client.sequence`` does; use ``async with``, and await ``infer``."""
+        """Return a sequence, as ``Client.sequence`` does; use ``async with``; await ``infer``."""
         return AsyncSequenced(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:

@@ -293,7 +293,7 @@ class Client(Verbs):
         )  # fmt: skip
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return the sequences that are kept: id, model, steps, bytes. The owner sees everybody's."""
+        """Return the sequences that are kept: id, model, steps, bytes. The owner sees all."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
@@ -698,7 +698,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Raise InvalidInput if a script has a mistake; one on the server's machine alone is not read."""
+    """Raise InvalidInput if a script has a mistake; one on the server's machine is not read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -152,7 +152,7 @@ def _named(given: Any) -> list[tuple[str, Any]]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return True if a value becomes one array: a list of numbers does, a list of arrays does not."""
+    """Return True if a value becomes one array: a list of numbers does, one of arrays does not."""
     return hasattr(value, "dtype") or not (_is_record(value) or _nests(value))
 
 

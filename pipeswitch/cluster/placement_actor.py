@@ -359,7 +359,7 @@ class Placement(JobPlacement):
         self._look()
 
     def drain(self, node: str) -> list[str]:
-        """Move what a node alone holds elsewhere and place nothing new there; return what stayed."""
+        """Move what a node alone holds and place nothing new there; return what stayed."""
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")

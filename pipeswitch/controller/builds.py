@@ -59,7 +59,7 @@ _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
 
 
 def without_folders(failed: BuildFailed) -> BuildFailed:
-    """Cut absolute paths to their last names: clients do not learn where a server keeps its files."""
+    """Cut absolute paths to their last names: clients do not learn where a server's files are."""
 
     def cut(value: Any) -> Any:
         return _FOLDERS.sub("", value) if isinstance(value, str) else value

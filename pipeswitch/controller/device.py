@@ -132,7 +132,7 @@ class DeviceEffects:
         return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: BindTenant) -> list[int]:
-        """Return the memory that one tenant's worker maps; training slices if it may run scripts."""
+        """Return the memory that a tenant's worker maps; training slices if it may run scripts."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
@@ -158,7 +158,7 @@ class DeviceEffects:
         return []
 
     def _open_program(self, digest: str) -> list[int]:
-        """Open a program's files. The last one's are closed first, in case no descriptor is left."""
+        """Open a program's files; close the last one's first, in case no descriptor is left."""
         removed = [one for one in self._opened if not os.fstat(one).st_nlink]
         for descriptor in set(self._opened) - set(removed):
             os.close(descriptor)

@@ -52,7 +52,7 @@ class Loop:
         server.selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
 
     def run(self, watchdog: LoopWatchdog) -> int:
-        """Run until Leave; return the exit status. Children, clients' events and signals wake it."""
+        """Run until Leave; return the exit status. Children, clients and signals wake the loop."""
         selector, look_at_s = self._server.selector, 0.0
         while self._effects.left is None:
             timeout_s = self._timeout_s(look_at_s)

@@ -1,4 +1,4 @@
-"""Sizes that a server takes of its machine, and its scheduler's settings: from the configuration."""
+"""Sizes that a server takes of its machine, and its scheduler's settings, by configuration."""
 
 from __future__ import annotations
 
