@@ -27,15 +27,13 @@ USERS = {
     "job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
 LARGE = {
-    "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87, "
-    "dispatch.Dispatch._begin 79",
-    "parameters": "listing.Listing._row 13, infer.infer 12, "
+    "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87",
+    "parameters": "infer.infer 12, "
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "
     "recurrent._stft 10, inference.Inference.__init__ 9, "
     "recurrent._shapes 9, children.Children.fork 8",
     "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
-    "cluster.ClusterConnection 33, world.World 32, view.PoolView 32, frontend.Frontend 30, "
-    "jobs.Jobs 29, training.Training 29, registry.Registry 26",
+    "cluster.ClusterConnection 33, world.World 32, view.PoolView 32, frontend.Frontend 30",
     "fields": "records.Request 29, held.Held 26",
 }
 
