@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -42,6 +43,24 @@ def _functions(model: Model) -> dict[str, str]:
     stage = model.stage
     named = {} if stage is None else {"preprocess": stage.function, "postprocess": stage.after}
     return {what: function for what, function in named.items() if function}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What ``ps`` shows of a model, a job or a process."""
+
+    name: str
+    kind: str
+    state: str
+    worker: int | None = None
+    device: str = ""  # bytes there
+    host: str = ""  # bytes in the host store
+    prio: int | None = None
+    last_used_at_ms: float = 0.0
+    why: str = ""
+    pid: int = 0
+    owners: tuple[Owner, ...] = ()  # of its regions on the device
+    manifest: Manifest | None = None
 
 
 class Listing:
@@ -246,12 +265,14 @@ class Listing:
             rows.append(
                 self._row(
                     device,
-                    "memory-daemon",
-                    "daemon",
-                    "active" if state.daemon.is_ready else "starting",
-                    pid=state.daemon.pid,
-                    device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                    why="given up: it died too often" if state.daemon.is_given_up else "",
+                    Shown(
+                        "memory-daemon",
+                        "daemon",
+                        "active" if state.daemon.is_ready else "starting",
+                        pid=state.daemon.pid,
+                        device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                        why="given up: it died too often" if state.daemon.is_given_up else "",
+                    ),
                 )
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
@@ -262,40 +283,26 @@ class Listing:
         why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
         row = self._row(
-            device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
+            device, Shown(f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid)
         )
         return {key: value for key, value in row.items() if key != "on"}  # it is on no device
 
-    def _row(
-        self,
-        on: Device,
-        name: str,
-        kind: str,
-        state: str,
-        *,
-        worker: int | None = None,
-        device: str = "",
-        host: str = "",
-        prio: int | None = None,
-        last_used_at_ms: float = 0.0,
-        why: str = "",
-        pid: int = 0,
-        owners: tuple[Owner, ...] = (),
-        manifest: Manifest | None = None,
-    ) -> dict[str, Any]:
-        regions = [region for owner in owners if (region := on.arena.regions.get(owner))]
-        idle_ms = self._core.now_ms - last_used_at_ms if last_used_at_ms else None
+    def _row(self, on: Device, shown: Shown) -> dict[str, Any]:
+        """Return one line of ``ps``, about something on a device."""
+        regions = [region for owner in shown.owners if (region := on.arena.regions.get(owner))]
+        used_at_ms, prio, manifest = shown.last_used_at_ms, shown.prio, shown.manifest
+        idle_ms = self._core.now_ms - used_at_ms if used_at_ms else None
         return {
-            "name": name,
-            "kind": kind,
-            "state": state,
-            "worker": worker,
-            "device": device,
-            "host": host,
+            "name": shown.name,
+            "kind": shown.kind,
+            "state": shown.state,
+            "worker": shown.worker,
+            "device": shown.device,
+            "host": shown.host,
             "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
             "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
-            "why": why,
-            "pid": pid,
+            "why": shown.why,
+            "pid": shown.pid,
             "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
             "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
             **({"on": on.state.label} if on.state.label else {}),
@@ -311,18 +318,20 @@ class Listing:
         streams = {"streamed_bytes": replica.sent_bytes} if replica.landings is not None else {}
         return streams | self._row(
             on,
-            replica.name,
-            "model",
-            self._model_state(device, replica, slot is not None),
-            worker=slot,
-            device=f"{on.arena.held_bytes(replica)}",
-            host=f"{stored.size_bytes if stored else 0}",
-            prio=replica.model.priority,
-            last_used_at_ms=replica.last_used_at_ms,
-            why=self._model_why(device, replica),
-            pid=device.workers[slot].pid if slot is not None else 0,
-            owners=(replica.owner, replica.rest),
-            manifest=replica.manifest,
+            Shown(
+                replica.name,
+                "model",
+                self._model_state(device, replica, slot is not None),
+                worker=slot,
+                device=f"{on.arena.held_bytes(replica)}",
+                host=f"{stored.size_bytes if stored else 0}",
+                prio=replica.model.priority,
+                last_used_at_ms=replica.last_used_at_ms,
+                why=self._model_why(device, replica),
+                pid=device.workers[slot].pid if slot is not None else 0,
+                owners=(replica.owner, replica.rest),
+                manifest=replica.manifest,
+            ),
         )
 
     @staticmethod
@@ -363,17 +372,19 @@ class Listing:
         host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
         return activations_row(job) | self._row(
             on,
-            job.spec.name,
-            "job",
-            words.get(job.state.state, job.state.state.value),
-            worker=job.slot,
-            device=f"{region.size_bytes if region else 0}",
-            host=f"{host_bytes}",
-            prio=job.spec.priority,
-            last_used_at_ms=job.timing.last_ran_at_ms,
-            why=job.progress.error or job.progress.why,
-            pid=worker.pid if worker is not None else 0,
-            owners=(job.slice,),
+            Shown(
+                job.spec.name,
+                "job",
+                words.get(job.state.state, job.state.state.value),
+                worker=job.slot,
+                device=f"{region.size_bytes if region else 0}",
+                host=f"{host_bytes}",
+                prio=job.spec.priority,
+                last_used_at_ms=job.timing.last_ran_at_ms,
+                why=job.progress.error or job.progress.why,
+                pid=worker.pid if worker is not None else 0,
+                owners=(job.slice,),
+            ),
         )
 
     def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
@@ -384,19 +395,23 @@ class Listing:
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(
             on,
-            f"worker-{worker.slot}",
-            "worker",
-            worker.state.state.value,
-            worker=worker.slot,
-            why=why if worker.state.state is not WorkerState.STANDBY or worker.preparing else "",
-            pid=worker.pid,
+            Shown(
+                f"worker-{worker.slot}",
+                "worker",
+                worker.state.state.value,
+                worker=worker.slot,
+                why=why
+                if worker.state.state is not WorkerState.STANDBY or worker.preparing
+                else "",
+                pid=worker.pid,
+            ),
         )
 
     def _ps_tenant(self, on: Device, account: Account) -> dict[str, Any]:
         waiting = account.waiting.total()
         state = "active" if account.running else "waiting" if waiting else "idle"
         why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
-        return self._row(on, account.caller, "tenant", state, why=why)
+        return self._row(on, Shown(account.caller, "tenant", state, why=why))
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""

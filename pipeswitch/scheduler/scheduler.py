@@ -126,14 +126,14 @@ class Scheduler:
 
     def _in_order(self) -> tuple[Part, ...]:
         """All that may have something to do after an event, in the order they are asked in."""
-        jobs, admission = self.machine.jobs, self.admission
+        admission = self.admission
         return (
             Part(self.publishing.pump),
             Part(self.registry.pump),
             Part(admission.stages.advance),
             Part(admission.rehome),
             Part(admission.relieve),
-            Part(jobs.rehome),
+            Part(self.moves.rehome),
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.profiling.pump),
@@ -284,7 +284,7 @@ class Scheduler:
                 self.registry.store_failed(message)
             case DaemonReady() as message:
                 device.from_daemon(message)
-                self.registry.daemon_ready()
+                self.registry.storing.daemon_ready()
             case DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
@@ -312,7 +312,7 @@ class Scheduler:
             return
         self.publishing.daemon_died(index)
         device.daemon_exited(event)
-        self.registry.daemon_died(index)
+        self.registry.storing.daemon_died(index)
         if all(one.state.daemon.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 

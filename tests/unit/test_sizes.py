@@ -29,9 +29,7 @@ USERS = {
 # Kernels of torch's operators and a function in place of torch's own: the signatures are torch's.
 TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
 LARGE = {
-    "lines": "dispatch.Dispatch._begin 79",
-    "parameters": "listing.Listing._row 13",
-    "methods": "world.World 32, jobs.Jobs 29, training.Training 29, registry.Registry 26",
+    "methods": "world.World 32",
     "fields": "records.Request 29, held.Held 26",
 }
 

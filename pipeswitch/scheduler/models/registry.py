@@ -9,7 +9,7 @@ import msgspec
 from ...base import errors
 from ...ipc.messages.base import Epoch, ModelName
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
+from ...ipc.messages.daemon import ModelStored, StoreFailed
 from ...planning.profile import Found
 from ...programs.interface.layout import Manifest
 from ...programs.interface.signature import is_same_signature
@@ -24,6 +24,7 @@ from ..state.versions import AT, Versions, split_name, version_name
 from .builds import BuildQueue
 from .chains import Chains
 from .names import Names, not_found
+from .storing import Storing
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 CRASHED: Final = -11  # SIGSEGV
@@ -48,6 +49,7 @@ class Registry:
         self.registrations = self.names.registrations
         self._builds = builds
         self.chains = Chains(core, machine, versions)
+        self.storing = Storing(core, machine, self.registrations)
 
     # -- register -----------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class Registry:
             self._refuse(model, error)
             return
         self._versions.announce(model)
-        self._store_again(model)
+        self.storing.order(model)
         for device in devices:
             device.plans.found(device.state.replicas[model.name], profiles)
 
@@ -237,40 +239,6 @@ class Registry:
             f'version {current.version} of "{model.base}" has these weights'
         )
         self._refuse(model, same)
-
-    def _store_again(self, model: Model) -> None:
-        """(Re)send the load order, to one daemon: it writes for all. There may be none now, or the
-        one that had it died."""
-        assert model.manifest is not None
-        registration = self.registrations[model.name]
-        ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
-        device = next(ready, None)
-        registration.storing = None if device is None else device.index
-        if device is None:
-            return
-        device.daemon.tell(
-            StoreModel(
-                model=model.name,
-                epoch=registration.build_epoch,
-                directory=self._core.settings.program_dir(model.manifest.digest),
-                store_offset_bytes=model.store_offset_bytes,
-                size_bytes=model.manifest.total_bytes,
-            )
-        )
-
-    def daemon_ready(self) -> None:
-        """A new one: what no daemon stores is stored."""
-        for model in self._machine.models.values():
-            is_storing = model.state.state is ModelState.STORING
-            if is_storing and self.registrations[model.name].storing is None:
-                self._store_again(model)
-
-    def daemon_died(self, device: int) -> None:
-        """What it was storing another one stores anew, or the next."""
-        for model in self._machine.models.values():
-            is_storing = model.state.state is ModelState.STORING
-            if is_storing and self.registrations[model.name].storing == device:
-                self._store_again(model)
 
     def stored(self, message: ModelStored) -> None:
         """Complete: requests may be dispatched."""

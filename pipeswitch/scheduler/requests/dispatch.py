@@ -10,6 +10,7 @@ from typing import Final
 from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages.base import Epoch, JobName, ModelName, Turn
 from ...ipc.messages.worker import JoinedRequest, RunInference
+from ...programs.interface.layout import Manifest
 from ..core import DUE, HUNG, PLACES, QUEUE, TURN
 from ..events import Interrupt, RaiseTurn
 from ..memory.ledgers import Arena
@@ -474,8 +475,9 @@ class Dispatch:
         charge: Charge | None, *, is_switch: bool,
     ) -> Activation:  # fmt: skip
         """They wait no more: the worker computes them, when it has the turn."""
-        core, device, manifest, request = self._core, self._device, replica.built, requests[0]
-        name, is_code = replica.name, manifest.mode == "module"
+        core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
+        assert manifest is not None
+        is_code = manifest.mode == "module"
         replica.transfer.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         for one in requests:
@@ -490,7 +492,7 @@ class Dispatch:
             slot=worker.slot,
             tokens=tuple([one.token for one in requests]),
             batch=size,
-            model=name,
+            model=replica.name,
             dispatched_at_ms=core.now_ms,
             event=core.event,
             was_resident=_was_resident(replica),
@@ -509,30 +511,7 @@ class Dispatch:
         self._turns.give()  # before the order: the worker must not find an old turn
         if owner.running is not None and owner.running.streamed:
             self._turns.let_in()
-        self._device.send(
-            worker.slot,
-            RunInference(
-                epoch=epoch,
-                request_id=request.request_id,
-                model=name,
-                digest=manifest.digest,
-                directory=core.settings.program_dir(manifest.digest),
-                arena_offset_bytes=replica.home_bytes,
-                first_word=replica.first_word,
-                residency_epoch=replica.residency_epoch,
-                inputs=request.inputs,
-                reply_offset_bytes=request.reply_offset_bytes,
-                reply_bytes=request.reply_bytes,
-                plan=replica.grouping.plan,
-                landings=replica.landings.offsets if replica.landings is not None else (),
-                joined=tuple(map(_joined, requests[1:])),
-                is_timed=device.measurement.model == name,
-                is_code=is_code,
-                choosing=request.choosing,
-                sequence=request.sequence,
-                after=request.after,
-            ),
-        )
+        device.send(worker.slot, _run_order(device, replica, manifest, requests, epoch))
         if owner.job is not None:
             activation.preempted = owner.job
             self._training.stop(owner.job, activation.turn, activation.slot)
@@ -548,6 +527,34 @@ class Dispatch:
                 preempts=activation.preempted,
             )
         return activation
+
+
+def _run_order(
+    device: DeviceState, replica: Replica, manifest: Manifest, requests: list[Request], epoch: Epoch
+) -> RunInference:
+    """Return the order to compute requests in one run."""
+    request = requests[0]
+    return RunInference(
+        epoch=epoch,
+        request_id=request.request_id,
+        model=replica.name,
+        digest=manifest.digest,
+        directory=device.core.settings.program_dir(manifest.digest),
+        arena_offset_bytes=replica.home_bytes,
+        first_word=replica.first_word,
+        residency_epoch=replica.residency_epoch,
+        inputs=request.inputs,
+        reply_offset_bytes=request.reply_offset_bytes,
+        reply_bytes=request.reply_bytes,
+        plan=replica.grouping.plan,
+        landings=replica.landings.offsets if replica.landings is not None else (),
+        joined=tuple(map(_joined, requests[1:])),
+        is_timed=device.measurement.model == replica.name,
+        is_code=manifest.mode == "module",
+        choosing=request.choosing,
+        sequence=request.sequence,
+        after=request.after,
+    )
 
 
 def _joined(request: Request) -> JoinedRequest:

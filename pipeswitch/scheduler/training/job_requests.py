@@ -44,7 +44,10 @@ class JobRequests:
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        self._jobs.refuse_all(error)
+        for job in self._jobs:
+            self._core.refuse_all(
+                error, job.waiters, job.answer_on_change, job.exporters, job.movers
+            )
         for event in self._after_others:
             self._core.refuse(event.token, error)
         self._after_others.clear()

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import (
-    PipeSwitchError,
     TaskFailed,
 )
 from ...ipc.messages.base import Epoch, JobName
 from ...ipc.messages.worker import JobReport
-from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
+from ..core import ALL, JOBS, Core
 from ..events import CountSharers, Journal, RemoveJob
 from ..memory import placing
 from ..memory.commits import Commits
@@ -22,7 +21,6 @@ from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
-WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
@@ -77,10 +75,6 @@ class Jobs:
 
     def tidy(self) -> None:
         """Count who shares what; let go of what is kept no longer."""
-        self._count_sharers()
-        self._forget_old()
-
-    def _count_sharers(self) -> None:
         before = self._sharers
         self._sharers = Counter(
             job.spec.group for job in self if job.spec.share and job.state.state not in TASK_FINAL
@@ -88,54 +82,14 @@ class Jobs:
         for group in before.keys() | self._sharers.keys():
             if before[group] != self._sharers[group]:
                 self._core.emit(CountSharers(group=group, jobs=self._sharers[group]))
+        self._forget_old()
 
-    def rehome(self) -> int:
-        """A job that waits for its device may wait for another one; what it committed goes with it.
-
-        Not while anything of its last dispatch is under way: a process that is not reaped, a commit
-        that is copied or written. One that is over leaves a lost device only.
-        """
-        if len(self.homes) == 1:
-            return 0
-        counts = self._counts()
-        for home in self.homes:
-            for job in list(home.state.jobs.values()):
-                is_waiting = job.state.state in WAITING or home.state.daemon.is_given_up
-                if not is_waiting or job.memory.copying_epoch or job.memory.is_persisting:
-                    continue
-                if self.has_process_of(job.spec.name):
-                    continue
-                # One that was evicted for another device had better go there than stay.
-                preferred = home.state.index if job.leaves_for is None else job.leaves_for
-                target = self.place(job, preferred, counts)
-                if target != home.state.index:
-                    self.goes(job, target)
-                    if job.state.state not in TASK_FINAL:
-                        counts[home.state.index] -= 1
-                        counts[target] += 1
-        return QUEUE | TURN | WORKERS | JOBS
-
-    def _counts(self) -> list[int]:
-        """Of each device, the jobs there that are not over."""
+    def counts(self) -> list[int]:
+        """Return the number of jobs that are not over on each device."""
         return [
             sum(job.state.state not in TASK_FINAL for job in home.state.jobs.values())
             for home in self.homes
         ]
-
-    def goes(self, job: Job, index: int) -> None:
-        """It is another device's from now on, and what it committed; also for the next server."""
-        home, target = self.home(job), self.homes[index]
-        home.commits.leaves(job)
-        self._core.touched = ALL
-        del home.state.jobs[job.spec.name]
-        self._enters(job, target)
-        target.commits.enters(job)
-        self.publish(job, "job.placed")
-        is_sent = job.sent_to == target.state.settings.device
-        if job.state.state not in TASK_FINAL:
-            entry = {"kind": "placed", "name": job.spec.name, "is_sent": is_sent,
-                     "device": target.state.settings.device}  # fmt: skip
-            self._core.emit(Journal(entry=entry))
 
     def has_process_of(self, name: JobName) -> bool:
         """Whether a process of a job lives, on any device, be it one that is about to leave.
@@ -153,11 +107,12 @@ class Jobs:
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.timing.cycle_left_ms = core.settings.training_cycle_ms
-        index = self.names.index(on) if on in self.names else self.place(job, None, self._counts())
-        self._enters(job, self.homes[index])
+        index = self.names.index(on) if on in self.names else self.place(job, None, self.counts())
+        self.enters(job, self.homes[index])
         return job
 
-    def _enters(self, job: Job, home: Home) -> None:
+    def enters(self, job: Job, home: Home) -> None:
+        """Add a job to a device."""
         home.state.jobs[job.spec.name] = job
         self.count_anew(home)
 
@@ -344,13 +299,6 @@ class Jobs:
             self._core.refuse_all(error, job.waiters)
         else:
             self._core.answer_all(job.waiters, job=self.row(job))
-
-    def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
-        for job in self:
-            self._core.refuse_all(
-                error, job.waiters, job.answer_on_change, job.exporters, job.movers
-            )
 
     def lost_steps(self) -> list[str]:
         """Return a sentence for each job whose newest commit the next server will not find."""

@@ -38,8 +38,75 @@ WHY_EVICTED: Final = {
 }
 
 
+class Ranking:
+    """Compares jobs and changes nothing. Inside a priority the device's order decides."""
+
+    def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
+        self._device = device
+        self._jobs = jobs
+        self._leases = leases
+        self.order = JOB_ORDERS[device.settings.training]
+
+    def runnable(self) -> list[Job]:
+        """Return the jobs that could have the device, in the order they would get it."""
+        able = [
+            job
+            for job in self._device.jobs.values()
+            if (job.state.state is TaskState.SUSPENDED and not job.memory.lease_asked_bytes)
+            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
+        ]
+        return sorted(able, key=self.rank)
+
+    def rank(self, job: Job) -> tuple[float, ...]:
+        """Rank a job that does not have the device; the smallest goes next."""
+        is_blocked, priority = job.memory.is_blocked, job.spec.priority
+        return (is_blocked, priority, job.is_away, *self.order.rank(job.view(0.0)))
+
+    def _is_leaving(self, job: Job) -> bool:
+        """Return whether something of its last dispatch is not over yet.
+
+        A commit that is still being copied is the one to resume from: a script that began before
+        the flip would start from the one before it, and could commit an older step over it.
+        """
+        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
+
+    def behind(self, running: Job) -> list[Job]:
+        """Return the jobs that want the device, or memory that the running one may have."""
+        waiting = self.runnable() + [
+            job
+            for job in self._device.jobs.values()
+            if job.memory.lease_asked_bytes and self._leases.may_grant(job)
+        ]
+        own = running.view(self._device.core.now_ms)
+        return [
+            job
+            for job in waiting
+            if job is not running
+            and (job.memory.lease_asked_bytes or not job.is_away)
+            and ((view := job.view(0.0)).priority <= own.priority or running.memory.is_blocked)
+            and (
+                view.priority != own.priority
+                or running.memory.is_blocked
+                or self.order.yields(own, view)
+            )
+        ]
+
+    def is_impatient(self, running: Job, behind: list[Job]) -> bool:
+        """Return whether the running job's cycle ends at once for one of those behind it."""
+        own = running.view(self._device.core.now_ms)
+        return running.memory.is_blocked or any(
+            self.order.is_impatient(own, job.view(0.0))
+            for job in behind
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
+        )
+
+    def in_place(self) -> list[Job]:
+        """Return the jobs that have a worker."""
+        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
+
+
 class Training:
-    """Which job has the device. Inside a priority the one that its order puts first goes next."""
+    """Which job has the device: dispatch, stop, suspend, evict, the ends of its script."""
 
     def __init__(
         self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
@@ -50,7 +117,7 @@ class Training:
         self._jobs = jobs
         self._leases = leases
         self._commits = commits
-        self._order = JOB_ORDERS[device.settings.training]
+        self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
         """Give the idle device to the next job, and keep the rules about suspended ones."""
@@ -67,7 +134,7 @@ class Training:
         elif device.daemon.is_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
-        if self._order.shares:
+        if self._ranking.order.shares:
             self._relieve_starved()
         self._kill_who_stays()
         self._commits.persist_due()
@@ -78,56 +145,12 @@ class Training:
         device = self._device
         return device.owner.is_free and next(device.queue.heads(*device.seen), None) is None
 
-    def _runnable(self) -> list[Job]:
-        """Jobs that could have the device, in the order they would get it."""
-        able = [
-            job
-            for job in self._device.jobs.values()
-            if (job.state.state is TaskState.SUSPENDED and not job.memory.lease_asked_bytes)
-            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
-        ]
-        return sorted(able, key=self.rank)
-
-    def rank(self, job: Job) -> tuple[float, ...]:
-        """Of one that has not the device; the smallest goes next."""
-        is_blocked, priority = job.memory.is_blocked, job.spec.priority
-        return (is_blocked, priority, job.is_away, *self._order.rank(job.view(0.0)))
-
-    def _is_leaving(self, job: Job) -> bool:
-        """Whether something of its last dispatch is not over yet.
-
-        A commit that is still being copied is the one to resume from: a script that began before
-        the flip would start from the one before it, and could commit an older step over it.
-        """
-        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
-
-    def _waiting_behind(self, running: Job) -> list[Job]:
-        """The jobs that want the device, or memory the running one may have."""
-        waiting = self._runnable() + [
-            job
-            for job in self._device.jobs.values()
-            if job.memory.lease_asked_bytes and self._leases.may_grant(job)
-        ]
-        own = running.view(self._core.now_ms)
-        return [
-            job
-            for job in waiting
-            if job is not running
-            and (job.memory.lease_asked_bytes or not job.is_away)
-            and ((view := job.view(0.0)).priority <= own.priority or running.memory.is_blocked)
-            and (
-                view.priority != own.priority
-                or running.memory.is_blocked
-                or self._order.yields(own, view)
-            )
-        ]
-
     def _run_next(self) -> None:
-        for job in self._runnable():
+        for job in self._ranking.runnable():
             if job.state.state is TaskState.SUSPENDED:
                 self._resume(job)
                 return
-            worker = self._pick_worker() if len(self._in_place()) < MAX_IN_PLACE else None
+            worker = self._pick_worker() if len(self._ranking.in_place()) < MAX_IN_PLACE else None
             if worker is not None:
                 self._dispatch(job, worker)
                 return
@@ -181,7 +204,7 @@ class Training:
                 last_step=last_step,
                 share=job.spec.group,
                 defaults=job.spec.defaults,
-                activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
+                activation_bytes=self._ranking.order.shares * core.settings.activation_memory_bytes,
             ),
             commits_of=job.spec.name if job.memory.commit_slot_bytes else None,
         )
@@ -203,7 +226,7 @@ class Training:
 
     def _holds_device(self, job: Job) -> None:
         self._device.owner.train(job.spec.name, job.state.state.value)
-        if self._order.shares:
+        if self._ranking.order.shares:
             job.progress.beside = self._beside(job)
         job.timing.cycle_began_at_ms = self._core.now_ms
         job.timing.last_ran_at_ms = self._core.now_ms
@@ -212,7 +235,7 @@ class Training:
 
     def _beside(self, job: Job) -> dict[str, object]:
         """Whose turn began before this one, and how long before."""
-        others = [one for one in self._in_place() if one is not job]
+        others = [one for one in self._ranking.in_place() if one is not job]
         if not others:
             return {}
         before = max(others, key=lambda one: one.timing.last_ran_at_ms)
@@ -224,8 +247,8 @@ class Training:
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            behind, ends_at_ms = self._waiting_behind(job), job.timing.cycle_began_at_ms
-            if behind and not self._is_impatient(job, behind):
+            behind, ends_at_ms = self._ranking.behind(job), job.timing.cycle_began_at_ms
+            if behind and not self._ranking.is_impatient(job, behind):
                 ends_at_ms += job.timing.cycle_left_ms
             is_asking = job.memory.lease_asked_bytes > 0
             if behind and (is_asking or core.now_ms >= ends_at_ms):
@@ -242,14 +265,6 @@ class Training:
             asked_at_ms = job.timing.stop_asked_at_ms
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
-    def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
-        own = running.view(self._core.now_ms)
-        return running.memory.is_blocked or any(
-            self._order.is_impatient(own, job.view(0.0))
-            for job in behind
-            if not (job.memory.lease_asked_bytes and self._order.shares)  # it cannot compute yet
-        )
-
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
         next one."""
@@ -259,7 +274,7 @@ class Training:
         if now_ms >= job.timing.cycle_began_at_ms + job.timing.cycle_left_ms and (
             self._device.owner.job == job.spec.name
             and job.state.state is TaskState.RUNNING
-            and not self._waiting_behind(job)
+            and not self._ranking.behind(job)
         ):
             self._account(job)
             job.timing.cycle_began_at_ms = now_ms
@@ -291,19 +306,16 @@ class Training:
         device.publish("job.warning", job=job.spec.name, text=reason)
         device.kill(worker, reason)
 
-    def _in_place(self) -> list[Job]:
-        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
-
     def _make_place(self) -> None:
         """Where all places are taken, one job leaves for the next in the queue, its turn over."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
-        in_place, queued = self._in_place(), self._device.jobs.values()
+        in_place, queued = self._ranking.in_place(), self._device.jobs.values()
         waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
         is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
         if len(in_place) < MAX_IN_PLACE or is_leaving or not waiting:
             return
-        first = min(waiting, key=self.rank)
+        first = min(waiting, key=self._ranking.rank)
         leaves = self._leases.who_leaves_for(first)
         if leaves is not None:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
@@ -311,7 +323,7 @@ class Training:
     def _relieve_starved(self) -> None:
         """Evict a job that keeps activations from step to step if others need their memory to
         begin: its process holds them. It comes back in its turn, from its last step."""
-        core, in_place = self._core, self._in_place()
+        core, in_place = self._core, self._ranking.in_place()
         for job in in_place:
             memory = job.memory
             if not memory.is_blocked:
