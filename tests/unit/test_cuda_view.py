@@ -31,7 +31,7 @@ from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
-from workers.training.torch_private import bytes_of_their_own
+from pipeswitch.workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
 WORDS = 64

@@ -134,8 +134,10 @@ IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "brea
 
 
 def module_of(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return name.removesuffix(".__init__")
+    """The name under which a file is imported: the product's folders are all in ``pipeswitch``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    inside = ("pipeswitch",) if parts[0] in CODE[1:] else ()
+    return ".".join([*inside, *parts]).removesuffix(".__init__")
 
 
 FILES = {module_of(path): path for top in TOPS for path in (ROOT / top).rglob("*.py")}

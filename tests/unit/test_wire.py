@@ -58,6 +58,8 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(value_of, args))
     if origin is tuple:
         return st.lists(value_of(args[0]), max_size=3).map(tuple)
+    if origin is dict and args[0] is not str:
+        return st.dictionaries(*map(value_of, args), max_size=4)
     if origin is dict:
         return bodies
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

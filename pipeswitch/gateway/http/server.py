@@ -139,15 +139,19 @@ Admit = Callable[[Head], Work | Answer]
 """What to do for a request, or a refusal before a byte of its body is taken."""
 
 
-async def answered(work: Work, body: Any) -> Answer:
-    """Errors are answers."""
+Refuse = Callable[[str, PipeSwitchError], Answer]
+"""Return an error in the form that a path's clients read."""
+
+
+async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Answer:
+    """Return the answer to a request; an error becomes a refusal."""
     try:
         return await work(body)
     except PipeSwitchError as error:
-        return refusal(error)
+        return refuse(path, error) if refuse else refusal(error)
     except Exception as error:
         log.exception("http=failed")  # no head: it may have a token
-        return refusal(as_ours(error))
+        return refuse(path, as_ours(error)) if refuse else refusal(as_ours(error))
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
@@ -155,7 +159,7 @@ def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]
 
 
 def refusal(error: PipeSwitchError) -> Answer:
-    """An error as it is told: always ``{"error", "code", "hint"}``."""
+    """Return an error's answer in our own form: ``{"error", "code", "hint"}``."""
     status = status_of(error)
     headers = []
     # Of a deadline that could not be met, as was known when it came: later it may be.
@@ -173,8 +177,14 @@ def refusal(error: PipeSwitchError) -> Answer:
 class HttpServer:
     """All connections of one process, and what they hold together."""
 
-    def __init__(self, admit: Admit, limits: Limits, shared: Shared | None = None) -> None:
-        self.admit = admit
+    def __init__(
+        self,
+        admit: Admit,
+        limits: Limits,
+        shared: Shared | None = None,
+        refuse: Refuse = lambda path, error: refusal(error),
+    ) -> None:
+        self.admit, self.refuse = admit, refuse
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[Connection] = set()
@@ -276,11 +286,12 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool  # the connection, afterwards
     has_body: bool  # its answer
     is_chunked: bool = True  # its answer, if that is a stream: HTTP/1.0 has no chunks
+    path: str
 
 
-Known = tuple[bytes, bytes, Work]
-"""A head that was admitted, before and behind the digits of its body's length: one that differs in
-these alone is not parsed again."""
+Known = tuple[bytes, bytes, Work, str]
+"""A head that was admitted, before and after the digits of its body's length, and its path. A
+request whose head differs only in these digits is not parsed again."""
 
 
 class _Reading:
@@ -292,6 +303,7 @@ class _Reading:
         self._is_between = True  # two requests: the parser has none that is not whole
         self.known: Known | None = None  # the last head
         self._url = b""
+        self.path = ""  # as far as it is known
         self._headers: dict[str, str] = {}
         self.head_bytes = 0  # of a head that is not whole yet
         self.head: Head | None = None  # of the body that is being received
@@ -364,7 +376,7 @@ class _Reading:
         else:
             self.rest = self._body[self.received_bytes :]
 
-    def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work) -> bool:
+    def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
         """One whole request with the last one's head, and no more: then it is queued."""
         if not self._is_between:
             return False
@@ -374,6 +386,7 @@ class _Reading:
         is_known = data.startswith(before) and data.startswith(behind, end) and digits.isdigit()
         if not is_known or int(digits) != nbytes - start or int(digits) > self._limits.body_bytes:
             return False
+        self.path = path
         self._connection.queue_up(work, data[start:])
         return True
 
@@ -388,14 +401,15 @@ class _Reading:
         head = bytes(_scratch[:size]) if is_plain else b""
         found = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
         if found is not None and int(found[1]) == len(asked.body):
-            self.known = head[: found.start(1)], head[found.end(1) :], asked.work
+            self.known = head[: found.start(1)], head[found.end(1) :], asked.work, asked.path
 
     def on_message_begin(self) -> None:
         self._is_between = False
-        self._url, self._headers = b"", {}
+        self._url, self.path, self._headers = b"", "", {}
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self.path = self._url.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head is not None:
@@ -418,6 +432,7 @@ class _Reading:
         if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
             site = path.split("/", 3)
             headers["host"], path = site[2], "/" + "".join(site[3:])
+        self.path = path
         is_current = self.is_current = self._parser.get_http_version() == "1.1"
         wish = headers.get("connection", "").lower()
         self.is_kept = "close" not in wish if is_current else "keep-alive" in wish
@@ -435,9 +450,9 @@ class _Reading:
             return
         self._work = self._server.admit(head)
         if head.coding not in ("identity", *CODINGS):
-            self._work = refusal(UnknownCoding(head.coding))
+            self._work = self._server.refuse(path, UnknownCoding(head.coding))
         if (length or 0) > self._limits.body_bytes:
-            self._work = refusal(_body_too_large(self._limits))
+            self._work = self._server.refuse(path, _body_too_large(self._limits))
         if isinstance(self._work, Answer) and length != 0:
             self.is_kept = False
             self._connection.queue_up(self._work, bytearray(), head)
@@ -594,7 +609,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.is_ending:
             self.stop_reading()
             if self._task is None and not self.queue:
-                self._task = Prompt(self._end_with(refusal(error)))
+                refused = self._server.refuse(self.reading.path, error)
+                self._task = Prompt(self._end_with(refused))
                 self._task.step()
 
     def queue_up(self, work: Work | Answer, body: Any, head: Head | None = None) -> None:
@@ -611,6 +627,7 @@ class Connection(asyncio.BufferedProtocol):
             is_kept=head is None or self.reading.is_kept,
             has_body=head is None or head.method != "HEAD",
             is_chunked=head is None or self.reading.is_current,
+            path=self.reading.path,
         )
         if self._task is not None or self.queue:
             self._transport.pause_reading()  # the next is read when this one is answered
@@ -629,13 +646,14 @@ class Connection(asyncio.BufferedProtocol):
                 if self._server.by_peer[self.peer] > CROWD:
                     await self._server.shared.passes.turn(self.peer)
                 asked = self.queue.popleft()
+                refuse, path = self._server.refuse, asked.path
                 try:
                     if isinstance(asked.work, Answer):
                         answer = asked.work
                     elif asked.is_compressed:
-                        answer = await self._inflated(asked.work, asked.body)
+                        answer = await self._inflated(asked.work, asked.body, path)
                     else:
-                        answer = await answered(asked.work, asked.body)
+                        answer = await answered(asked.work, asked.body, path, refuse)
                 finally:
                     self._server.shared.waiting.give(self.peer, len(asked.body))
                 is_kept, has_body = asked.is_kept and not self.is_ending, asked.has_body
@@ -650,7 +668,7 @@ class Connection(asyncio.BufferedProtocol):
                     finally:
                         answer.stream.close()
                     return
-                await self._write(answer, is_kept=is_kept, has_body=has_body)
+                await self._write(answer, path, is_kept=is_kept, has_body=has_body)
                 self._has_answered = True
                 if not is_kept:
                     return
@@ -663,7 +681,7 @@ class Connection(asyncio.BufferedProtocol):
             self._forget_queue()
             self.since_s = time.monotonic()
 
-    async def _inflated(self, work: Work, data: Any) -> Answer:
+    async def _inflated(self, work: Work, data: Any, path: str) -> Answer:
         shared = self._server.shared
         most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
         try:
@@ -674,11 +692,12 @@ class Connection(asyncio.BufferedProtocol):
                 body = await shared.aside.run(self.peer, _inflated, data, most)
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
-            return refusal(error)
+            return self._server.refuse(path, error)
         except (MemoryError, OSError):
-            return refusal(QueueFull("no memory for what this body becomes", hint=AGAIN))
+            short = QueueFull("no memory for what this body becomes", hint=AGAIN)
+            return self._server.refuse(path, short)
         try:
-            return await answered(work, body)
+            return await answered(work, body, path, self._server.refuse)
         finally:
             shared.waiting.give(self.peer, len(body))
 
@@ -686,22 +705,24 @@ class Connection(asyncio.BufferedProtocol):
         self._server.shared.waiting.give(self.peer, sum(len(asked.body) for asked in self.queue))
         self.queue.clear()
 
-    async def _write(self, answer: Answer, *, is_kept: bool, has_body: bool = True) -> None:
+    async def _write(
+        self, answer: Answer, path: str = "", *, is_kept: bool, has_body: bool = True
+    ) -> None:
         size = sum(map(len, answer.parts)) if has_body else 0
         if size <= JOIN_BYTES:
             self._transport.write(_bytes_of(answer, is_kept=is_kept, has_body=has_body))
             await self._can_write.wait()
         else:
-            await self._write_long(answer, size, is_kept=is_kept)
+            await self._write_long(answer, size, path, is_kept=is_kept)
         if not is_kept:
             self._end()
 
-    async def _write_long(self, answer: Answer, size: int, *, is_kept: bool) -> None:
+    async def _write_long(self, answer: Answer, size: int, path: str, *, is_kept: bool) -> None:
         """Piece by piece, each when the peer has taken those before it."""
         try:
             self._server.shared.answers.take(self.peer, size)
         except QueueFull as error:
-            await self._write(refusal(error), is_kept=is_kept)
+            await self._write(self._server.refuse(path, error), is_kept=is_kept)
             return
         try:
             self._transport.write(_head_of(answer, size, is_kept=is_kept))
