@@ -345,22 +345,24 @@ class ClusterVerbs(Members):
     def _do_models(self, op: str, **options: Any) -> Any:
         return _reply({"models": models_of(self._all(op, **options))})
 
+    def _rows(self, op: str, key: str, **options: Any) -> list[dict[str, Any]]:
+        """All nodes' rows, each with its node."""
+        answers = self._all(op, **options).items()
+        return [{**row, "node": node} for node, one in answers for row in one[key]]
+
     def _do_ps(self, op: str, **options: Any) -> Any:
-        answers = self._all(op, **options)
-        rows = [{**row, "name": f"{node}/{row['name']}"}
-                for node, answer in answers.items() for row in answer["rows"]]  # fmt: skip
-        return _reply({"rows": rows})
+        rows = self._rows(op, "rows", **options)
+        return _reply(
+            {"rows": [{**row, "name": f"{row.pop('node')}/{row['name']}"} for row in rows]}
+        )
 
     def _do_jobs(self, op: str, **options: Any) -> Any:
-        answers = self._all(op, **options)
-        rows = [{**row, "node": node} for node, one in answers.items() for row in one["jobs"]]
-        return _reply({"jobs": rows})
+        return _reply({"jobs": self._rows(op, "jobs", **options)})
 
     def _do_sequences(self, op: str, *, body: Any = None, **options: Any) -> Any:
         if body and (node := self._began.pop(body["end"], "")) in self._table.nodes:
             return self._to(node).call(op, body=body, **options)
-        answers = self._all(op)
-        rows = [{**row, "node": node} for node, one in answers.items() for row in one["sequences"]]
+        rows = self._rows(op, "sequences")
         if body is None:
             return _reply({"sequences": rows})
         node = next((row["node"] for row in rows if row["id"] == body["end"]), "")
@@ -402,8 +404,7 @@ class ClusterVerbs(Members):
 
     def _job_node(self, name: str) -> str:
         """Return the node of a job; empty if it has none."""
-        rows = self._do_jobs("jobs").body["jobs"]
-        return next((row["node"] for row in rows if row["name"] == name), "")
+        return next((row["node"] for row in self._rows("jobs", "jobs") if row["name"] == name), "")
 
 
 class ClusterConnection(ClusterVerbs):

@@ -11,12 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
-from ..base.errors import (
-    AlreadyExists,
-    ModelNotFound,
-    PipeSwitchError,
-    ServerUnavailable,
-)
+from ..base.errors import AlreadyExists, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..client.cluster import PLACEMENT, connect_ray, node_of, told, why_of
 from . import lives, placement
 from .node_actor import START_S, starts_again

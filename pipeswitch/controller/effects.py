@@ -17,11 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..base import failpoints
-from ..base.errors import (
-    PipeSwitchError,
-    RemoteProtocolError,
-    ServerUnavailable,
-)
+from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailable
 from ..base.failpoints import reach
 from ..base.lane import Lane
 from ..commits.files import load_commit, read_record, remove_unnamed

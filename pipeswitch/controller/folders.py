@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,36 +20,15 @@ TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Places:
     """Folders under the state directory."""
 
-    root: Path
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def commits(self) -> Path:
-        return self.root / "commits"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def published(self) -> Path:
-        """Copies of commits that versions are made of; nothing of it survives the server."""
-        return self.root / "published"
-
-    @property
-    def profiles(self) -> Path:
-        return self.root / "profiles"
-
-    @property
-    def uploads(self) -> Path:
-        return self.root / "uploads"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models, self.commits, self.logs = root / "models", root / "commits", root / "logs"
+        self.profiles, self.uploads = root / "profiles", root / "uploads"
+        # Copies of commits that versions are made of; nothing of it survives the server.
+        self.published = root / "published"
 
     def create(self) -> None:
         """Make what is missing.

@@ -475,7 +475,9 @@ class Inference:
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = self.models.check(_as_request(command), sizes, as_model)
+            found = admission.check_infer(
+                _as_request(command), sizes, as_model, self.models.max_bytes
+            )
         except InvalidInput as error:
             raise TaskFailed(
                 f"postprocess {command.function} returned other than what --returns declares: "

@@ -74,11 +74,7 @@ class DeviceProgram:
     """
 
     def __init__(
-        self,
-        bound: BoundProgram,
-        device: str,
-        recorder: CudaRecorder | None,
-        budget: GraphBudget,
+        self, bound: BoundProgram, device: str, recorder: CudaRecorder | None, budget: GraphBudget
     ) -> None:
         self.manifest = bound.manifest
         self._bound = bound
