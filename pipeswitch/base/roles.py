@@ -1,13 +1,13 @@
 """What a client may do: five roles. Which one a verb needs: ``frontend/verbs.py``.
 
-Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
-key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
+A client's address (``[server] tcp_roles``) and its key (``pipeswitch keys``) give it roles: each of
+them ``infer`` at least, or an address none. The owner's socket has all (docs/adr/0021-roles.md).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +101,11 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
         return LEAST.union(Role(name) for name in names)
     except ValueError as error:
         raise InvalidInput(f"{error}: roles are {', '.join(Role)}") from None
+
+
+def address_roles(names: Sequence[str]) -> frozenset[Role]:
+    """Return the roles that an address gives to everybody; none of none, not even ``infer``."""
+    return parse_roles(names) if names else frozenset()
 
 
 def in_order(roles: Iterable[Role]) -> list[str]:
