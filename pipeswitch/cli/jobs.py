@@ -206,11 +206,12 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @jobs.command("export")
 @common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
+@click.option("--part", default="", metavar="NAME", help="Only this model of several.")
 @common.json_option
-def jobs_export(name: str, out: str, as_json: bool) -> None:
+def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
     with common.connected() as client:
-        row = client.task(name).export(out)
+        row = client.task(name).export(out, part)
     common.print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
 
 

@@ -37,7 +37,7 @@ from ..base.errors import (
     ServerUnavailable,
 )
 from ..base.failpoints import reach
-from ..base.roles import Role, Standing, in_order, parse_roles
+from ..base.roles import Role, Standing, address_roles, in_order
 from ..base.units import nearest
 from ..commits.files import load_commit
 from ..programs.graphs.bundle import read_bundle
@@ -499,8 +499,9 @@ class Frontend:
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, ev.RegisterAsked):
+            if isinstance(asked, ev.RegisterAsked | ev.VersionAsked):
                 pending.uploads = self.uploads.pin(asked.spec)
+            if isinstance(asked, ev.RegisterAsked):
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
                 self._load(asked, self._state_directory / "jobs" / asked.job / "commit")
@@ -650,7 +651,7 @@ def _caller_of(standing: Standing, header: RequestHeader) -> Standing:
     if not standing.is_owner:
         raise PermissionDenied("only the owner's socket names another caller")
     body = Body("caller", header.body)
-    tenant, roles = body.text("tenant"), parse_roles(body.texts("roles"))
+    tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()
     if not tenant:
         raise InvalidInput("caller: tenant must not be empty")
