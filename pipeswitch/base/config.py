@@ -191,8 +191,8 @@ class ServerConfig(Section, frozen=True):
         (half), 10GiB or a fraction
     max_models_per_client: models that one TCP client (a key's name) may have registered
     allow_code: module names and script paths TCP clients may name (shell wildcards)
-    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code;
-        its key may say more
+    tcp_roles: what every TCP client may do: infer, urgent (priority high), register, operate, code,
+        or [], nothing; its key may say more
     auth: keys: TCP clients need an admitted key (pipeswitch keys); auto: only when other machines
         can reach the address
     keys_dir: the server's CURVE key and its clients'; empty: STATE_DIR/keys
@@ -412,7 +412,7 @@ class GatewayConfig(Section, frozen=True):
     grpc: where gRPC clients connect, if grpcio is installed; auto: 127.0.0.1:8001, another port if
         that is taken, and nowhere if http alone is named; off: nowhere
     roles: what every caller may do: infer, urgent (priority high), register, operate, code; its
-        token may say more
+        token may say more; []: nothing, callers need tokens
     tokens: file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE
     origins: pages of other sites that may ask here (CORS), such as https://app.example.com
     tls_cert: file of the certificate chain; with tls_key

@@ -1,13 +1,14 @@
 """Roles of clients: five sets of rights. ``frontend/verbs.py`` says which one a verb needs.
 
-Every client has ``infer``. The address that it connects to (``[server] tcp_roles``) and its key
-(``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
+Every client has ``infer``, unless its address (``[server] tcp_roles``) gives none. The address and
+the client's key (``pipeswitch keys``) may add others. The owner's socket has all
+(docs/adr/0021-roles.md).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +102,11 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
         return LEAST.union(Role(name) for name in names)
     except ValueError as error:
         raise InvalidInput(f"{error}: roles are {', '.join(Role)}") from None
+
+
+def address_roles(names: Sequence[str]) -> frozenset[Role]:
+    """Return the roles that an address gives to everybody; none of none, not even ``infer``."""
+    return parse_roles(names) if names else frozenset()
 
 
 def in_order(roles: Iterable[Role]) -> list[str]:

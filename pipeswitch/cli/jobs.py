@@ -95,14 +95,18 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
 
     def shown(rows: list[dict[str, Any]]) -> Any:
-        told = [
-            row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
-        ]
+        told = [row | {"why": _why(row), "bytes": row["lease_bytes"]} for row in rows]
         name, *others = views.JOB_COLUMNS
         is_cluster = any("node" in row for row in rows)
         return views.table(told, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Return what a job waits for; of a failed one the cause, and what to type next."""
+    cause: str = row["error"].partition("\n")[0] or row["why"]
+    return f"{cause} (pipeswitch jobs logs {row['name']})" if row["state"] == "failed" else cause
 
 
 @jobs.command("show")
@@ -202,11 +206,12 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @jobs.command("export")
 @common.job_argument
 @click.argument("out", type=click.Path(dir_okay=False))
+@click.option("--part", default="", metavar="NAME", help="Only this model of several.")
 @common.json_option
-def jobs_export(name: str, out: str, as_json: bool) -> None:
+def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
     with common.connected() as client:
-        row = client.task(name).export(out)
+        row = client.task(name).export(out, part)
     common.print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
 
 

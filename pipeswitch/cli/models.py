@@ -63,6 +63,8 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 @click.argument("source", required=False, default="")
 @click.option("--from-job", metavar="JOB[@STEP]",
               help="Make the job's newest commit the model's next version.")  # fmt: skip
+@click.option("--as-version", is_flag=True,
+              help="Make --weights FILE the model's next version.")  # fmt: skip
 @click.option("--part", default="", metavar="NAME",
               help="With --from-job: the part of the job, if several fit the model.")  # fmt: skip
 @click.option(
@@ -114,6 +116,7 @@ def register(
     name: str,
     source: str,
     from_job: str | None,
+    as_version: bool,
     part: str,
     example: str | None,
     as_json: bool,
@@ -125,8 +128,8 @@ def register(
     TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
     a registered one.
     """
-    if bool(source) == bool(from_job):
-        raise click.UsageError("give SOURCE, or --from-job JOB[@STEP]")
+    if bool(source) + bool(from_job) + as_version != 1:
+        raise click.UsageError("give SOURCE, --from-job JOB[@STEP], or --weights FILE --as-version")
     if part and not from_job:
         raise click.UsageError("--part is of a job: --from-job JOB")
     if from_job:
@@ -135,7 +138,9 @@ def register(
     from ..client.model_sources import FILES, LocalSource, check_program_options
     from ..wire.register_request import RegisterRequest
 
-    given = {key: value for key, value in options.items() if value}
+    if as_version:  # these have a default here
+        options |= {"priority": "", "precision": ""}
+    given = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **given)
     check_program_options(source, request.weights, request.inputs)
     if example and source.endswith(FILES):

@@ -314,8 +314,9 @@ class Client(Verbs):
     def register(
         self,
         name: str,
-        source: Any,
+        source: Any = "",
         *,
+        as_version: bool = False,
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
         example_inputs: Any = None,
@@ -349,6 +350,8 @@ class Client(Verbs):
                 this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
                 ``example_inputs``; ``package.module:factory`` (of the server's), or an
                 ``nn.Module``, which is exported here and sent as graph and safetensors.
+            as_version: make ``weights`` the next version of the model that has this name, as a
+                publication does; without ``source`` and everything else.
             weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
                 what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
@@ -404,7 +407,7 @@ class Client(Verbs):
         takes, signature = declared(inputs)
         state = state or {}  # an output alone replaces its input
         request = RegisterRequest(
-            source="",
+            as_version=as_version,
             weights=os.fspath(weights or ""),
             inputs=signature,
             takes=takes,
@@ -646,16 +649,17 @@ class Task:
                     rows.setdefault(row["step"], {}).update(row)
         return [rows[step] for step in sorted(rows)]
 
-    def export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def export(self, path: str | os.PathLike[str], part: str = "") -> dict[str, Any]:
         """Write its newest commit's parameters and buffers to a safetensors file; its row.
 
         They have the names of the model's ``state_dict()``; if a job trains several models, behind
-        their key in ``job.steps(model={…})``. ``persisted_step`` in the row is their step.
+        their key in ``job.steps(model={…})``, unless ``part`` is one of these keys.
+        ``persisted_step`` in the row is their step.
 
         Raises:
-            InvalidInput: it has committed nothing.
+            InvalidInput: it has committed nothing, or has no such part.
         """
-        from ..commits.weights import for_anybody, read_image, save_weights, weights_of  # numpy
+        from ..commits import weights as files  # numpy
 
         target = Path(path)
         if not target.parent.is_dir():
@@ -669,7 +673,9 @@ class Task:
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
             file.flush()
-            save_weights(for_anybody(weights_of(read_image(Path(file.name)))), target)
+            every = files.weights_of(files.read_image(Path(file.name)))
+            found = files.of_part(every, part) if part else files.for_anybody(every)
+            files.save_weights(found, target)
         return row
 
     def remove(self) -> dict[str, Any]:

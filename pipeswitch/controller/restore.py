@@ -134,4 +134,6 @@ def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
         fields[key] = dict(map(read, fields[key], itertools.count()))
     name = fields.pop("name")
     request = msgspec.convert(fields, RegisterRequest)
-    return registration(token, name, request)
+    event = registration(token, name, request)
+    assert isinstance(event, RegisterAsked)  # its source is not empty
+    return event

@@ -329,8 +329,9 @@ class Frontend:
             self._outbox.reply(client, header.id, body=piece)
         else:
             pending = self.requests.accept(client, header)
-            if isinstance(asked, ev.RegisterAsked):
+            if isinstance(asked, ev.RegisterAsked | ev.VersionAsked):
                 pending.uploads = self.uploads.pin(asked.spec)
+            if isinstance(asked, ev.RegisterAsked):
                 asked = msgspec.structs.replace(asked, client=asked.tenant or client.session)
             if isinstance(asked, ev.TrainAsked) and asked.resumes:
                 self._load(asked, self._state_directory / "jobs" / asked.job / "commit")

@@ -57,7 +57,9 @@ def check_source(
     """
     is_code = False
     owner_files = []
-    if source.startswith("put:"):
+    if not source:
+        pass  # a version of what is served
+    elif source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
         if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):

@@ -113,7 +113,8 @@ def require_role(standing: Standing, role: Role, what: str) -> None:
     wanted = ",".join(in_order({*standing.roles, role}))
     who = "a caller without a token" if standing.tenant == ANYONE else f'token "{standing.tenant}"'
     raise PermissionDenied(
-        f'{what} needs the role "{role}", and {who} has {", ".join(in_order(standing.roles))}',
+        f'{what} needs the role "{role}", and {who} has '
+        f"{', '.join(in_order(standing.roles)) or 'none'}",
         hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
         role=role.value,
         client=standing.tenant,

@@ -27,7 +27,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..base.errors import ConfigError, PipeSwitchError, RemoteProtocolError
-from ..base.roles import Standing, in_order, parse_roles
+from ..base.roles import Standing, address_roles, in_order
 from ..frontend.transport.connections import ROUND_S, Connection, Connections
 from ..ipc.messages.gateway import KeyedSettings
 from ..wire import sockets
@@ -112,7 +112,7 @@ class KeyedDoor:
         self._port = int(settings.address.rpartition(":")[2])
         self._upstream = Upstream(address)
         folder = KeyFolder(Path(settings.keys_dir))
-        self.allowed = AllowList(folder, parse_roles(settings.roles))
+        self.allowed = AllowList(folder, address_roles(settings.roles))
         self.connections = Connections(
             max_count=settings.max_connections,
             client_bytes=settings.client_bytes,

@@ -26,7 +26,7 @@ from typing import Final
 
 from ..base.errors import ConfigError
 from ..base.machine import RETURN_S, FreedMemory
-from ..base.roles import parse_roles
+from ..base.roles import address_roles
 from ..base.units import PrintableFormatter
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
@@ -166,7 +166,7 @@ async def _listen(
 
 def _callers(settings: GatewaySettings) -> Callers:
     return Callers(
-        roles=parse_roles(settings.roles),
+        roles=address_roles(settings.roles),
         tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,

@@ -120,6 +120,14 @@ class RegisterAsked(Asked, frozen=True):
     stage: Stage | None = None  # what makes its inputs; None: its clients
 
 
+class VersionAsked(Asked, frozen=True):
+    """A file of weights shall be the next version of a model; answered when it serves."""
+
+    model: ModelName
+    spec: bytes  # msgpack of programs.build.BuildSpec: its weights
+    tenant: str = ""  # whose model it must be; empty: anybody's
+
+
 class ChainAsked(Asked, frozen=True):
     model: ModelName  # the chain's name
     steps: tuple[Step, ...] = ()

@@ -650,6 +650,14 @@ def test_tables_have_a_column_for_the_device_where_there_are_several() -> None:
     assert list(map(str, on.cells)) == ["cpu:0, cpu:1", ""]
 
 
+def test_a_failed_job_has_its_cause_and_what_to_type() -> None:
+    from pipeswitch.cli.jobs import _why
+
+    row = {"name": "net", "state": "failed", "error": "ValueError: no\nmore lines", "why": "x"}
+    assert _why(row) == "ValueError: no (pipeswitch jobs logs net)"
+    assert _why({**row, "error": "", "state": "paused"}) == "x"
+
+
 def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     large = {"name": "large", "kind": "model", "device": "0", "streamed_bytes": 120 << 20}
     job = {"name": "j", "kind": "job", "device": str(8 << 20), "host": str(5 << 20),

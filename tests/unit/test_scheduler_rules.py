@@ -1257,6 +1257,18 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
     assert [command.target.slot for command in rig.commands(ev.Kill)] == [job.slot]
 
 
+@pytest.mark.parametrize("has_stepped_aside", [False, True])
+def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_stepped_aside: bool) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    job.suspensions = int(has_stepped_aside)
+    rig.infer("a")
+    rig.tick(rig.core.settings.stop_grace_ms)
+    rig.worker_exits(job.slot)
+    (row,) = rig.scheduler.listing.jobs()
+    assert ("never stepped aside" in row["why"]) != has_stepped_aside
+
+
 def hangs(rig: Rig, job: Any) -> float:
     """A request meets a script that does not stop; for how long it waits."""
     token, began_ms = rig.infer("a"), rig.now_ms

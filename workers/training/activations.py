@@ -294,7 +294,7 @@ class Activations:
     def _bring(self, saved: Saved) -> None:
         """4. and 5. of a storage's life: after this its bytes are on the device."""
         if self.room.refused:
-            raise self.room.over_budget(self._offload)
+            raise self.room.over_budget(self._offload, self.plan.of_step)
         if not saved.is_used:
             self.plan.note("use", saved, self.room.waited_ms)
             if saved.host is not None:
@@ -305,7 +305,7 @@ class Activations:
         if saved.place is Place.HOST:
             if not self._make_room(saved.size_bytes, "backward"):
                 self.room.needed = self.room.held + saved.size_bytes
-                raise self.room.over_budget(self._offload)
+                raise self.room.over_budget(self._offload, self.plan.of_step)
             self._ask_back(saved)
         saved.is_used = True
         self._look_ahead(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +18,7 @@ from pipeswitch.commits.weights import OPTIMIZER
 from pipeswitch.job import InexactResumeWarning
 
 from .snapshot import load_state, state_of
-from .torch_private import has_aliases, registered_buffers
+from .torch_private import has_aliases, made_in_forward, registered_buffers
 
 
 @dataclass
@@ -125,8 +126,10 @@ class TrainedObjects:
                 )
 
     def aliased(self) -> list[str]:
-        """Parameters whose memory something else of the script refers to."""
-        return [name for name, parameter in self.parameters.items() if has_aliases(parameter)]
+        """Return the parameters whose memory something else of the script refers to."""
+        modules = (module for model in self.models.values() for module in model.modules())
+        known = Counter(t.data_ptr() for module in modules for t in made_in_forward(module))
+        return [n for n, one in self.parameters.items() if has_aliases(one, known[one.data_ptr()])]
 
     def warn_of_what_is_lost(self) -> None:
         """Say what a resumed script will not find as it was."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from ...base.config import ServerConfig
 from ...base.errors import ConfigError, PipeSwitchError
-from ...base.roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
+from ...base.roles import ANYONE, OWNER, Role, Standing, address_roles, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
 from ...wire.addresses import is_live, is_loopback, parse_listen
 from ...wire.keys import KeyFolder
@@ -140,7 +140,7 @@ def open_listeners(config: ServerConfig) -> Listeners:
     except PipeSwitchError:
         tcp.close()
         raise
-    roles = Standing(tenant=ANYONE, roles=parse_roles(config.tcp_roles))
+    roles = Standing(tenant=ANYONE, roles=address_roles(config.tcp_roles))
     address = f"tcp://{shown}:{port}"
     return Listeners(
         tcp=Listener(sock=tcp, address=address, standing=roles, needs_keys=needs_keys),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...base.config import ServerConfig
 from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
-from ...base.roles import Standing, parse_roles
+from ...base.roles import Standing, address_roles
 from ...wire.frames import RequestHeader
 from ...wire.stream import Message
 from ..admission import Body
@@ -143,7 +143,7 @@ def caller_of(standing: Standing, header: RequestHeader) -> Standing:
     if not standing.is_owner:
         raise PermissionDenied("only the owner's socket names another caller")
     body = Body("caller", header.body)
-    tenant, roles = body.text("tenant"), parse_roles(body.texts("roles"))
+    tenant, roles = body.text("tenant"), address_roles(body.texts("roles"))
     body.done()
     if not tenant:
         raise InvalidInput("caller: tenant must not be empty")

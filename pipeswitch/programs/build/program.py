@@ -33,6 +33,7 @@ from ..interface.groups import regrouped
 from ..interface.layout import Manifest
 from ..interface.matching import match
 from ..interface.nesting import argument_names
+from ..interface.odd_files import check_file
 from ..running.executor import BoundProgram, GraphProgram
 from ..running.torch_settings import TorchSettings
 from ..running.values import tensor_bytes
@@ -132,12 +133,23 @@ def _build_bundle(
             hint="give the model itself, with generate=True",
         )  # fmt: skip
     if spec.weights and weights is None:
-        raise RegistrationRefused(
-            f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
-        )
+        weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
+
+
+def _weights_in(path: Path) -> dict[str, Weight]:
+    """Return the weights of a safetensors file, as those of a job's only part."""
+    check_file(path, "weights")
+    return {
+        f"file.{one.name.replace('_orig_mod.', '')}": Weight(
+            one.dtype,
+            one.shape,
+            np.fromfile(path, np.uint8, one.size_bytes, offset=one.file_offset_bytes),
+        )
+        for one in read_safetensors_header(path)[0]
+    }
 
 
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:

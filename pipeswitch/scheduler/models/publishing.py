@@ -33,7 +33,7 @@ from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
 from ...programs.interface.layout import BUNDLE_FILE
 from ...programs.interface.matching import match
 from ..core import ALL, Core, takes
-from ..events import DropPublished, PublishAsked, Token
+from ..events import DropPublished, PublishAsked, Token, VersionAsked
 from ..machine import Machine
 from ..state.device_state import DeviceState
 from ..state.records import NO_EPOCH, Job, Model, Registration, Worker
@@ -41,6 +41,7 @@ from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
 from ..state.versions import Versions
 from .registry import Registry
 
+UNDER_WAY: Final = (ModelState.BUILDING, ModelState.STORING)
 MOST_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
 
 
@@ -81,6 +82,22 @@ class Publishing:
         """By a client; answered when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
+
+    @takes(VersionAsked)
+    def version_asked(self, event: VersionAsked) -> None:
+        """Build the next version of a model with a client's file; answered when it serves."""
+        if self._core.is_draining:
+            raise ServerUnavailable("the server is draining")
+        before = self.model_for(event.model, event.tenant or None)
+        models = self._machine.models.values()
+        if self._lines.get(event.model) or any(
+            one.base == event.model and one.state.state in UNDER_WAY for one in models
+        ):
+            raise ServerUnavailable(
+                f'a version of "{event.model}" is being made', hint="try again when it is there"
+            )
+        weights = msgspec.msgpack.decode(event.spec)["weights"]
+        self._begin_version(before, weights, "", event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
@@ -238,18 +255,23 @@ class Publishing:
         except PipeSwitchError as error:
             self._end(one, error)
             return
+        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
+        token = one.token
+        one.stage, one.token = "builds", None  # the registry answers it
+        one.version = self._begin_version(before, weights, one.part, token)
+        one.registration = self._registry.registrations[one.version.name]
+
+    def _begin_version(self, before: Model, weights: str, part: str, token: Token | None) -> Model:
+        """Build the program of ``before`` with the weights of a commit's folder, or of a file."""
+        served = self._versions.served(before.base)
         assert before.manifest is not None
         assert served is not None
         spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
         if before.manifest.mode == "graph":
             folder = self._core.settings.program_dir(before.manifest.digest)
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
-        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
-        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights, "part": one.part}
-        packed, token = msgspec.msgpack.encode(spec), one.token
-        one.stage, one.token = "builds", None  # the registry answers it
-        one.version = self._registry.begin_version(before, packed, token)
-        one.registration = self._registry.registrations[one.version.name]
+        spec |= {"name": f"{before.base} {served.last + 1}", "weights": weights, "part": part}
+        return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
     def _look(self, one: Publication) -> None:
         """Whether its version is there."""
@@ -260,7 +282,7 @@ class Publishing:
             self._registry.give_up(one.version, _no_job(one.job))  # its state goes with it
         if one.registration.error is not None:
             self._end(one, one.registration.error)
-        elif one.version.state.state not in (ModelState.BUILDING, ModelState.STORING):
+        elif one.version.state.state not in UNDER_WAY:
             self._end(one, None)
 
     def _end(self, one: Publication, error: PipeSwitchError | None) -> None:

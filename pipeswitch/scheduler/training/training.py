@@ -27,6 +27,7 @@ from .jobs import Jobs
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 LEAST_GRACE_MS: Final = 1000.0
+GATE_ADVICE: Final = "compute in modules that job.steps was given, in its loop"
 MOST_MISSED: Final = 4  # missed graces in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
 STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
@@ -300,6 +301,8 @@ class Training:
             progress.stops_missed = 0
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
+        if not progress.suspensions:
+            reason += f"; it has never stepped aside: {GATE_ADVICE}"
         if progress.stops_missed >= MOST_MISSED:
             reason += f", {progress.stops_missed} times: paused, "
             reason += f"pipeswitch jobs resume {job.spec.name}"
