@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 SELDOM: Final = (
-    "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "steps",
+    "preprocess_ms", "postprocess_ms", "kept_bytes", "streamed", "device", "placed", "precision",
+    "steps",
 )  # fmt: skip
 
 
@@ -43,6 +44,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     streamed: int = 0  # bytes that came through the arena, of a model that is larger
     device: str = ""  # of a server with several
     placed: str = ""  # why there
+    precision: str = ""  # of the model, if it is not exact
     steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:

@@ -63,7 +63,14 @@ __all__ = ["BuildSpec", "build", "load_manifest"]
 Progress = Callable[[str, float], None]
 
 
-def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 0) -> Manifest:
+def build(
+    spec: BuildSpec,
+    out_dir: Path,
+    progress: Progress,
+    disk_bytes: int = 0,
+    *,
+    packs_weights: bool = True,
+) -> Manifest:
     """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
 
     Args:
@@ -72,6 +79,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
             and "pack" begin and end.
         disk_bytes: what may be written; 0: no limit.
+        packs_weights: its devices read weights in the layout of this processor's kernels.
 
     Raises:
         RegistrationRefused: the model cannot be served; says which part and why.
@@ -86,7 +94,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
-            manifest = _in_precision(manifest, spec, out_dir)
+            manifest = _in_precision(manifest, spec, out_dir, packs_weights)
         if (joined := joined_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
@@ -105,13 +113,19 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         ) from error
 
 
-def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
-    why = "module mode has no graph to change" if manifest.mode == "module" else packed.missing()
+def _in_precision(
+    manifest: Manifest, spec: BuildSpec, out_dir: Path, packs_weights: bool
+) -> Manifest:
+    name = spec.precision
+    why = packed.missing() if name == "fast" else ""
+    if manifest.mode == "module":
+        why = "module mode has no graph to change"
+    elif name == "fast" and not packs_weights:
+        why = "its device packs no weights"
     if why:
-        return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
-    return derive(
-        manifest, out_dir, spec.precision, spec.max_error, spec.bucket_bytes, packed.KERNELS
-    )
+        return with_note(manifest, f"precision {name}: {why}; it stays exact")
+    kernels = packed.KERNELS if packs_weights else packed.UNPACKED
+    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels)
 
 
 def _build_bundle(
