@@ -135,5 +135,6 @@ def _configured(token: Token, model: ModelConfig) -> RegisterAsked:
     name = fields.pop("name")
     request = msgspec.convert(fields, RegisterRequest)
     event = registration(token, name, request)
-    assert isinstance(event, RegisterAsked)  # its source is not empty
+    if not isinstance(event, RegisterAsked):  # without a source it would be a version's
+        raise ConfigError(f"model {name!r} has no source")
     return event
