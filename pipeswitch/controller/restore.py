@@ -9,7 +9,7 @@ import logging
 import msgspec
 
 from ..base.config import ModelConfig
-from ..base.errors import PipeSwitchError
+from ..base.errors import ConfigError, PipeSwitchError
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
