@@ -473,7 +473,7 @@ def test_a_saturated_weight_is_refused(tmp_path: Path) -> None:
 
 def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64))
-    manifest = built(module, (torch.randn(2, 256),), tmp_path, "int8", max_batch=8)
+    manifest = built(module, (torch.randn(2, 256),), tmp_path, "int8", batch=8)
     assert manifest.precision is not None
     x = torch.randn(8, 256)
     [together] = answers(manifest, tmp_path, (x,))

@@ -44,11 +44,12 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 def derive(
     manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
-    kernels: PackedKernels,
+    kernels: PackedKernels, limit: int = 0,
 ) -> Manifest:  # fmt: skip
     """Write the program in that precision into ``folder`` and return its manifest.
 
-    If nothing becomes faster, return the plain program's manifest with a note.
+    If nothing becomes faster, return the plain program's manifest with a note. ``limit``: up to
+    which batch its requests will be joined; 0: they are not.
 
     Raises:
         RegistrationRefused: the derived form differs from the plain one by more than
@@ -89,7 +90,7 @@ def derive(
     precision = Precision(
         name=cast(Any, name), fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
         plain_bytes=manifest.total_bytes, max_error=found[0], mean_error=found[1],
-        agreement=found[2], is_batch_invariant=is_batch_invariant(ours, fast),
+        agreement=found[2], is_batch_invariant=is_batch_invariant(ours, fast, limit),
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count, plain_count=derived.plain_count,
     )  # fmt: skip

@@ -124,7 +124,8 @@ def _in_precision(
     if why:
         return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else packed.UNPACKED
-    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels)
+    limit, _ = joined_as(manifest, spec) or (0, 0.0)
+    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 
 
 def _build_bundle(
