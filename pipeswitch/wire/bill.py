@@ -13,7 +13,17 @@ SELDOM: Final = (
 )  # fmt: skip
 
 
-class Bill(msgspec.Struct, frozen=True, kw_only=True):
+class Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """Place and form in which a run was computed."""
+
+    worker: int = -1
+    epoch: int = 0
+    device: str = ""  # of a server with several
+    placed: str = ""  # why there
+    precision: str = ""  # of the model, if it is not exact
+
+
+class Bill(Computed, frozen=True, kw_only=True):
     """Timing of a request in ms. Each request of a batched run gets the whole run's times.
 
     For a chain, the times, ``kept_bytes`` and ``streamed`` are the sums of its steps'; ``resident``
@@ -35,16 +45,11 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: Annotated[float, "In the server, from arrival to answer"] = 0.0
     resident: bool = False
     preempted: str = ""  # the job that stepped aside
-    worker: int = -1
-    epoch: int = 0
     version: int = 1  # of the model
     batch: int = 1  # rows of the run, all joined requests together
     joined: int = 1  # requests that it computed
     kept_bytes: int = 0  # of what a model that streams keeps, which were not sent again
     streamed: int = 0  # bytes that came through the arena, of a model that is larger
-    device: str = ""  # of a server with several
-    placed: str = ""  # why there
-    precision: str = ""  # of the model, if it is not exact
     steps: dict[str, Bill] = {}  # of a chain: each step's own, by its name
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.client.tensors import Result
 from pipeswitch.devices.cpu.packed import KERNELS, missing
 from pipeswitch.programs.build.verify import load_image
@@ -158,14 +157,6 @@ def test_a_form_in_fewer_bytes_says_what_it_is(running: tools.Checked) -> None:
     assert "precision" not in client.infer("exact", {"x": X.numpy()}).timing.as_dict()
 
 
-def test_a_form_over_its_max_error_is_refused(running: tools.Checked) -> None:
-    with pytest.raises(RegistrationRefused):
-        running.client.register(
-            "refused", Network().eval(), example_inputs=(X,), precision="bf16", max_error=1e-9
-        )
-    assert "refused" not in {row["name"] for row in running.client.models()}
-
-
 def test_a_chain_has_models_of_several_precisions(running: tools.Checked) -> None:
     client = running.client
     client.register("tail", torch.nn.Linear(200, 64).eval(), example_inputs=(torch.ones(1, 200),),
@@ -258,6 +249,30 @@ def test_its_bits_survive_a_restart_and_damage_is_found(tmp_path: Path) -> None:
         damaged.write(bytes([byte[0] ^ 1]))
     with tools.checked_server(arena=ARENA, state_dir=state) as checked:
         assert checked.client.show("fast")["state"] != "ready"
+
+
+@pytest.mark.parametrize("form", ["", "bf16", "int8"])
+def test_a_language_model_says_the_same_tokens_whatever_dies(form: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+    config = transformers.GPT2Config(eos_token_id=None, **sizes)
+    with tools.checked_server(arena="32MiB") as checked:
+        client = checked.client
+        model = transformers.GPT2LMHeadModel(config).eval()
+        row = client.register("chat", model, generate=True, precision=form)
+        assert (row["precision"] or {"name": "fast"})["name"] == (form or "fast")
+        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
+            expected = [token.id for token in answer]
+        assert len(expected) == 20
+        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
+            again = []
+            for token in answer:
+                again.append(token.id)
+                if len(again) == 7:
+                    for pid in checked.worker_pids().values():
+                        tools.kill(pid, signal.SIGKILL)
+        assert again == expected
 
 
 @pytest.mark.soak

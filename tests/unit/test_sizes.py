@@ -18,10 +18,10 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
 # The users' interface: each parameter is a keyword that programs write, or an option of a command.
-# So are the fields of the settings (read only, each is one option), of the bill (each is one that
-# users read) and of a registration, whose digest follows from its fields.
+# So are the fields of the settings (read only, each is one option) and of a registration, whose
+# digest follows from its fields.
 USERS = {
-    "fields": "core.SchedulerSettings 43, spec.BuildSpec 21, bill.Bill 21",
+    "fields": "core.SchedulerSettings 43, spec.BuildSpec 21",
     "lines": "client.Client.register 117, session.TrainingSession.steps 62",
     "parameters": "client.Client.register 23, infer.infer 12, client.Client.generate 9, "
     "client.Client.train 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",

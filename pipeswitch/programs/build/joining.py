@@ -70,10 +70,13 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
     )
 
 
-def is_batch_invariant(manifest: Manifest, compute: Plain) -> bool | None:
-    """Return whether each row of a batch has the bits of the row alone; None if it has no rows."""
+def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
+    """Return whether each row of a batch has the bits of the row alone; None if it has no rows.
+
+    ``limit``: of joined requests; 0: each runs alone, in batches of its own.
+    """
     low, high = manifest.batch
-    limit = min(high, MOST_COMPARED * low)
+    limit = min(limit or high, MOST_COMPARED * low)
     try:
         check_joinable(manifest, limit)
     except RegistrationRefused:

@@ -44,11 +44,12 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 def derive(
     manifest: Manifest, folder: Path, name: str, max_error: float, bucket_bytes: int,
-    kernels: PackedKernels,
+    kernels: PackedKernels, limit: int = 0,
 ) -> Manifest:  # fmt: skip
     """Write the program in that precision into ``folder`` and return its manifest.
 
-    If nothing becomes faster, return the plain program's manifest with a note.
+    If nothing becomes faster, return the plain program's manifest with a note. ``limit``: up to
+    which batch its requests will be joined; 0: they are not.
 
     Raises:
         RegistrationRefused: the derived form differs from the plain one by more than
@@ -68,7 +69,7 @@ def derive(
     derived = fused(bundle.graph, weights, [inputs[0], *inputs[len(SEEDS) :]], kernels, name)
     if name == "fast":
         if not derived.packed_count:
-            return with_note(manifest, f"precision {name}: no call becomes faster; it stays exact")
+            return stays_exact(manifest, name, "no call becomes faster")
     else:
         derived = lowered(derived, inputs[0], kernels, computes=kernels.computes_half())
     path = folder / DERIVED_FILE
@@ -78,19 +79,18 @@ def derive(
     plain_ms, ms = least_ms([lambda: plain(inputs[0]), lambda: fast(inputs[0])])
     if name != "fast" and ours.total_bytes >= manifest.total_bytes:
         path.unlink()
-        return with_note(manifest, f"precision {name}: no byte is saved; it stays exact")
+        return stays_exact(manifest, name, "no byte is saved")
     if ms >= plain_ms and name != "fast":
         ours = with_note(ours, f"precision {name}: {ms:.3g} ms instead of {plain_ms:.3g}: slower")
     elif ms >= plain_ms:
         path.unlink()
-        why = f"it takes {ms:.2f} ms instead of {plain_ms:.2f}"
-        return with_note(manifest, f"precision {name}: {why}; it stays exact")
+        return stays_exact(manifest, name, f"it takes {ms:.2f} ms instead of {plain_ms:.2f}")
     if name in HALF:
         ours = _with_copies(ours)
     precision = Precision(
         name=cast(Any, name), fingerprint=fingerprint(), plain_ms=plain_ms, ms=ms,
         plain_bytes=manifest.total_bytes, max_error=found[0], mean_error=found[1],
-        agreement=found[2], is_batch_invariant=is_batch_invariant(ours, fast),
+        agreement=found[2], is_batch_invariant=is_batch_invariant(ours, fast, limit),
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count, plain_count=derived.plain_count,
     )  # fmt: skip
@@ -125,6 +125,14 @@ def _shapes(manifest: Manifest) -> list[Values]:
     example: Values = manifest.extra["example_dims"]
     others = [values for values in corners(manifest.dims) if values != example]
     return [example, *others[: MAX_SHAPES - 1]]
+
+
+def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
+    """Return the plain program's manifest with a note, under a digest of its own: the program that
+    was registered as exact may be there already and has no note."""
+    digest = hashlib.sha256(f"{manifest.digest} {name} stays exact".encode()).hexdigest()
+    noted = with_note(manifest, f"precision {name}: {why}; it stays exact")
+    return msgspec.structs.replace(noted, digest=digest)
 
 
 def with_note(manifest: Manifest, note: str) -> Manifest:

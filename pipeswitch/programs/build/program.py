@@ -54,7 +54,7 @@ from .export import export_module, write_program
 from .fresh import Fresh
 from .joining import with_batching
 from .module_mode import build_module
-from .precision import derive, with_note
+from .precision import derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
@@ -123,9 +123,10 @@ def _in_precision(
     elif name == "fast" and not packs_weights:
         why = "its device packs no weights"
     if why:
-        return with_note(manifest, f"precision {name}: {why}; it stays exact")
+        return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else packed.UNPACKED
-    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels)
+    limit, _ = joined_as(manifest, spec) or (0, 0.0)
+    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 
 
 def _build_bundle(
