@@ -456,6 +456,9 @@ class ModelConfig(Section, frozen=True):
     batch: waiting requests are joined up to this batch; 0: never
     batch_delay: how long a request waits for others to join
     precision: exact, or fast: packed weights and fused calls
+    max_error: largest error of fast, relative to the largest output; 0: 0.001
+    generate: a causal language model of hf:, with its cache as a sequence's state
+    state: inputs that outputs become in a sequence, like h=h_out, or cache=rows+1 to append
     preprocess: package.module:function that makes its inputs from raw ones
     raw: what clients send it, like text=1..64:bytes
     postprocess: package.module:function that makes the answer from its outputs
@@ -473,6 +476,9 @@ class ModelConfig(Section, frozen=True):
     batch: Annotated[int, Meta(ge=0)] = 0
     batch_delay_ms: Time = 0
     precision: Literal["exact", "fast"] = "exact"
+    max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    generate: bool = False
+    state: tuple[str, ...] = ()
     preprocess: str = ""
     raw: tuple[str, ...] = ()
     postprocess: str = ""
