@@ -271,7 +271,7 @@ class Client(Verbs):
 
         Args:
             model: registered with ``generate``.
-            prompt: a text, for the model's own tokenizer (``pip install 'pipeswitch[text]'``), or
+            prompt: a text, for the model's own tokenizer (the extra ``text``), or
                 token ids: then its tokens have no text.
             max_new_tokens: the maximum number of new tokens; the model's context may end it sooner.
             temperature: the randomness of the choice; 0 takes the likeliest token.

@@ -7,6 +7,7 @@ measured by running the module once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import mmap
@@ -133,15 +134,13 @@ def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[L
     if not sparse:
         return loaded, []
     expected = on_clones(loaded.outputs, examples)
-    try:
+    with contextlib.suppress(Exception):  # forward raises what it likes for None in their place
         leave_behind(module, sparse)
         loaded = dataclasses.replace(
             loaded, loose={n: t for n, t in loaded.loose.items() if n not in sparse}
         )
         if all_same(expected, on_clones(loaded.outputs, examples)):
             return loaded, sparse
-    except Exception:  # the module's own, of None in a sparse tensor's place
-        pass
     raise RegistrationRefused(
         f"weight {', '.join(sparse[:8])}",
         "it is sparse, and forward reads it; weights are dense in the device's memory",

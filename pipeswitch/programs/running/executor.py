@@ -67,8 +67,12 @@ class PackedKernels(Protocol):
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
+        input_shape: Sequence[int],
     ) -> tuple[PackedLayout, torch.Tensor]:
-        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes."""
+        """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes.
+
+        The layout is the best one for an input of that shape; it is right for all shapes.
+        """
 
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
@@ -101,7 +105,8 @@ def _check_packed(
         if node.target in (LINEAR, LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
-            expected, data = kernels.pack_convolution(zeros, *node.args[at + 2 : at + 6])
+            how = (*node.args[at + 2 : at + 6], layout.input_shape)
+            expected, data = kernels.pack_convolution(zeros, *how)
         if expected != layout or data.nbytes != sizes_bytes.get(name):
             raise RegistrationRefused(f"weight {name!r}", "its packed layout is not this machine's")
         made.add(name)
