@@ -444,6 +444,24 @@ def test_a_factory_gets_what_it_takes_by_keyword_alone(tmp_path: Path) -> None:
     assert is_served_right(bound, Mixed(), x, scale, z=x)
 
 
+@pytest.mark.parametrize("mode", ["module", "graph"])
+def test_a_version_is_the_same_program_with_a_files_weights(mode: str, tmp_path: Path) -> None:
+    """As the server asks for it: a factory again, or the served bundle."""
+    kind = Item if mode == "module" else plain
+    manifest, _ = by_factory(kind, tmp_path / "one")
+    assert manifest.mode == mode
+    torch.manual_seed(1)
+    module = kind().eval().requires_grad_(False)
+    state = {f"_orig_mod.{name}": value for name, value in module.state_dict().items()}
+    save_file(state, tmp_path / "other.safetensors")
+    weights = str(tmp_path / "other.safetensors")
+    bundle = str(tmp_path / "one" / BUNDLE_FILE)
+    source = f"{PACKAGE}:{kind.__name__}" if mode == "module" else bundle
+    spec = BuildSpec(name="it 2", source=source, weights=weights, inputs=X, allow_module_mode=True)
+    _, bound = built(spec, tmp_path / "two")
+    assert is_served_right(bound, module, torch.randn(2, 4))
+
+
 def test_a_frozen_torchscript_file_is_served(tmp_path: Path) -> None:
     module, path = fresh(plain), str(tmp_path / "frozen.pt")
     torch.jit.save(torch.jit.freeze(torch.jit.script(module)), path)

@@ -133,6 +133,10 @@ def _build_bundle(
             hint="give the model itself, with generate=True",
         )  # fmt: skip
     if spec.weights and weights is None:
+        if not spec.weights.endswith(".safetensors"):
+            raise RegistrationRefused(
+                f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
+            )
         weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
