@@ -9,7 +9,7 @@ import logging
 import msgspec
 
 from ..base.config import ModelConfig
-from ..base.errors import PipeSwitchError
+from ..base.errors import InvalidInput, PipeSwitchError
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
@@ -144,6 +144,10 @@ def configured(token: Token, model: ModelConfig) -> RegisterAsked:
         fields[key] = dict(map(read, fields[key], itertools.count()))
     name, fields["state"] = fields.pop("name"), parse_states(fields["state"])
     request = msgspec.convert(fields, RegisterRequest)
+    if request.source.startswith(("torchvision:", "hf:")) and not request.weights:
+        raise InvalidInput(
+            f'{request.source} needs weights = "pretrained", "random:SEED" or a file'
+        )
     event = registration(token, name, request)
     assert isinstance(event, RegisterAsked)  # its source is not empty
     return event

@@ -81,7 +81,7 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
             "text": "failed",
         }  # fmt: skip
         assert "resnet5" in rows["typo"]["reason"]
-        assert "--weights" in rows["forgotten"]["reason"]
+        assert "needs weights" in rows["forgotten"]["reason"]
         with client.sequence("cell") as sequence:
             x = torch.ones(1, 4)
             first, second = sequence.infer(x)["y"], sequence.infer(x)["y"]
@@ -151,7 +151,11 @@ def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> N
     certificate(tmp_path)
     tokens(tmp_path, 0o600)
     path = tmp_path / "p.toml"
-    path.write_text('[gateway]\ntls_cert = "cert"\ntls_key = "key"\ntokens = "tokens"\n' + MODELS)
+    doors = '[gateway]\ntls_cert = "cert"\ntls_key = "key"\ntokens = "tokens"\n'
+    path.write_text(doors + MODELS)
+    found = command("config", "check", str(path), cwd=tmp_path)
+    assert "[[model]] forgotten: torchvision:resnet18 needs weights" in found.stderr
+    path.write_text(doors + MODELS.replace('"torchvision:resnet18"', '"own:net"'))
     found = command("config", "check", str(path), "--json", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert len(json.loads(found.stdout)["models"]) == 5
