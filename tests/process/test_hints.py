@@ -561,3 +561,24 @@ def test_a_request_is_written_as_the_modules_own_call(
 ) -> None:
     request = ps.Client._request("m", inputs, None, "", 0, named)
     assert [one.name for one in request["inputs"]] == names
+
+
+class Wrapped(Base):
+    """Its weight is of a library's own class, as after torchao's int4."""
+
+    def made(self) -> None:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        weight = self.layer.weight.detach()
+        two: Any = TwoTensor(weight, weight.clone())  # type: ignore[no-untyped-call]
+        self.layer.weight = nn.Parameter(two, requires_grad=False)
+
+    def after(self, y: T) -> T:
+        return torch.as_tensor(getattr(y, "a", y))
+
+
+def test_a_weight_of_a_librarys_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match="TwoTensor of torch") as refused:
+        by_factory(Wrapped, tmp_path)
+    assert refused.value.part == "weight 'layer.weight'"
+    assert "register the module as it was before" in refused.value.hint

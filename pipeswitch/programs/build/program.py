@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
@@ -211,8 +212,12 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
     """Its tensors are what a program takes, but for a few constants."""
-    tensors = (*module.parameters(), *module.buffers())
-    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+    plain = [
+        one
+        for one in (*module.parameters(), *module.buffers())
+        if one.layout is torch.strided and not is_traceable_wrapper_subclass(one)
+    ]
+    storages = [one.untyped_storage() for one in plain]
     size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(
