@@ -462,6 +462,18 @@ def test_a_version_is_the_same_program_with_a_files_weights(mode: str, tmp_path:
     assert is_served_right(bound, module, torch.randn(2, 4))
 
 
+def test_a_module_without_data_is_told_how_to_get_it(tmp_path: Path) -> None:
+    module, state, x = plain().eval().to("meta"), fresh(plain).state_dict(), torch.randn(2, 4)
+    with pytest.raises(RegistrationRefused, match="meta device") as refused:
+        export_module_to_bundle(module, x, tmp_path / "it.bundle")
+    assert 'module.to_empty(device="cpu")' in refused.value.hint
+    module.to_empty(device="cpu")
+    module.load_state_dict(state)
+    export_module_to_bundle(module, x, tmp_path / "it.bundle")
+    _, bound = built(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path)
+    assert is_served_right(bound, module, x)
+
+
 def test_a_frozen_torchscript_file_is_served(tmp_path: Path) -> None:
     module, path = fresh(plain), str(tmp_path / "frozen.pt")
     torch.jit.save(torch.jit.freeze(torch.jit.script(module)), path)

@@ -212,12 +212,9 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
     """Its tensors are what a program takes, but for a few constants."""
-    plain = [
-        one
-        for one in (*module.parameters(), *module.buffers())
-        if one.layout is torch.strided and not is_traceable_wrapper_subclass(one)
-    ]
-    storages = [one.untyped_storage() for one in plain]
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
+    storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
     size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(
