@@ -457,6 +457,8 @@ class ModelConfig(Section, frozen=True):
     batch_delay: how long a request waits for others to join
     precision: exact, fast (packed weights), bf16 or int8 (fewer bytes)
     max_error: largest error of that precision, relative to the largest output; 0: its default
+    generate: a causal language model of hf:, with its cache as a sequence's state
+    state: inputs that outputs become in a sequence, like h=h_out, or cache=rows+1 to append
     preprocess: package.module:function that makes its inputs from raw ones
     raw: what clients send it, like text=1..64:bytes
     postprocess: package.module:function that makes the answer from its outputs
@@ -475,6 +477,8 @@ class ModelConfig(Section, frozen=True):
     batch_delay_ms: Time = 0
     precision: Literal["exact", "fast", "bf16", "int8"] = "exact"
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    generate: bool = False
+    state: tuple[str, ...] = ()
     preprocess: str = ""
     raw: tuple[str, ...] = ()
     postprocess: str = ""

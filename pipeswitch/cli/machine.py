@@ -75,10 +75,11 @@ def config_init(path: str | None) -> None:
 @click.argument("path", type=click.Path(), required=False)
 @json_option
 def config_check(path: str | None, as_json: bool) -> None:
-    """Read the file and the environment; say everything that is wrong."""
+    """Read the file and the environment; say everything that is wrong, or that serve refuses."""
     from ..base.config import load
 
     loaded = load(path)
+    part("pipeswitch.controller.main", "check")(loaded)
     print_done(msgspec.to_builtins(loaded), "the configuration is good", as_json)
 
 

@@ -40,12 +40,12 @@ def _signature(
 
 
 def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Parse ``--state`` into the fields of a registration."""
-    ends = {name: (source, *source.rpartition("+")) for name, source in _pairs(pairs).items()}
-    return {
-        name: (one, int(axis)) if axis.isdecimal() else (source, -1)
-        for name, (source, one, _, axis) in ends.items()
-    }
+    from ..programs.interface.signature import parse_states
+
+    try:
+        return parse_states(pairs)
+    except InvalidInput as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -278,6 +278,11 @@ class ClusterVerbs(Members):
         return self._to(self._files[name]).call(op, **options)
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
+        if body.get("as_version"):
+            raise InvalidInput(
+                "the nodes of a cluster have one version of each model",
+                hint=f"pipeswitch unregister {model}, then register it with the new weights",
+            )
         with self._choosing:
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
             home = self._files[min(files)] if files else self._table.models.get(model)

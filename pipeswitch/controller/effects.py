@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -62,6 +63,9 @@ class Effects:
             self._disk.keep_program(name, known["digest"], known["tenant"])
         self.timeline = Timeline()
         self.left: ev.Leave | None = None
+        # Models of the configuration whose first attempt is not over, and those that were refused.
+        self.first_attempts: dict[ev.Token, ModelName] = {}
+        self.refused_models: list[tuple[ModelName, str]] = []
 
     def perform(self, command: ev.Command) -> None:
         match command:
@@ -114,6 +118,13 @@ class Effects:
                 command = ev.Answer(token=command.token, error=refusal)
         if command.token >= 0:  # negative: asked by the server itself
             self._frontend.perform(command)
+            return
+        name = None if command.more else self.first_attempts.pop(command.token, None)
+        if command.error is not None and name is not None:
+            text = f"model {name} of the configuration was refused: {command.error}"
+            log.error("%s", text)
+            sys.stderr.write(f"Warning: {text}\n")
+            self.refused_models.append((name, str(command.error)))
         elif command.error is not None:
             log.error("asked by the server itself and refused: %s", command.error)
 

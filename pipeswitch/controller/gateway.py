@@ -102,14 +102,12 @@ class Gateway:
             PipeSwitchError: one is in use.
             ConfigError: one cannot be had, or would be open to other machines without tokens.
         """
-        wanted = {name: getattr(self._config, name) for name in DEFAULTS}
+        wanted = check_doors(self._config)
         if any(address not in ("auto", "off") for address in wanted.values()):
             self._unnamed = [name for name, address in wanted.items() if address == "auto"]
             wanted |= dict.fromkeys(self._unnamed, "off")  # who names one gets no other port
         is_off = all(address == "off" for address in wanted.values())
         if not is_off:
-            named = [address for address in wanted.values() if address not in ("auto", "off")]
-            self._check_safe(named)
             owner_token(self._token_path)
         if not is_off or (self._root / LOCK_FILE).exists():  # a former one may have our ports
             self._lock = _take_over(self._root / LOCK_FILE)
@@ -133,32 +131,6 @@ class Gateway:
         if "http" not in self._sockets:
             return {}
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
-
-    def _check_safe(self, addresses: list[str]) -> None:
-        """1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy
-        they need tokens; 3. what files there are must be good."""
-        config = self._config
-        is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
-        if (is_open or config.behind_proxy) and not config.tokens:
-            raise ConfigError(
-                "[gateway] callers from other machines need tokens, and there are none",
-                hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
-            )
-        if is_open and not config.tls_cert and not config.behind_proxy:
-            raise ConfigError(
-                "[gateway] tokens would travel in the clear",
-                hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
-            )
-        if config.tokens:
-            read_tokens(Path(config.tokens))
-        if bool(config.tls_cert) != bool(config.tls_key):
-            raise ConfigError("[gateway] tls_cert and tls_key come together")
-        if config.tls_cert:
-            try:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(config.tls_cert, config.tls_key)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"[gateway] {config.tls_cert}: {error}") from None
 
     def _bind(self, name: str, given: str) -> None:
         """The address as a socket; what was not asked for in words may be missing, or elsewhere."""
@@ -334,6 +306,46 @@ def _parsed(address: str) -> tuple[str, int]:
 def _shown(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_doors(config: GatewayConfig) -> dict[str, str]:
+    """Return the address of each protocol, ``auto`` and ``off`` as they stand.
+
+    1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy they
+    need tokens; 3. what files there are must be good.
+
+    Raises:
+        ConfigError: the gateway would be open to other machines, or a file is not good.
+    """
+    wanted = {name: getattr(config, name) for name in DEFAULTS}
+    addresses = [one for one in wanted.values() if one not in ("auto", "off")]
+    if all(one == "off" for one in wanted.values()):
+        return wanted
+    is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
+    if (is_open or config.behind_proxy) and not config.tokens:
+        raise ConfigError(
+            "[gateway] callers from other machines need tokens, and there are none",
+            hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
+        )
+    if is_open and not config.tls_cert and not config.behind_proxy:
+        raise ConfigError(
+            "[gateway] tokens would travel in the clear",
+            hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
+        )
+    if config.tokens:
+        read_tokens(Path(config.tokens))
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("[gateway] tls_cert and tls_key come together")
+    if config.tls_cert:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"[gateway] {config.tls_cert} and {config.tls_key}: {error}",
+                hint="both are PEM files: openssl x509 -in CERT, openssl pkey -in KEY",
+            ) from None
+    return wanted
 
 
 def _listening(host: str, port: int) -> socket.socket:

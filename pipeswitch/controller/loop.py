@@ -125,7 +125,9 @@ class Loop:
             self._effects.perform(command)
         for command in self._scheduler.settle():
             self._effects.perform(command)
-        if not self._is_announced and self._scheduler.is_whole:
+        while self._effects.refused_models:
+            self._scheduler.registry.names.lost(*self._effects.refused_models.pop())
+        if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request

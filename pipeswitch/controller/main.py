@@ -11,7 +11,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,14 +22,16 @@ from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import available_bytes
 from ..base.units import PrintableFormatter
 from ..devices.kinds import choose_devices
-from ..frontend.transport.listeners import Listeners
+from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
+from ..scheduler.events import Token
 from ..watchdog import LoopWatchdog
+from ..wire.addresses import parse_listen
 from ..wire.private import check_trusted
 from .folders import Places
-from .gateway import Keyed
+from .gateway import Keyed, check_doors
 from .loop import Loop
-from .restore import restore
+from .restore import configured, restore
 from .server import LOG_NAME, Server
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,28 @@ def serve(config: Config) -> int:
             raise ConfigError(
                 f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
             ) from error
+
+
+def check(config: Config) -> None:
+    """Find what ``serve`` would refuse.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = []
+    host, _ = parse_listen(config.server.listen)
+    looks: list[tuple[str, Callable[[], object]]] = [
+        ("", lambda: check_access(config.server, host)),
+        ("", lambda: check_doors(config.gateway)),
+    ]
+    looks += [(f"[[model]] {m.name}: ", partial(configured, Token(-1), m)) for m in config.models]
+    for name, look in looks:
+        try:
+            look()
+        except PipeSwitchError as error:
+            problems.append(f"{name}{error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _run(server: Server) -> int:

@@ -104,9 +104,14 @@ class Server:
             self.memory.pool,
             self.inbox.append,
             facts=facts,
-            is_ready=lambda: self.scheduler.is_ready,
+            is_ready=lambda: self.is_ready,
             pool_of=self.memory.pool_of if sizes.separates_tenants else None,
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """A device is ready, and each model of the configuration is served, or was refused."""
+        return self.scheduler.is_ready and not self.effects.first_attempts
 
     def _give_up(self, reason: str) -> None:
         self.effects.left = Leave(status=os.EX_SOFTWARE, reason=reason)

@@ -45,10 +45,6 @@ def check(request: RegisterRequest) -> None:
             "may be given",
             hint="pipeswitch register NAME --weights FILE --as-version",
         )
-    if not (request.source or request.as_version):
-        raise InvalidInput(
-            "a registration names its source", hint="pipeswitch register NAME SOURCE"
-        )
     if request.precision not in ("", *PRECISIONS):
         raise InvalidInput(
             f"unknown precision {request.precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
@@ -84,6 +80,10 @@ def check_origin(
 ) -> CheckedSource:
     """Check that this client may use these files and functions, and has the roles for them.
     ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
+    if not (request.source or request.as_version):
+        raise InvalidInput(
+            "a registration names its source", hint="pipeswitch register NAME SOURCE"
+        )
     code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
     source = check_source(
         request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code

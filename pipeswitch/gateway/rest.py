@@ -221,8 +221,8 @@ class Rest:
     async def _model_ready(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
     ) -> Answer:
-        is_ready = await self._service.is_model_ready(caller, model, version)
-        return _state({"name": model, "ready": is_ready}, f'"{model}" is not ready')
+        why = await self._service.why_not_ready(caller, model, version)
+        return _state({"name": model, "ready": not why}, why)
 
     async def _infer(
         self, caller: Standing, model: str, version: str, head: Head, body: Any

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from workers.training.hooks import hook_modules, use_pace
-from workers.training.objects import TrainedObjects
+from pipeswitch.workers.training.hooks import hook_modules, use_pace
+from pipeswitch.workers.training.objects import TrainedObjects
 
 CALLS: list[int] = []
 X = torch.ones(2, 4)

@@ -16,7 +16,7 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.cli import common
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
-from pipeswitch.controller.restore import _configured
+from pipeswitch.controller.restore import configured
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
@@ -54,19 +54,21 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     sdk, line = Recorded(), Recorded()
     sdk.register("m", SOURCE, inputs={"x": ((8, (1, 9)), "float32")}, max_batch=4, batch=2,
                  batch_delay_ms=3.0, devices=["cpu:0"], preprocess="a.b:c", priority="normal",
-                 raw={"text": (((1, 64),), "bytes")}, precision="exact")  # fmt: skip
+                 raw={"text": (((1, 64),), "bytes")}, precision="exact", weights="random:1",
+                 generate=True)  # fmt: skip
     monkeypatch.setattr(common, "connected", lambda: line)
     monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
     words = [SOURCE, "--input", "x=8x1..9:float32", "--max-batch", "4", "--batch", "2",
              "--batch-delay", "3ms", "--devices", "cpu:0", "--preprocess", "a.b:c",
-             "--raw", "text=1..64:bytes", "--precision", "exact", "--json"]  # fmt: skip
+             "--raw", "text=1..64:bytes", "--weights", "random:1", "--generate",
+             "--precision", "exact", "--json"]  # fmt: skip
     done = CliRunner().invoke(main, ["register", "m", *words])
     assert done.exit_code == 0, done.output
     assert sdk.body == line.body
     file = ModelConfig(name="m", source=SOURCE, inputs=("x=8x1..9:float32",), max_batch=4, batch=2,
                        batch_delay_ms=3.0, devices=("cpu:0",), preprocess="a.b:c",
-                       raw=("text=1..64:bytes",))  # fmt: skip
-    assert _configured(Token(1), file) == asked(sdk.body)
+                       raw=("text=1..64:bytes",), weights="random:1", generate=True)  # fmt: skip
+    assert configured(Token(1), file) == asked(sdk.body)
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:

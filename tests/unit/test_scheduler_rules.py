@@ -1261,7 +1261,7 @@ def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Ri
 def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_stepped_aside: bool) -> None:
     rig.register("a")
     job = rig.start_training()
-    job.suspensions = int(has_stepped_aside)
+    job.progress.suspensions = int(has_stepped_aside)
     rig.infer("a")
     rig.tick(rig.core.settings.stop_grace_ms)
     rig.worker_exits(job.slot)

@@ -100,7 +100,13 @@ class Service:
             return False
 
     async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
-        return bool((await self._row(caller, model, version))["state"] == READY)
+        return not await self.why_not_ready(caller, model, version)
+
+    async def why_not_ready(self, caller: Standing, model: str, version: str) -> str:
+        """Return a model's state and, for those who may know it, the reason; empty: it is ready."""
+        row = await self._row(caller, model, version)
+        reason = f": {row['reason']}" if row.get("reason") else ""
+        return "" if row["state"] == READY else f'"{model}" is {row["state"]}{reason}'
 
     async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))

@@ -92,6 +92,11 @@ def refuse_engines(module: nn.Module) -> None:
             "they have no values before the module's first call",
             hint="call the module once before you register it, in a factory before it returns",
         )
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        raise RegistrationRefused(
+            f"weights {', '.join(empty[:8])}", "they are on the meta device: no data", hint=NO_DATA
+        )
     for name, child in module.named_modules():
         if type(child).__module__.startswith(_ENGINES):
             raise RegistrationRefused(

@@ -18,7 +18,7 @@ from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
 from ..interface.layout import ValueSpec
 from ..running.values import dtype_name
-from .advice import DATA, NO_DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
+from .advice import DATA, OTHERS, SPARSE, WRITES, advice, refuse_wrapped
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name
 from .symbols import extent_of, suspects
@@ -165,10 +165,6 @@ class Encoder:
         dtype_name(tensor.dtype, f"weight {name!r}")
         if tensor.layout is not torch.strided:
             raise RegistrationRefused(f"weight {name!r}", "it is sparse", hint=SPARSE)
-        if tensor.is_meta:
-            raise RegistrationRefused(
-                f"weight {name!r}", "it has no data: it is on the meta device", hint=NO_DATA
-            )
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
             # depend on them: keep the order of the bytes, and permute the view back.

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
@@ -148,6 +149,10 @@ def _build_bundle(
             hint="give the model itself, with generate=True",
         )  # fmt: skip
     if spec.weights and weights is None:
+        if not spec.weights.endswith(".safetensors"):
+            raise RegistrationRefused(
+                f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
+            )
         weights = _weights_in(Path(spec.weights))
     if weights is not None:
         _write_weights(path, bundle, weights, spec.part)
@@ -222,8 +227,9 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
     """Its tensors are what a program takes, but for a few constants."""
-    tensors = (*module.parameters(), *module.buffers())
-    storages = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
+    storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
     size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     if limit_bytes and size_bytes > limit_bytes:
         raise HostStoreFull(

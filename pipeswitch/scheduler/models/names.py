@@ -126,10 +126,11 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model with an unusable journal entry as failed."""
+        """List a model that cannot be had as failed: its journal entry is not usable, or what the
+        configuration says was refused."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
-        model.state.apply(ModelEvent.REFUSED, "its entry is damaged")
+        model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
 
     def drop_failed(self, models: Iterable[Model]) -> None:
