@@ -29,7 +29,6 @@ MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an ex
 MAX_ADDRESS_CHARS: Final = 64  # the longest of IPv6 with a zone is shorter
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
-MAX_INPUT_NAME: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
