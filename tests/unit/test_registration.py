@@ -116,6 +116,8 @@ def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
 
 def test_the_file_knows_every_precision() -> None:
     for precision in PRECISIONS:
-        file = ModelConfig(name="m", source=SOURCE, precision=precision, max_error=0.01)
-        spec = msgspec.msgpack.decode(_configured(Token(1), file).spec, type=BuildSpec)
+        file = ModelConfig(
+            name="m", source=SOURCE, weights="random:0", precision=precision, max_error=0.01
+        )
+        spec = msgspec.msgpack.decode(configured(Token(1), file).spec, type=BuildSpec)
         assert (spec.precision, spec.max_error) == (precision, 0.01)
