@@ -48,12 +48,15 @@ from ..wire.stream import Message
 from . import admission
 from .admission import Body
 from .disk import Disk
+from .generations import Generations
 from .inference import Inference
 from .job_files import read_piece
 from .request_log import Complaints, RequestLog, tell
 from .request_pool import RequestPool
-from .requests import Pending, Requests
-from .sequences.manager import Sequences, longest
+from .requests import INFERS, Pending, Requests
+from .sequences.caches import Caches
+from .sequences.generation import facts_of
+from .sequences.manager import longest
 from .transport.clients import Client
 from .transport.connections import Connections
 from .transport.listeners import Listeners, open_listeners
@@ -71,7 +74,7 @@ STOP_LOOK_MS: Final = 2.0
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
-Posted = ev.Answer | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
+Posted = ev.Answer | ev.RunEnded | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
 """The scheduler's commands that are performed here."""
 
 
@@ -108,12 +111,10 @@ class Frontend:
         self._take = take
         self._facts = dict(facts or {})
         self.owner_facts: Mapping[str, Any] = {}  # the same, for the owner alone
-        self._is_ready = is_ready
-        self._now_ms = now_ms
+        self._is_ready, self._now_ms = is_ready, now_ms
         self.pool = RequestPool(pool_descriptor, pool_of)
         self._max_message_bytes = config.server.max_message_bytes
-        state = Path(config.server.state_dir)
-        self._state_directory = state
+        self._state_directory = state = Path(config.server.state_dir)
         self.disk = Disk(state, config.server.max_disk, config.server.max_disk_per_client)
         self.uploads = Uploads(state / "uploads", config.server.max_upload_bytes, self.disk)
         self._rules = Rules(
@@ -143,7 +144,7 @@ class Frontend:
         )
         self._readers = Readers(self._outbox)
         self._request_log = RequestLog(state / "logs", config.log, self.complaints)
-        self.sequences = Sequences(self.pool, now_ms)
+        self.sequences = Caches(self.pool, now_ms)
         self.requests = Requests(self.pool, self._request_log, self.sequences)
         self.inference = Inference(
             self.pool,
@@ -156,10 +157,12 @@ class Frontend:
             max_bytes=self._max_message_bytes,
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
+        self._generations = Generations(self.inference, self._outbox.send)
         self._dropped_count = 0  # clients that did not read
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
         self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
             "infer": self.inference.infer,
+            "generate": self._generations.generate,
             "prefetch": self.inference.prefetch,
             "cancel": self._cancel,
             "events": self._readers.add,
@@ -248,6 +251,8 @@ class Frontend:
         match posted:
             case ev.Answer():
                 self._answer(posted)
+            case ev.RunEnded():
+                self._generations.run_ended(posted)
             case ev.Publish():
                 self._readers.tell(posted)
                 tell(posted)
@@ -314,7 +319,7 @@ class Frontend:
                 raise RemoteProtocolError(
                     "this session is not known here: say hello first", reason="unknown_session"
                 )
-            if message.shared and op != "infer":  # its sender can still change them
+            if message.shared and op not in INFERS:  # its sender can still change them
                 raise RemoteProtocolError("only an inference's tensors lie in the share")
             if header.id in client.requests or header.id in client.readings:
                 raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
@@ -386,7 +391,6 @@ class Frontend:
     def _take_back(self, pending: Pending) -> None:
         if pending.is_copying:
             pending.is_cancelled = True
-            self.inference.look_again()
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
             self._take(ev.CancelAsked(token=pending.token))
@@ -409,7 +413,9 @@ class Frontend:
         ends = body.text("end", "")
         body.done()
         if ends:
-            self.sequences.end(ends, caller)
+            token = self.sequences.end(ends, caller)
+            if token is not None:
+                self._take_back(self.requests.waiting(token))
         is_all = client.standing.may_operate and not caller
         rows = self.sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
@@ -432,19 +438,9 @@ class Frontend:
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
         body.done()
         announced = self.inference.find(header.model, version)
-        facts = announced.manifest.extra.get("generation")
-        if not facts:
-            raise InvalidInput(
-                f'"{header.model}" generates no text',
-                hint=f"pipeswitch register {header.model} hf:NAME --generate",
-            )
-        told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        told["context"], told["piece"] = longest(announced.manifest, self.pool.share_bytes)
-        if told["context"] < 2:
-            raise InvalidInput(
-                f'the request pool has no room for an answer of "{header.model}"',
-                hint="raise [server] pool",
-            )
+        facts, context = facts_of(announced, header.model, self.pool.share_bytes)[:2]
+        told: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        told["context"] = context
         digest = announced.manifest.digest
         told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
         told |= {"version": announced.version, "digest": digest}
@@ -545,6 +541,8 @@ class Frontend:
             if found is None:
                 return
             answer = found
+        if pending.generation is not None:
+            answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
             known = self.sequences.by_model()  # once each, where a model has a row for each device

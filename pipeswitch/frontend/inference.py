@@ -7,7 +7,6 @@ a large one by another thread, and its request goes on when that is done.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -15,11 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from ..base import failpoints
-from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..base.failpoints import reach
 from ..base.lane import Lane
 from ..base.roles import URGENT_PRIORITY, Role
-from ..base.shares import Shares
 from ..ipc.messages.base import Epoch, ModelName, SlabTensor
 from ..scheduler.events import (
     Announce,
@@ -38,29 +36,13 @@ from . import admission, chains
 from .admission import Admitted, Body
 from .request_pool import RequestPool
 from .requests import Pending, Requests, Run
-from .sequences.held import Held, Key, asked_of
-from .sequences.manager import Sequences
+from .sequences.caches import Caches
+from .sequences.held import Held, asked_of
 from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
-AGAIN: Final = "wait for answers, or raise [server] pool"
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
-MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
-WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
-
-
-class Waiting(msgspec.Struct, kw_only=True, eq=False):
-    """A step of a running answer whose cache has no room now."""
-
-    pending: Pending
-    client: Client
-    header: RequestHeader
-    tensors: Sequence[bytes]
-    key: Key  # of its sequence
-    starts: bool  # it holds nothing: its cache was given up
-    arrived_at_ms: float
-    counted_bytes: int  # to its caller's share of all that wait
 
 
 class Inference:
@@ -70,7 +52,7 @@ class Inference:
         self,
         pool: RequestPool,
         requests: Requests,
-        sequences: Sequences,
+        sequences: Caches,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -87,19 +69,16 @@ class Inference:
             max_bytes: of all inputs of a request.
             deadline_ms: of requests that name none.
         """
-        self._pool = pool
-        self._requests, self._sequences = requests, sequences
-        self._take, self._answer, self._call_soon = take, answer, call_soon
-        self._now_ms = now_ms
+        self.pool = pool
+        self.requests, self.sequences = requests, sequences
+        self.take, self.answer, self.call_soon = take, answer, call_soon
+        self.now_ms = now_ms
         self._max_bytes = max_bytes
         self._deadline_ms = deadline_ms
         self.copier = Lane("pipeswitch-copy")
         self.models: dict[str, Announce] = {}  # the current versions
         self._versions: dict[tuple[str, int], Announce] = {}  # all of them
         self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
-        self._waiting: list[Waiting] = []
-        self._waiting_bytes = Shares(MAX_WAITING_BYTES, "steps that wait for room")
-        self._is_looking = False  # or will soon
 
     def announce(self, announced: Announce) -> None:
         """A model is there, or another one is current."""
@@ -125,19 +104,31 @@ class Inference:
             raise admission.model_not_found(name, self.models)
         return admission.find_version(name, version, self._versions) if version else announced
 
-    def infer(
-        self,
-        client: Client,
-        header: RequestHeader,
-        tensors: Sequence[Any],
-        waiting: Waiting | None = None,
-    ) -> None:
-        """Accept a request, new or after a wait for room."""
-        arrived_at_ms = self._now_ms() if waiting is None else waiting.arrived_at_ms
+    def urgency(
+        self, client: Client, header: RequestHeader, announced: Announce, arrived_at_ms: float
+    ) -> tuple[int, float | None]:
+        """Return a request's priority and the time of its deadline, if it has one.
+
+        Raises:
+            InvalidInput, PermissionDenied.
+        """
+        priority, deadline_ms = announced.priority, header.deadline_ms
+        if header.priority:
+            if header.priority == URGENT_PRIORITY:
+                client.standing.require(Role.URGENT, "priority high")
+            priority = admission.priority_number(header.priority, priority)
+        if deadline_ms is None:
+            deadline_ms = self._deadline_ms
+        if deadline_ms is not None:
+            deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
+        return priority, deadline_ms
+
+    def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        """Accept a request."""
+        arrived_at_ms = self.now_ms()
         version, caller = 0, client.standing.tenant
-        trace_id, asked, held, is_begun = "", None, None, False
+        trace_id, asked, held = "", None, None
         connection = client.session
-        as_it_came = header, tensors
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
@@ -153,45 +144,27 @@ class Inference:
             announced = chains.begins(announced, self.models)
         try:
             if asked is not None:
-                is_begun = asked.choosing is not None and asked.choosing.waits
-                if self._waiting and asked.starts and not is_begun:
-                    self._check_turn(caller)
-                held = self._sequences.of(asked, client, caller, announced)
+                held = self.sequences.of(asked, client, caller, announced)
                 announced = self._of_sequence(held, version)
-                header, tensors = self._sequences.given(held, asked, header, tensors)
+                header, tensors = self.sequences.given(held, asked, header, tensors)
             admitted = self._admit(header, [*map(len, tensors)], announced)
             if held is not None:
                 admitted = held.apart(admitted)
-            priority, deadline_ms = announced.priority, header.deadline_ms
-            if header.priority:
-                if header.priority == URGENT_PRIORITY:
-                    client.standing.require(Role.URGENT, "priority high")
-                priority = admission.priority_number(header.priority, priority)
-            if deadline_ms is None:
-                deadline_ms = self._deadline_ms
-            if deadline_ms is not None:
-                deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
-            room = self._pool.reserve(
+            priority, deadline_ms = self.urgency(client, header, announced, arrived_at_ms)
+            room = self.pool.reserve(
                 caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
-        except PipeSwitchError as error:
+        except PipeSwitchError:
             if held is not None:
-                self._sequences.refused(held)
-            if asked is None or not is_begun or waiting or not isinstance(error, QueueFull):
-                raise
-            self._wait(client, *as_it_came, (caller, asked.id), asked.starts)
-            return
+                self.sequences.refused(held)
+            raise
         payload = [tensors[item.frame] for item in admitted.inputs]
-        if waiting is None:
-            pending = self._requests.accept(client, header, room)
-        else:
-            pending = waiting.pending
-            pending.room, pending.is_copying = room, False
+        pending = self.requests.accept(client, header, room)
         pending.caller, pending.trace_id = caller, trace_id
         pending.bytes_in = sum(map(len, payload))
         if asked is not None and held is not None:
             pending.sequence = held
-            self._sequences.begin(held, asked)
+            self.sequences.begin(held, asked)
         if failpoints.is_on:
             reach("frontend.accepted")
         placed = room.place(admitted.inputs)
@@ -210,7 +183,6 @@ class Inference:
             tenant=room.tenant,
             lineage=0 if version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
-            choosing=None if held is None else held.choosing,
             after=_NO_RUN if held is None else held.epoch,
             arrived_at_ms=arrived_at_ms,
         )
@@ -222,112 +194,19 @@ class Inference:
         state_bytes = 0 if held is None else held.copy_bytes
         if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
             if held is not None and state_bytes:
-                held.copy(self._pool)
-                self._sequences.copied(held)
-            self._pool.fill(placed, payload, event.tenant)
+                held.copy(self.pool)
+                self.sequences.copied(held)
+            self.pool.fill(placed, payload, event.tenant)
             if pending.run is None:
-                self._take(event)
+                self.take(event)
             else:
                 self._next(pending, pending.run)
         else:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
-            self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
+            self.take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, held)
-
-    # ---- steps that wait for room --------------------------------------------------------------
-
-    def _check_turn(self, caller: str) -> None:
-        """Refuse a new sequence if the caller's running answers wait for room.
-
-        Raises:
-            QueueFull
-        """
-        if any(one.key[0] == caller for one in self._waiting):
-            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
-
-    def _wait(
-        self, client: Client, header: RequestHeader, tensors: Sequence[Any], key: Key, starts: bool
-    ) -> None:
-        """Accept a step now, and run it when there is room for its cache.
-
-        Raises:
-            QueueFull: too many bytes of this caller's steps wait already.
-        """
-        counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
-        self._waiting_bytes.take(key[0], counted_bytes)
-        pending = self._requests.accept(client, header)
-        pending.caller, pending.is_copying = key[0], True
-        step = Waiting(
-            pending=pending,
-            client=client,
-            header=header,
-            tensors=[bytes(one) for one in tensors],
-            key=key,
-            starts=starts,
-            arrived_at_ms=self._now_ms(),
-            counted_bytes=counted_bytes,
-        )
-        self._waiting.append(step)
-        self._pool.on_release = self.look_again
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Schedule a check of the waiting steps: room was released, or a step was cancelled."""
-        if self._waiting and not self._is_looking:
-            self._is_looking = True
-            self._call_soon(self._look)
-
-    def _look(self) -> None:
-        """Try each caller's steps in the order in which their answers began. The first step without
-        room takes the cache of the youngest waiting answer, whose client sends its tokens again.
-        The oldest answer always continues, so all answers end."""
-        self._sequences.expire()  # now: what it releases later in this look would be overlooked
-        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
-        for one in sorted(self._waiting, key=self._began):
-            while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
-                if not self._goes_on(one) and not self._give_up_for(one):
-                    behind.add(one.key[0])
-        if not self._waiting:
-            self._pool.on_release = None
-        self._is_looking = False
-        # What is released by a look is not looked at by it: of an answer that was given up, or a
-        # spare that a step wanted to copy from, so that it had to stay until the step had failed.
-        if len(self._waiting) < count or self._pool.free_bytes > free_bytes:
-            self.look_again()
-
-    def _began(self, one: Waiting) -> tuple[float, int]:
-        held = None if one.starts else self._sequences.held.get(one.key)
-        return (math.inf if held is None else held.number), one.pending.token
-
-    def _goes_on(self, one: Waiting) -> bool:
-        """Return whether the step no longer waits: it runs, or has its answer."""
-        try:
-            if one.pending.is_cancelled:
-                raise Cancelled(f"request {one.pending.request_id} was taken back")
-            self.infer(one.client, one.header, one.tensors, one)
-        except QueueFull:
-            return False
-        except PipeSwitchError as error:
-            self._answer(Answer(token=one.pending.token, error=error))
-        self._waiting.remove(one)
-        self._waiting_bytes.give(one.key[0], one.counted_bytes)
-        return True
-
-    def _give_up_for(self, one: Waiting) -> bool:
-        """End the youngest waiting sequence if it is younger than this step's. Otherwise end this
-        one if no running answer will make room: its cache may lie where it cannot grow."""
-        began = self._began(one)[0]
-        younger = [two for two in self._waiting if began < self._began(two)[0] < math.inf]
-        if younger:
-            one = max(younger, key=self._began)
-        elif began == math.inf or self._sequences.is_going_on(
-            one.key[0], {other.key for other in self._waiting}
-        ):
-            return False
-        self._sequences.end(one.key[1], one.key[0])
-        return self._goes_on(one)
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
         """The version that it began with, as it is now.
@@ -347,7 +226,7 @@ class Inference:
         if announced is not None:
             chain = announced.chain
             first = header.model if chain is None else chain.steps[0].model
-            self._take(PrefetchHint(model=ModelName(first)))
+            self.take(PrefetchHint(model=ModelName(first)))
 
     def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
         """As ``check_infer``, which answers the same to the same."""
@@ -372,24 +251,24 @@ class Inference:
 
         def copy() -> None:
             if held is not None:
-                held.copy(self._pool)
-            self._pool.fill(placed, payload, tenant)
-            self._call_soon(functools.partial(then, None))
+                held.copy(self.pool)
+            self.pool.fill(placed, payload, tenant)
+            self.call_soon(functools.partial(then, None))
 
-        self.copier.put(copy, lambda error: self._call_soon(functools.partial(then, error)))
+        self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
         """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.sequence is not None:
-            self._sequences.copied(pending.sequence)
+            self.sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
         if error is not None:
-            self._answer(Answer(token=pending.token, error=error))
+            self.answer(Answer(token=pending.token, error=error))
         elif pending.run is None:
-            self._take(event)
+            self.take(event)
         else:
             self._next(pending, pending.run)
 
@@ -401,22 +280,22 @@ class Inference:
 
         ``memory``: of the slot, whose process waits meanwhile.
         """
-        pending = self._requests.find(command.token)
+        pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
         if pending is None:
-            self._take(prepared)
+            self.take(prepared)
             return
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
             admit = self._admit_answer if command.is_after else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
-            self._requests.clear(pending)  # it holds its share no longer
-            room = pending.room = self._pool.reserve(
+            self.requests.clear(pending)  # it holds its share no longer
+            room = pending.room = self.pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
-            self._take(msgspec.structs.replace(prepared, error=error))
+            self.take(msgspec.structs.replace(prepared, error=error))
             return
         prepared = msgspec.structs.replace(
             prepared,
@@ -428,10 +307,10 @@ class Inference:
         payload = [tensors[item.frame] for item in admitted.inputs]
 
         def taken(error: PipeSwitchError | None) -> None:
-            self._take(msgspec.structs.replace(prepared, error=error))
+            self.take(msgspec.structs.replace(prepared, error=error))
 
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
-            self._pool.fill(prepared.inputs, payload, room.tenant)
+            self.pool.fill(prepared.inputs, payload, room.tenant)
             taken(None)
         else:
             self._copy(prepared.inputs, payload, room.tenant, taken)
@@ -487,12 +366,12 @@ class Inference:
     def _step_done(self, pending: Pending, run: Run, answer: Answer) -> Answer | None:
         """A step is over: its outputs stay in the pool until their last use."""
         step, number = run.chain.steps[len(run.bills)], len(run.bills) + 1
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(run.chain.steps)
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
         if error is not None:
-            self._take(CancelAsked(token=pending.token))
+            self.take(CancelAsked(token=pending.token))
             return Answer(token=answer.token, error=chains.of_step(error, pending, step))
         run.bills[step.name] = answer.timing or Bill()
         made = {f"{step.name}.{one.name}": one for one in answer.outputs}
@@ -500,7 +379,7 @@ class Inference:
         if pending.room is not None:
             run.rooms.append((pending.room, made.keys()))
             pending.room = None
-        self._requests.read(run, run.chain.needed(number))
+        self.requests.read(run, run.chain.needed(number))
         if is_last:
             return chains.answer_of(pending.token, run)
         self._next(pending, run)
@@ -520,7 +399,7 @@ class Inference:
             admitted = self._admit(header, [one.size_bytes for one in values], announced)
             kept = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(kept) and announced.manifest.mode == "module"
-            room = pending.room = self._pool.reserve(
+            room = pending.room = self.pool.reserve(
                 run.event.caller, admitted.input_bytes if is_copied else 0, admitted.reply_bytes,
                 run.event.tenant,
             )  # fmt: skip
@@ -541,15 +420,15 @@ class Inference:
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         if not is_copied:
-            self._take(event)
+            self.take(event)
             return
-        memory = self._pool.memory_of(room)
+        memory = self.pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
 
         def taken(error: PipeSwitchError | None) -> None:
             if error is None:
-                self._take(event)
+                self.take(event)
             else:
                 self._end_run(pending, error)
 
@@ -557,8 +436,8 @@ class Inference:
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
         """Answer a request whose step is not possible."""
-        self._take(CancelAsked(token=pending.token))  # if it is waited for there
-        self._answer(Answer(token=pending.token, error=error))
+        self.take(CancelAsked(token=pending.token))  # if it is waited for there
+        self.answer(Answer(token=pending.token, error=error))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:
@@ -569,12 +448,12 @@ class Inference:
                 pending.bill, postprocess_ms=made_ms, total_ms=pending.bill.total_ms + made_ms
             )
             return msgspec.structs.replace(answer, timing=bill)
-        answer = self._requests.checked(pending, answer)
+        answer = self.requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
-            self._take(CancelAsked(token=pending.token))  # if it is waited for there
+            self.take(CancelAsked(token=pending.token))  # if it is waited for there
             return answer
-        self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
+        self.take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
         return None
 
 

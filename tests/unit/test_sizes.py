@@ -23,7 +23,7 @@ USERS = {
     "job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
 LARGE = {
-    "lines": "inference.Inference.infer 110, frontend.Frontend.__init__ 87, "
+    "lines": "inference.Inference.infer 84, frontend.Frontend.__init__ 87, "
     "dispatch.Dispatch._begin 79",
     "parameters": "jobs.Jobs.restore 16, listing.Listing._row 13, infer.infer 12, "
     "view.CudaPoolView.__init__ 12, packed._convolution_add 11, "

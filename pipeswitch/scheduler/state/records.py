@@ -15,6 +15,7 @@ from ...planning.profile import Profile
 from ...planning.streaming import Landings
 from ...programs.interface.layout import Manifest
 from ...programs.interface.stages import Stage
+from ...wire.bill import Bill
 from ..events import Token
 from ..policies.job_orders import JobView
 from .fair_queue import Charge
@@ -119,14 +120,6 @@ class Model:
 
 
 @dataclass
-class Away:
-    """Those of a model's last run that belong to sequences and have no next step here yet."""
-
-    requests: dict[int, Request] = field(default_factory=dict)  # by sequence
-    until_ms: float = 0.0  # others wait for them
-
-
-@dataclass
 class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
@@ -156,7 +149,6 @@ class Replica:
     ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # after a transmission that broke off
-    away: Away = field(default_factory=Away)
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
@@ -241,7 +233,12 @@ class Request:
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
     sequence: int = 0  # whose step it is; 0: it stands alone
-    choosing: Choosing | None = None  # of a language model's
+    choosing: Choosing | None = None  # of a generation's next or current run
+    is_returning: bool = False  # its run has ended; what it computes next is not known yet
+    is_cancelled: bool = False  # while it was dispatched: its run's end is its own
+    bill: Bill | None = None  # of a generation's runs so far
+    born_at_ms: float = 0.0  # ``arrived_at_ms`` of its first run; each run arrives anew
+    allowed_ms: float | None = None  # for its first token, and for each run after it
     after: Epoch = NO_EPOCH  # the run that answered its step before
     padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
     fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
@@ -255,6 +252,9 @@ class Request:
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
         self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
+        self.born_at_ms = self.arrived_at_ms
+        if self.deadline_at_ms is not None:
+            self.allowed_ms = self.deadline_at_ms - self.arrived_at_ms
 
     @property
     def due_ms(self) -> float:
@@ -426,6 +426,7 @@ class Activation:
     kept_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     goes_on: bool = False  # with further steps, until another request waits
+    chooses: bool = False  # tokens, for generations
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     aside_at_ms: float = 0.0  # when it stepped aside last
     aside_ms: float = 0.0  # all that it was aside, without that
