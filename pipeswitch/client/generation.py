@@ -37,11 +37,14 @@ class Asked:
         self._on_tokens = on_tokens
         self._frame = memoryview(array("q", ids)).cast("B")
         self._inputs = (WireTensor(name=IDS, dtype="int64", shape=(len(ids),), frame=0),)
+        options = sampling.options
         self.body: dict[str, Any] = {
             "max_tokens": ending.max_new_tokens,
             "stop_ids": ending.eos_ids,
+            "ignore_eos": True,  # they are among these
             "so_far": [],
             **msgspec.to_builtins(sampling),
+            "options": None if options is None else msgspec.to_builtins(options),
         }
 
     @property
@@ -176,7 +179,7 @@ def generated(
     whole = ending_of(facts, ids, ending)
 
     def begin(put: Callable[[list[int]], None]) -> Any:
-        asked = Asked(ids, chosen, ending, put)
+        asked = Asked(ids, chosen, whole, put)
         asked.body["version"] = facts.version
         return client._connection.request(
             "generate", model=model, priority=priority, **asked.options

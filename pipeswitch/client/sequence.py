@@ -23,9 +23,8 @@ class Sequenced:
 
     def infer(
         self,
-        inputs: Any = None,
         /,
-        *,
+        *inputs: Any,
         deadline_ms: float | None = None,
         priority: str = "",
         **named: Any,

@@ -32,7 +32,6 @@ from ..scheduler.events import (
     Token,
 )
 from ..wire.frames import RequestHeader
-from . import admission
 from .admission import Body
 from .inference import INLINE_COPY_BYTES, Inference
 from .request_pool import Room
@@ -53,8 +52,8 @@ class Generations:
 
     def __init__(self, inference: Inference, send: Callable[[Client, Outgoing], None]) -> None:
         """``send`` sends a reply."""
-        self._inference, self._send, self._pool = inference, send, inference.pool
-        self._requests, self._sequences = inference.requests, inference.sequences
+        self._inference, self._send, self._requests = inference, send, inference.requests
+        self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
         self._live: dict[int, Pending] = {}  # by token
@@ -63,22 +62,20 @@ class Generations:
 
     def generate(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
-        now_ms, caller = self._inference.now_ms(), client.standing.tenant
-        body = Body("generate", header.body)
-        connection = admission.address_of(body, caller) or client.session
-        caller = admission.tenant_of(body, caller)
-        trace_id, version = admission.trace_id_of(body), body.count("version", 0)
-        announced = self._inference.find(header.model, version)
+        arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
+        arrival.read_asker(body)
+        caller = arrival.caller
+        announced = self._inference.models.find(header.model, arrival.version)
         asked: GenerateRequest = body.rest(GenerateRequest)
         share_bytes = self._pool.share_bytes
         found = generation_of(client, caller, header, tensors, asked, announced, share_bytes)
-        found.began_at_ms = now_ms
-        priority, deadline_at_ms = self._inference.urgency(client, header, announced, now_ms)
+        found.began_at_ms = arrival.at_ms
+        self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
             raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
         run = self._prepared(found, self._requests.next_token)
         pending = self._requests.accept(client, header)
-        pending.generation, pending.caller, pending.trace_id = found, caller, trace_id
+        pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
         pending.bytes_in = sum(map(len, tensors))
         self._live[pending.token] = pending
         event = InferArrived(
@@ -86,18 +83,18 @@ class Generations:
             request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=priority,
-            deadline_at_ms=deadline_at_ms,
+            priority=arrival.priority,
+            deadline_at_ms=arrival.deadline_at_ms,
             inputs=run.inputs,
             reply_offset_bytes=run.reply_offset_bytes,
             reply_bytes=run.reply_bytes,
             caller=caller,
-            connection=connection,
+            connection=arrival.connection,
             tenant=announced.tenant,
             sequence=run.sequence,
             choosing=run.choosing,
             after=run.after,
-            arrived_at_ms=now_ms,
+            arrived_at_ms=arrival.at_ms,
         )
         accepted = {"prompt_tokens": found.prompt_count, "max_tokens": found.most}
         self._call_soon(functools.partial(self._tell, [(pending, accepted)]))

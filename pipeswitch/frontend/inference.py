@@ -7,7 +7,7 @@ a large one by another thread, and its request goes on when that is done.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -34,15 +34,42 @@ from ..wire.bill import Bill
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from . import admission, chains
 from .admission import Admitted, Body
-from .request_pool import RequestPool
+from .models import Models
+from .request_pool import Room
 from .requests import Pending, Requests, Run
-from .sequences.caches import Caches
-from .sequences.held import Held, asked_of
+from .sequences.held import Asked, Held, asked_of
 from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
-MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+
+
+class Arrival(msgspec.Struct, kw_only=True, eq=False):
+    """A request between its message and its event: who sent it when, and what it asks for."""
+
+    client: Client
+    at_ms: float
+    caller: str  # the client's tenant, or the one that the gateway names
+    connection: str
+    version: int = 0  # 0: the current one
+    trace_id: str = ""
+    asked: Asked | None = None  # of its sequence
+    held: Held | None = None  # that sequence
+    priority: int = 0
+    deadline_at_ms: float | None = None
+
+    def read(self, body: Body) -> None:
+        """Raises InvalidInput, PermissionDenied."""
+        self.read_asker(body)
+        self.asked = asked_of(body)
+        body.done()
+
+    def read_asker(self, body: Body) -> None:
+        """Read who asks, and for which version. Raises InvalidInput, PermissionDenied."""
+        self.version = body.count("version", 0)
+        self.connection = admission.address_of(body, self.caller) or self.connection
+        self.caller = admission.tenant_of(body, self.caller)
+        self.trace_id = admission.trace_id_of(body)
 
 
 class Inference:
@@ -50,9 +77,7 @@ class Inference:
 
     def __init__(
         self,
-        pool: RequestPool,
         requests: Requests,
-        sequences: Caches,
         *,
         take: Callable[[Event], None],
         answer: Callable[[Answer], None],
@@ -69,102 +94,97 @@ class Inference:
             max_bytes: of all inputs of a request.
             deadline_ms: of requests that name none.
         """
-        self.pool = pool
-        self.requests, self.sequences = requests, sequences
+        self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self.take, self.answer, self.call_soon = take, answer, call_soon
         self.now_ms = now_ms
-        self._max_bytes = max_bytes
         self._deadline_ms = deadline_ms
         self.copier = Lane("pipeswitch-copy")
-        self.models: dict[str, Announce] = {}  # the current versions
-        self._versions: dict[tuple[str, int], Announce] = {}  # all of them
-        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
+        self.models = Models(max_bytes)
 
-    def announce(self, announced: Announce) -> None:
-        """A model is there, or another one is current."""
-        self._fitting.clear()
-        base = announced.base or announced.model
-        self._versions[base, announced.version] = announced
-        if announced.is_current:
-            self.models[base] = announced
+    def arrival_of(self, client: Client) -> Arrival:
+        """Return a request that comes now."""
+        return Arrival(
+            client=client,
+            at_ms=self.now_ms(),
+            caller=client.standing.tenant,
+            connection=client.session,
+        )
 
-    def retract(self, model: ModelName) -> None:
-        """It is gone."""
-        self._versions = {k: one for k, one in self._versions.items() if one.model != model}
-        self.models = {k: one for k, one in self.models.items() if one.model != model}
-
-    def find(self, name: str, version: int) -> Announce:
-        """A model's current version, or that one.
-
-        Raises:
-            ModelNotFound, InvalidInput.
-        """
-        announced = self.models.get(name)
-        if announced is None:
-            raise admission.model_not_found(name, self.models)
-        return admission.find_version(name, version, self._versions) if version else announced
-
-    def urgency(
-        self, client: Client, header: RequestHeader, announced: Announce, arrived_at_ms: float
-    ) -> tuple[int, float | None]:
-        """Return a request's priority and the time of its deadline, if it has one.
-
-        Raises:
-            InvalidInput, PermissionDenied.
-        """
-        priority, deadline_ms = announced.priority, header.deadline_ms
+    def read_urgency(self, arrival: Arrival, header: RequestHeader, announced: Announce) -> None:
+        """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
+        arrival.priority = announced.priority
         if header.priority:
             if header.priority == URGENT_PRIORITY:
-                client.standing.require(Role.URGENT, "priority high")
-            priority = admission.priority_number(header.priority, priority)
-        if deadline_ms is None:
-            deadline_ms = self._deadline_ms
+                arrival.client.standing.require(Role.URGENT, "priority high")
+            arrival.priority = admission.priority_number(header.priority, announced.priority)
+        deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
         if deadline_ms is not None:
-            deadline_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
-        return priority, deadline_ms
+            arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
 
     def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request."""
-        arrived_at_ms = self.now_ms()
-        version, caller = 0, client.standing.tenant
-        trace_id, asked, held = "", None, None
-        connection = client.session
+        arrival = self.arrival_of(client)
         if header.body:
-            body = Body("infer", header.body)
-            version = body.count("version", 0)
-            connection = admission.address_of(body, caller) or connection
-            caller = admission.tenant_of(body, caller)
-            trace_id = admission.trace_id_of(body)
-            asked = asked_of(body)
-            body.done()
-        announced = self.models.get(header.model)
-        if announced is None or version:
-            announced = self.find(header.model, version)
+            arrival.read(Body("infer", header.body))
+        announced = self.models.current.get(header.model)
+        if announced is None or arrival.version:
+            announced = self.models.find(header.model, arrival.version)
         if announced.chain is not None:
-            announced = chains.begins(announced, self.models)
+            announced = chains.begins(announced, self.models.current)
         try:
-            if asked is not None:
-                held = self.sequences.of(asked, client, caller, announced)
-                announced = self._of_sequence(held, version)
-                header, tensors = self.sequences.given(held, asked, header, tensors)
-            admitted = self._admit(header, [*map(len, tensors)], announced)
-            if held is not None:
-                admitted = held.apart(admitted)
-            priority, deadline_ms = self.urgency(client, header, announced, arrived_at_ms)
-            room = self.pool.reserve(
-                caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+            if arrival.asked is not None:
+                announced, header, tensors = self._with_state(
+                    arrival, arrival.asked, announced, header, tensors
+                )
+            admitted = self.models.admit(header, [*map(len, tensors)], announced)
+            if arrival.held is not None:
+                admitted = arrival.held.apart(admitted)
+            self.read_urgency(arrival, header, announced)
+            room = self._pool.reserve(
+                arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError:
-            if held is not None:
-                self.sequences.refused(held)
+            if arrival.held is not None:
+                self._sequences.refused(arrival.held)
             raise
-        payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self.requests.accept(client, header, room)
-        pending.caller, pending.trace_id = caller, trace_id
+        self._begin(arrival, announced, header, pending, admitted, room, tensors)
+
+    def _with_state(
+        self,
+        arrival: Arrival,
+        asked: Asked,
+        announced: Announce,
+        header: RequestHeader,
+        tensors: Sequence[Any],
+    ) -> tuple[Announce, RequestHeader, Sequence[Any]]:
+        """Return the version with which the request's sequence began, and its inputs with the
+        state.
+
+        Raises:
+            PipeSwitchError: it has no such sequence, or does not fit it.
+        """
+        held = arrival.held = self._sequences.of(asked, arrival.client, arrival.caller, announced)
+        announced = self._of_sequence(held, arrival.version)
+        return announced, *self._sequences.given(held, asked, header, tensors)
+
+    def _begin(
+        self,
+        arrival: Arrival,
+        announced: Announce,
+        header: RequestHeader,
+        pending: Pending,
+        admitted: Admitted,
+        room: Room,
+        tensors: Sequence[Any],
+    ) -> None:
+        """Give an accepted request to the scheduler when its inputs lie in the pool."""
+        held, payload = arrival.held, [tensors[item.frame] for item in admitted.inputs]
+        pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
-        if asked is not None and held is not None:
+        if arrival.asked is not None and held is not None:
             pending.sequence = held
-            self.sequences.begin(held, asked)
+            self._sequences.begin(held, arrival.asked)
         if failpoints.is_on:
             reach("frontend.accepted")
         placed = room.place(admitted.inputs)
@@ -173,40 +193,40 @@ class Inference:
             request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=priority,
-            deadline_at_ms=deadline_ms,
+            priority=arrival.priority,
+            deadline_at_ms=arrival.deadline_at_ms,
             inputs=placed if held is None else held.among(placed),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
-            caller=caller,
-            connection=connection,
+            caller=arrival.caller,
+            connection=arrival.connection,
             tenant=room.tenant,
-            lineage=0 if version or held is not None else announced.lineage,
+            lineage=0 if arrival.version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
             after=_NO_RUN if held is None else held.epoch,
-            arrived_at_ms=arrived_at_ms,
+            arrived_at_ms=arrival.at_ms,
         )
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         elif announced.chain is not None:
-            own = priority if header.priority else None
+            own = arrival.priority if header.priority else None
             pending.run = chains.run_of(announced.chain, event, own, pending)
         state_bytes = 0 if held is None else held.copy_bytes
-        if admitted.input_bytes + state_bytes <= INLINE_COPY_BYTES:
-            if held is not None and state_bytes:
-                held.copy(self.pool)
-                self.sequences.copied(held)
-            self.pool.fill(placed, payload, event.tenant)
-            if pending.run is None:
-                self.take(event)
-            else:
-                self._next(pending, pending.run)
-        else:
+        if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
             self.take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, held)
+            return
+        if held is not None and state_bytes:
+            held.copy(self._pool)
+            self._sequences.copied(held)
+        self._pool.fill(placed, payload, event.tenant)
+        if pending.run is None:
+            self.take(event)
+        else:
+            self._next(pending, pending.run)
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
         """The version that it began with, as it is now.
@@ -218,26 +238,15 @@ class Inference:
         base = began.base or began.model
         if version not in (0, began.version):
             raise InvalidInput(f'sequence "{held.key[1]}" began with version {began.version}')
-        return admission.find_version(base, began.version, self._versions)
+        return self.models.version(base, began.version)
 
     def prefetch(self, _: Client, header: RequestHeader, __: Sequence[Any]) -> None:
         """A hint; it has no answer."""
-        announced = self.models.get(header.model)
+        announced = self.models.current.get(header.model)
         if announced is not None:
             chain = announced.chain
             first = header.model if chain is None else chain.steps[0].model
             self.take(PrefetchHint(model=ModelName(first)))
-
-    def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``check_infer``, which answers the same to the same."""
-        key = (announced.model, announced.stage is None, header.inputs, *sizes)
-        admitted = self._fitting.get(key)
-        if admitted is None:
-            admitted = admission.check_infer(header, sizes, announced, self._max_bytes)
-            if len(self._fitting) >= MAX_FITTING:
-                self._fitting.clear()
-            self._fitting[key] = admitted
-        return admitted
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
@@ -251,8 +260,8 @@ class Inference:
 
         def copy() -> None:
             if held is not None:
-                held.copy(self.pool)
-            self.pool.fill(placed, payload, tenant)
+                held.copy(self._pool)
+            self._pool.fill(placed, payload, tenant)
             self.call_soon(functools.partial(then, None))
 
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
@@ -262,7 +271,7 @@ class Inference:
         pending.is_copying = False
         reach("frontend.copied")
         if pending.sequence is not None:
-            self.sequences.copied(pending.sequence)
+            self._sequences.copied(pending.sequence)
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
         if error is not None:
@@ -291,7 +300,7 @@ class Inference:
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
             self.requests.clear(pending)  # it holds its share no longer
-            room = pending.room = self.pool.reserve(
+            room = pending.room = self._pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
@@ -310,7 +319,7 @@ class Inference:
             self.take(msgspec.structs.replace(prepared, error=error))
 
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
-            self.pool.fill(prepared.inputs, payload, room.tenant)
+            self._pool.fill(prepared.inputs, payload, room.tenant)
             taken(None)
         else:
             self._copy(prepared.inputs, payload, room.tenant, taken)
@@ -322,10 +331,10 @@ class Inference:
             TaskFailed: it does not; with both signatures, and the function.
             InvalidInput: it left meanwhile.
         """
-        announced = admission.find_version(*split_name(command.model), self._versions)
+        announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, stage=None)
         try:
-            return self._admit(_as_request(command), sizes, announced), announced
+            return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
                 f"preprocess {command.function} returned what its model does not take: "
@@ -340,13 +349,13 @@ class Inference:
             TaskFailed, InvalidInput: as of ``_admit_result``.
         """
         name, version = split_name(command.model)
-        announced = self._versions.get((name, version)) or self.models.get(name)
+        announced = self.models.versions.get((name, version)) or self.models.current.get(name)
         if announced is None or announced.stage is None or not announced.stage.after:
             raise TaskFailed(f'"{name}" was registered anew meanwhile', hint="ask again")
         declared = announced.stage.answer(announced.manifest)
         as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
         try:
-            found = admission.check_infer(_as_request(command), sizes, as_model, self._max_bytes)
+            found = self.models.check(_as_request(command), sizes, as_model)
         except InvalidInput as error:
             raise TaskFailed(
                 f"postprocess {command.function} returned other than what --returns declares: "
@@ -393,13 +402,13 @@ class Inference:
         number = len(run.bills)
         step = run.chain.steps[number]
         try:
-            announced = chains.model_of(step, self.models, run.event.tenant)
+            announced = chains.model_of(step, self.models.current, run.event.tenant)
             values = [run.values[source] for source in step.inputs.values()]
             header = chains.as_request(step, values)
-            admitted = self._admit(header, [one.size_bytes for one in values], announced)
+            admitted = self.models.admit(header, [one.size_bytes for one in values], announced)
             kept = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(kept) and announced.manifest.mode == "module"
-            room = pending.room = self.pool.reserve(
+            room = pending.room = self._pool.reserve(
                 run.event.caller, admitted.input_bytes if is_copied else 0, admitted.reply_bytes,
                 run.event.tenant,
             )  # fmt: skip
@@ -422,7 +431,7 @@ class Inference:
         if not is_copied:
             self.take(event)
             return
-        memory = self.pool.memory_of(room)
+        memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
                    for item in admitted.inputs]  # fmt: skip
 

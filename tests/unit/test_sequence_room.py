@@ -143,9 +143,7 @@ class Rig:
         self.computing: dict[int, ev.InferArrived | ev.NextRun] = {}
         self.between: set[int] = set()  # those that wait for room
         self.inference = Inference(
-            self.pool,
             self.requests,
-            self.sequences,
             take=self.events.append,
             answer=self.answer,
             call_soon=self.calls.append,
@@ -156,7 +154,9 @@ class Rig:
         self.generations = Generations(
             self.inference, lambda client, outgoing: self.heard(outgoing.frames)
         )
-        self.inference.announce(ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1))
+        self.inference.models.announce(
+            ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1)
+        )
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.waits = 0

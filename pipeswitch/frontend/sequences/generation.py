@@ -9,8 +9,9 @@ import msgspec
 
 from ...base.errors import InvalidInput
 from ...ipc.messages.worker import Choosing
+from ...programs.decoding.generating import seen_of
 from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
-from ...programs.decoding.sampling import Sampling
+from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...scheduler.events import Announce
 from ...wire.frames import RequestHeader
 from ..request_pool import Room
@@ -33,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     seed: int = 0
     stop_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
     ignore_eos: bool = False  # the model's own end tokens end nothing
+    options: Options | None = None
 
 
 class Generation(msgspec.Struct, kw_only=True, eq=False):
@@ -74,10 +76,13 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         """Begin the next run, of a sequence with ``used`` rows."""
         self.count = min(len(self.ids) - used, self.piece)
         is_piece, left = used + self.count < len(self.ids), self.most - self.made
-        how = self.sampling
+        how, options = self.sampling, self.sampling.options
+        needs_seen = options is not None and options.needs_seen
         self.choosing = Choosing(
             steps=1 if is_piece or self.count > 1 else min(MOST_STEPS, left),
             temperature=how.temperature, top_p=how.top_p, seed=how.seed,
+            options=None if options is None else msgspec.to_builtins(options),
+            seen=seen_of(self.ids, self.prompt_count) if needs_seen and not is_piece else {},
             stop=self.stop, left=left, is_piece=is_piece,
         )  # fmt: skip
         return self.choosing
@@ -136,8 +141,10 @@ def generation_of(
         raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
     if len(asked.so_far) >= (most := min(asked.max_tokens, context - count)):
         raise InvalidInput(f"{len(asked.so_far)} tokens came already, of {most}")
-    sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed)
+    sampling = sampling_of(asked)
     sampling.check()
+    if sampling.options is not None:
+        sampling.options.check(vocabulary)
     # A sender could still change its own bytes: they are read once.
     ids = [*memoryview(bytes(frames[0])).cast("q"), *asked.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:

@@ -20,7 +20,7 @@ from ...base.errors import ServerUnavailable
 from ...base.roles import ANYONE, Standing
 from ...base.shares import Shares
 from ...client.generation import Asked
-from ...programs.decoding.generating import Facts, Token
+from ...programs.decoding.generating import Facts, Token, ending_of, fitted
 from ..http.server import Head
 from ..serving.service import Service
 from .text_process import Asked as TextAsked
@@ -125,9 +125,10 @@ class Answering:
 
     def _sent(self) -> asyncio.Future[list[int]]:
         """Send the request; its replies come in ``_replies``."""
-        ids = array("i", self._prompt)
-        begin, put = self._begin, self._replies.put_nowait
-        asked = Asked(ids, begin.sampling, begin.ending, put)
+        ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
+        ending = ending_of(facts, ids, self._begin.ending)
+        sampling = fitted(self._begin.sampling, facts, len(ids), ending)
+        asked = Asked(ids, sampling, ending, put)
         request = asyncio.ensure_future(
             self._answers.service.generate(
                 self._caller, self.model, str(self.version), asked, self._head.headers,

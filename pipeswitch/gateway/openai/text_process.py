@@ -22,7 +22,15 @@ import msgspec
 from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
 from ...programs.decoding.answer import Answer, Ending
-from ...programs.decoding.generating import Facts, Token, Tokenizer, ending_of, tokenizer_of
+from ...programs.decoding.generating import (
+    TOO_LONG,
+    Facts,
+    Token,
+    Tokenizer,
+    ending_of,
+    fitted,
+    tokenizer_of,
+)
 from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
@@ -87,6 +95,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     hint: str = ""
     param: str = ""
+    code: str = ""
 
 
 Asked = Begin | Came | Drop
@@ -106,9 +115,8 @@ class Texts:
         try:
             return self._step(asked)
         except InvalidInput as error:
-            return Wrong(
-                message=error.message, hint=error.hint, param=error.data.get("param") or ""
-            )
+            named = {key: error.data.get(key) or "" for key in ("param", "code")}
+            return Wrong(message=error.message, hint=error.hint, **named)
         except Exception as error:  # a template's own refusal of a role too, and MemoryError
             is_new = isinstance(asked, Begin) and not asked.so_far
             if isinstance(error, MemoryError) and not is_new:
@@ -120,8 +128,9 @@ class Texts:
         if isinstance(asked, Begin):
             ids = self._ids(asked)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
-            asked.sampling.check()
-            new = Answer(ending_of(self._facts, ids, asked.ending), decode, ids)
+            ending = ending_of(self._facts, ids, asked.ending)
+            fitted(asked.sampling, self._facts, len(ids), ending)
+            new = Answer(ending, decode, ids)
             self._answers[asked.answer] = new, len(ids)
             prompt, told = array("i", ids).tobytes(), asked.told
         answer, prompt_count = self._answers[asked.answer]
@@ -170,7 +179,8 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 def _too_long(what: str, context: int) -> InvalidInput:
     return InvalidInput(
-        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens"
+        f"a prompt of {what} does not fit: prompt and answer have at most {context} tokens",
+        code=TOO_LONG,
     )
 
 

@@ -1,15 +1,19 @@
-"""What a server says of a language model, and when its answers end. Pure."""
+"""What a server says of a language model, and how its answers end. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ...base.errors import InvalidInput
 from .answer import Decode, Ending
 from .generation import tokenizer_json
+from .sampling import Options, Sampling
+
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +50,37 @@ def ending_of(facts: Facts, prompt: Sequence[int], ending: Ending) -> Ending:
     ending.check()
     count = len(prompt)
     if not 0 < count < facts.context:
-        raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}")
+        raise InvalidInput(
+            f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}",
+            **({"code": TOO_LONG} if prompt else {}),
+        )
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
         raise InvalidInput(f"{odd[0]!r:.40} is no token from 0 to {facts.vocabulary - 1}")
     most = min(ending.max_new_tokens, facts.context - count)
-    ends = (*facts.eos_ids, *ending.eos_ids)
+    ends = ending.eos_ids if ending.ignore_eos else (*facts.eos_ids, *ending.eos_ids)
     return msgspec.structs.replace(ending, max_new_tokens=most, eos_ids=ends)
+
+
+def fitted(sampling: Sampling, facts: Facts, prompt_count: int, ending: Ending) -> Sampling:
+    """Return the sampling of an answer, whose end tokens cannot come too early.
+
+    Raises:
+        InvalidInput: it names tokens that the model does not have, or is out of its range.
+    """
+    sampling.check()
+    options = sampling.options
+    if ending.min_new_tokens:
+        until = prompt_count + ending.min_new_tokens
+        options = msgspec.structs.replace(options or Options(), held=ending.eos_ids, until=until)
+    if options is None:
+        return sampling
+    options.check(facts.vocabulary)
+    return msgspec.structs.replace(sampling, options=options)
+
+
+def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
+    """Return how often each token of prompt and answer came in the answer."""
+    return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
 
 
 Tokenizer = tuple[Callable[..., list[int]], Decode]
@@ -77,7 +106,16 @@ def tokenizer_of(facts: Facts) -> Tokenizer:
     def encode(prompt: str, *, with_special: bool = True) -> list[int]:
         return [int(one) for one in made.encode(prompt, add_special_tokens=with_special).ids]
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(made.decode(list(ids), skip_special_tokens=True))
+    return encode, Decoding(made)
 
-    return encode, decode
+
+class Decoding:
+    """A tokenizer's ``decode``, and the ids of its special tokens, which have no text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = tokenizer.decode
+        known = tokenizer.get_added_tokens_decoder().items()
+        self.specials = {one.content: id for id, one in known if one.special}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        return str(self._decode(list(ids), skip_special_tokens=True))

@@ -67,9 +67,8 @@ class Admission:
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None and bool(model.stage.function),
             follows=event.follows,
-            sequence=event.sequence,
+            sequence=(event.sequence, event.after),
             choosing=event.choosing,
-            after=event.after,
             connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
@@ -206,7 +205,7 @@ class Admission:
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
         if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
-            places = [state for state in states if state.may_serve(model) and not state.is_given_up]
+            places = [one for one in states if one.may_serve(model) and not one.daemon.is_given_up]
             waiting, own = min(forecast.waiting_ms(state, name, caller) for state in places)
             limit = round(core.settings.max_queue_time_ms)
             if waiting and not left(limit, waiting, own):
@@ -216,7 +215,7 @@ class Admission:
     def _lost(self, model: Model) -> ServerUnavailable | None:
         """Why it is served no more: each device that may is given up."""
         for state in self._states:
-            if not state.is_given_up and state.may_serve(model):
+            if not state.daemon.is_given_up and state.may_serve(model):
                 return None
         return ServerUnavailable(
             f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
@@ -233,8 +232,8 @@ class Admission:
                 continue
             if request.state.state is TaskState.QUEUED:
                 state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
-            else:
-                request.is_cancelled = request.choosing is not None
+            elif request.runs is not None:
+                request.runs.is_cancelled = True
             return True
         return self.stages.cancel(event.token)
 
@@ -243,11 +242,11 @@ class Admission:
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
-                if request is not None:
+                if request is not None and request.runs is not None:
+                    request.runs.is_returning = False
                     self._go_on(state, request, run)
 
     def _go_on(self, state: DeviceState, request: Request, run: NextRun) -> None:
-        request.is_returning = False
         model = self._models.get(request.model)
         if model is None or model.state.state is ModelState.LEAVING:
             state.refuse(request, TaskEvent.ERROR, _removed(request.model))
@@ -258,7 +257,7 @@ class Admission:
             request.inputs, request.choosing = run.inputs, run.choosing
             request.reply_offset_bytes = run.reply_offset_bytes
             request.reply_bytes = run.reply_bytes
-            request.sequence, request.after = run.sequence, run.after
+            request.sequence = run.sequence, run.after
             _measure(request, model.built)
             if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
                 return
@@ -290,12 +289,12 @@ class Admission:
         states = self._states
         for state in states if len(states) > 1 else ():
             self._avoid_pinned(state)
-        ready = [state.is_daemon_ready for state in states]
+        ready = [state.daemon.is_ready for state in states]
         wants = QUEUE | PLACES if len(states) > 1 else 0
         if all(ready) or not any(ready):
             return wants
         for state in states:
-            if not state.is_daemon_ready and not state.has_processes:
+            if not state.daemon.is_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
                     lost = self._lost(self._models[request.model])
                     if lost is not None:

@@ -113,7 +113,10 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
     still join: a dispatched run takes no more."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
-    returning = (one.is_returning and one.model == replica.name for one in device.between.values())
+    returning = (
+        one.runs and one.runs.is_returning and one.model == replica.name
+        for one in device.between.values()
+    )
     return bool(replica.built.pads) and not batch.is_full and (is_same or any(returning))
 
 

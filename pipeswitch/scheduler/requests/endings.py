@@ -17,7 +17,7 @@ from ..core import DUE, MEASURED
 from ..events import Answer, RunEnded, Span, Spans
 from ..memory.residency import Residents
 from ..state.device_state import DeviceState
-from ..state.records import Activation, MeasuredRun, Model, Replica, Request, Worker
+from ..state.records import Activation, MeasuredRun, Model, Replica, Request, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import failed
 
@@ -49,8 +49,8 @@ class Endings:
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
-        if device.measuring == replica.name:
-            device.measured.append(MeasuredRun(activation, message))
+        if device.measurement.model == replica.name:
+            device.measurement.runs.append(MeasuredRun(activation, message))
             core.touched |= MEASURED
         if len(requests) > 1:
             replica.model.failed_joins = 0
@@ -73,15 +73,15 @@ class Endings:
                 device.predictions.ended(late_ms, core.now_ms)
             bill = _bill(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
-            if request.choosing is not None:
+            if request.choosing is not None and (runs := request.runs) is not None:
                 tokens = message.tokens[number]
                 body = {"tokens": list(tokens)}
-                bill = request.bill = bill if request.bill is None else of_runs(request.bill, bill)
+                bill = runs.bill = bill if runs.bill is None else of_runs(runs.bill, bill)
                 if not request.choosing.ends_with(tokens):
                     answer = Answer(
                         token=request.token, body=body, outputs=outputs, timing=bill, more=True
                     )
-                    more += [answer] if self._has_more(request) else []
+                    more += [answer] if self._has_more(request, runs) else []
                     continue
             request.state.apply(TaskEvent.FINISHED, "outputs written")
             if request.follows:
@@ -99,17 +99,17 @@ class Endings:
             for one, chosen in zip(requests, tokens, strict=True)
         )
 
-    def _has_more(self, request: Request) -> bool:
+    def _has_more(self, request: Request, runs: Runs) -> bool:
         """A generation's run has ended and it has more to do: it waits again, as if it had come
         now. False: it was cancelled meanwhile."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
-        if request.is_cancelled:
+        if runs.is_cancelled:
             device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
             return False
-        request.arrived_at_ms, request.is_returning = core.now_ms, True
-        if request.allowed_ms is not None:
-            request.deadline_at_ms = core.now_ms + request.allowed_ms
+        request.arrived_at_ms, runs.is_returning = core.now_ms, True
+        if runs.allowed_ms is not None:
+            request.deadline_at_ms = core.now_ms + runs.allowed_ms
         request.predicted_end_ms, request.deaths, request.is_alone = None, 0, False
         device.between[request.token] = request
         return True
@@ -225,7 +225,7 @@ class Endings:
         for request in requests:
             request.state.apply(TaskEvent.WORKER_DIED, cause)
             self._device.queue.add(request)
-            if request.is_cancelled:
+            if request.runs is not None and request.runs.is_cancelled:
                 error = errors.Cancelled("cancelled by the caller")
                 self._device.refuse(request, TaskEvent.CANCEL, error)
 
@@ -288,10 +288,10 @@ def _bill(
 ) -> Bill:
     copy_ms = 0.0
     if not activation.was_resident:
-        ended = replica.transmit_ended_at_ms or message.ended_at_ms
-        copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
+        ended = replica.transfer.ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
-    made_ms = request.preprocess_ms or 0.0
+    made_ms, runs = request.preprocess_ms or 0.0, request.runs
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
         preprocess_ms=made_ms,
@@ -299,7 +299,7 @@ def _bill(
         copy_ms=copy_ms,
         stall_ms=message.stall_ms,
         compute_ms=max(0.0, compute_ms),
-        total_ms=now_ms - request.born_at_ms,
+        total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
         resident=activation.was_resident,
         preempted=activation.preempted,
         worker=activation.slot,
