@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from pipeswitch.client.client import Client
 from pipeswitch.planning.fit import quantile
 
@@ -83,13 +81,13 @@ def _cold(bench: Run, place: lm.Place) -> None:
 
 
 def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator[int]) -> Numbers:
-    """One step: as ``generate`` asks for a prompt."""
-    ids = size.prompts(1, count, next(seeds))
-    inputs = {"ids": np.array(ids), "count": np.array([count]), "used": np.array([0])}
+    """Measure an answer of one token."""
+    [ids] = size.prompts(1, count, next(seeds))
     began_ms = now_ms()
-    with client.sequence(name) as sequence:
-        timing = sequence.infer(inputs).timing
-        total_ms = now_ms() - began_ms
+    with client.generate(name, ids, max_new_tokens=1) as answer:
+        assert len([*answer]) == 1
+        timing, total_ms = answer.timing, now_ms() - began_ms
+    assert timing is not None
     return {"total_ms": total_ms, "copy_ms": timing.copy_ms, "stall_ms": timing.stall_ms,
             "compute_ms": timing.compute_ms, "resident": timing.resident}  # fmt: skip
 

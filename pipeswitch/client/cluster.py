@@ -39,7 +39,7 @@ SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # before its name, an actor's
-SAFE_AGAIN: Final = frozenset({"infer", "show", "load", "unload", "generation"})
+SAFE_AGAIN: Final = frozenset({"infer", "generate", "show", "load", "unload", "generation"})
 """Verbs of one model that another node may be asked after the first one did not answer."""
 LOOK_S: Final = 1.0  # between two, for a job that is between two lives
 ASK_S: Final = 20.0  # time limit of a query to placement
@@ -451,7 +451,7 @@ class ClusterConnection(ClusterVerbs):
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
         """Send a request, as ``Connection.request`` does."""
-        if op != "infer":
+        if op not in ("infer", "generate"):
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
 

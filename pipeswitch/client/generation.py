@@ -1,47 +1,102 @@
-"""Text from a language model, token by token, over a sequence of requests."""
+"""Text from a language model, token by token, as the replies to one request."""
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
-from ..base.errors import InvalidInput, SequenceNotFound
-from ..programs.decoding.answer import Ending
-from ..programs.decoding.generating import Facts, Generating, Token, tokenizer_of
-from ..programs.decoding.generation import TOKENS
+from ..base.errors import Cancelled, InvalidInput
+from ..programs.decoding.answer import Answer, Decode, Ending
+from ..programs.decoding.generating import Facts, Token, ending_of, tokenizer_of
+from ..programs.decoding.generation import IDS
 from ..programs.decoding.sampling import Sampling
-from .sequence import Sequenced
+from ..wire.bill import Bill
+from ..wire.frames import WireTensor
+
+
+class Asked:
+    """One request of verb ``generate``, for ``Calls``.
+
+    Each reply's tokens are added to its body. So if it is sent again, to this server or another
+    one, the answer continues after them.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        ending: Ending,
+        on_tokens: Callable[[list[int]], None],
+    ) -> None:
+        self._on_tokens = on_tokens
+        self._frame = memoryview(array("q", ids)).cast("B")
+        self._inputs = (WireTensor(name=IDS, dtype="int64", shape=(len(ids),), frame=0),)
+        options = sampling.options
+        self.body: dict[str, Any] = {
+            "max_tokens": ending.max_new_tokens,
+            "stop_ids": ending.eos_ids,
+            "ignore_eos": True,  # they are among these
+            "so_far": [],
+            **msgspec.to_builtins(sampling),
+            "options": None if options is None else msgspec.to_builtins(options),
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``Calls._call``."""
+        return {
+            "inputs": self._inputs,
+            "frames": [self._frame],
+            "body": self.body,
+            "on_progress": self._came,
+            "is_safe": True,
+        }
+
+    def _came(self, body: Mapping[str, Any]) -> None:
+        tokens = body.get("tokens", [])
+        self.body["so_far"].extend(tokens)
+        self._on_tokens(tokens)
 
 
 class Generated(Iterator[Token]):
     """What ``Client.generate`` returns: iterate over it, or ask for ``text``.
 
-    ``reason`` says why it is over: ``stop`` or ``length``; None: it goes on.
+    ``reason`` says why it is over: ``stop`` or ``length``; None: it goes on. When the server has
+    ended it, ``timing`` is its bill and ``usage`` counts tokens.
     """
 
-    def __init__(
-        self, generating: Generating, open_sequence: Callable[[], Sequenced], priority: str
-    ) -> None:
-        self._generating, self._open, self._priority = generating, open_sequence, priority
-        self._sequence = open_sequence()
-        self._began_s = time.monotonic()
-        self._text: list[str] = []
+    def __init__(self, answer: Answer, begin: Callable[[Callable[[list[int]], None]], Any]) -> None:
+        """
+        Args:
+            begin: sends the request, whose tokens another thread puts into the given callable;
+                returns the future of the final reply.
+        """
+        self._answer = answer
         self._came: deque[Token] = deque()
+        self._replies: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._text: list[str] = []
+        self._began_s = time.monotonic()
         self.first_token_ms = 0.0
+        self.timing: Bill | None = None
+        self.usage: dict[str, Any] = {}
+        self._future = begin(self._replies.put)
+        self._future.add_done_callback(lambda _: self._replies.put(None))
+        self._wait()  # the first reply says that it is accepted
 
     @property
     def reason(self) -> str | None:
-        return None if self._came else self._generating.reason
+        return None if self._came else self._answer.reason
 
     @property
     def tokens(self) -> list[int]:
-        """The ids, as far as it is read."""
-        known = self._generating.tokens
+        """The ids that were read so far."""
+        known = self._answer.tokens
         return known[: len(known) - len(self._came)]
 
     @property
@@ -52,10 +107,9 @@ class Generated(Iterator[Token]):
         return "".join(self._text)
 
     def __next__(self) -> Token:
-        while not self._came and self._generating.reason is None:
-            self._step()
+        while not self._came and self._answer.reason is None:
+            self._wait()
         if not self._came:
-            self.close()
             raise StopIteration
         if not self._text:
             self.first_token_ms = (time.monotonic() - self._began_s) * 1000.0
@@ -63,31 +117,38 @@ class Generated(Iterator[Token]):
         self._text.append(token.text)
         return token
 
-    def _step(self) -> None:
-        """One request. A sequence that the server forgot is begun again, once for each step."""
-        step = self._generating.step()
+    def _wait(self) -> None:
+        """Wait for the next reply."""
         try:
-            found = self._sequence.choose(step.inputs(), step.choose, self._priority)
-        except SequenceNotFound:
-            if self._generating.starts:
-                raise
-            self._generating.lost()
-            self._sequence = self._open()
+            tokens = self._replies.get()
+            if tokens is None:
+                if self._future.cancelled():
+                    raise Cancelled("this answer was closed")
+                reply = self._future.result()
+                tokens, self.timing = reply.body.pop("tokens"), reply.timing
+                self.usage = reply.body
         except BaseException:
             self.close()
             raise
-        else:
-            self._came.extend(self._generating.answered(found[TOKENS][0].tolist()))
+        for token in tokens:
+            self._came.append(Token(token, self._answer.push(token)))
+            if self._answer.reason is not None:  # at a stop string the server would go on
+                self.close()
+                return
 
     def close(self) -> None:
-        """Give its state on the server back. Idempotent."""
-        self._sequence.close()
+        """End the answer on the server, if it is not over. Idempotent."""
+        self._future.cancel()
 
     def __enter__(self) -> Generated:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_future"):
+            self.close()
 
 
 def generated(
@@ -101,7 +162,8 @@ def generated(
         return msgspec.convert(client._ask("generation", model=model, body=body), Facts)
 
     facts = facts_with(tokenizer=False)
-    encode = decode = None
+    encode: Callable[[str], list[int]] | None = None
+    decode: Decode | None = None
     if isinstance(prompt, str):
         if facts.digest not in client.tokenizers:
             found = facts_with(tokenizer=True, version=facts.version)
@@ -112,8 +174,18 @@ def generated(
         ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, Ending)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"generate: {error}") from None
-    generating = Generating(facts, check_prompt(prompt, encode), chosen, ending, decode)
-    return Generated(generating, partial(client.sequence, model, version=facts.version), priority)
+    chosen.check()
+    ids = check_prompt(prompt, encode)
+    whole = ending_of(facts, ids, ending)
+
+    def begin(put: Callable[[list[int]], None]) -> Any:
+        asked = Asked(ids, chosen, whole, put)
+        asked.body["version"] = facts.version
+        return client._connection.request(
+            "generate", model=model, priority=priority, **asked.options
+        )
+
+    return Generated(Answer(whole, decode, ids), begin)
 
 
 def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list[int]:

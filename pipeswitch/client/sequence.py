@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..base.errors import InvalidInput, PipeSwitchError, SequenceNotFound, ServerUnavailable
@@ -37,17 +37,11 @@ class Sequenced:
         Raises:
             SequenceNotFound: it is over, the server keeps it no longer.
         """
-        return self._ask({}, inputs, deadline_ms, priority, self._version, named)
-
-    def choose(self, inputs: Any, how: Mapping[str, int | float], priority: str) -> Result:
-        """The next step of a language model: its worker chooses the tokens, ``Client.generate``."""
-        return self._ask({"choose": how}, (inputs,), None, priority, self._version, {})
-
-    def _ask(self, how: Mapping[str, Any], *asked: Any) -> Result:
         if self._is_over:
             raise InvalidInput(f'sequence "{self.id}" is over', hint="open another one")
         first = {} if self._is_started else {"start": True}
-        result = self._step(self.model, *asked, sequence=self.id, **first, **how)
+        asked = (inputs, deadline_ms, priority, self._version, named)
+        result = self._step(self.model, *asked, sequence=self.id, **first)
         self._is_started = True
         return result
 

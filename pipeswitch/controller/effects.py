@@ -79,7 +79,7 @@ class Effects:
                 self._children.kill(target)
             case ev.Answer():
                 self._answer(command)
-            case ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
+            case ev.RunEnded() | ev.Publish() | ev.Announce() | ev.Retract() | ev.LoadCommits():
                 self._frontend.perform(command)
             case ev.Spans():
                 self.timeline.add(command)

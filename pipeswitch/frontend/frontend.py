@@ -43,13 +43,15 @@ from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
 from . import admission
 from .disk import Disk
+from .generations import Generations
 from .inference import Inference
 from .job_files import read_piece
 from .own_verbs import OwnVerbs
 from .request_log import RequestLog, tell
 from .request_pool import RequestPool
-from .requests import Requests
-from .sequences.manager import Sequences, longest
+from .requests import INFERS, Requests
+from .sequences.caches import Caches
+from .sequences.manager import longest
 from .transport.clients import Client
 from .transport.listeners import Listeners, open_listeners
 from .transport.peers import POOL_PARTS, Shares, StreamPeer
@@ -64,7 +66,7 @@ MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
 STOP_FLUSH_MS: Final = 1000
 
-Posted = ev.Answer | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
+Posted = ev.Answer | ev.RunEnded | ev.Publish | ev.Announce | ev.Retract | ev.LoadCommits
 """The scheduler's commands that are performed here."""
 
 
@@ -118,7 +120,7 @@ class Frontend:
         )
         self._outbox = self.sessions.outbox
         self._request_log = RequestLog(state / "logs", config.log, self.sessions.complaints)
-        self.sequences = Sequences(self.pool, now_ms)
+        self.sequences = Caches(self.pool, now_ms)
         self.requests = Requests(self.pool, self._request_log, self.sequences)
         self.inference = Inference(
             self.requests,
@@ -130,9 +132,8 @@ class Frontend:
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
-        self._own = OwnVerbs(
-            config, self.sessions, self.inference, self.uploads, self._call_soon, take
-        )
+        self._generations = Generations(self.inference, self._outbox.send)
+        self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self._generations)
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -214,6 +215,8 @@ class Frontend:
         match posted:
             case ev.Answer():
                 self._answer(posted)
+            case ev.RunEnded():
+                self._generations.run_ended(posted)
             case ev.Publish():
                 self.sessions.readers.tell(posted)
                 tell(posted)
@@ -272,7 +275,7 @@ class Frontend:
                 raise RemoteProtocolError(
                     "this session is not known here: say hello first", reason="unknown_session"
                 )
-            if message.shared and op != "infer":  # its sender can still change them
+            if message.shared and op not in INFERS:  # its sender can still change them
                 raise RemoteProtocolError("only an inference's tensors lie in the share")
             if header.id in client.requests or header.id in client.readings:
                 raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
@@ -376,6 +379,8 @@ class Frontend:
             if found is None:
                 return
             answer = found
+        if pending.generation is not None:
+            answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
             known = self.sequences.by_model()  # once each, where a model has a row for each device

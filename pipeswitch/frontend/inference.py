@@ -7,7 +7,6 @@ a large one by another thread, and its request goes on when that is done.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -15,11 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from ..base import failpoints
-from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, QueueFull, TaskFailed
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..base.failpoints import reach
 from ..base.lane import Lane
 from ..base.roles import URGENT_PRIORITY, Role
-from ..base.shares import Shares
 from ..ipc.messages.base import Epoch, ModelName, SlabTensor
 from ..scheduler.events import (
     Announce,
@@ -39,27 +37,11 @@ from .admission import Admitted, Body
 from .models import Models
 from .request_pool import Room
 from .requests import Pending, Requests, Run
-from .sequences.held import Asked, Held, Key, asked_of
+from .sequences.held import Asked, Held, asked_of
 from .transport.clients import Client
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 _NO_RUN: Final = Epoch(0)
-AGAIN: Final = "wait for answers, or raise [server] pool"
-MAX_WAITING_BYTES: Final = 64 << 20  # limit for all steps that wait for room
-WAITING_BYTES: Final = 64 << 10  # minimum charge of a step, so at most 1,024 wait
-
-
-class Waiting(msgspec.Struct, kw_only=True, eq=False):
-    """A step of a running answer whose cache has no room now."""
-
-    pending: Pending
-    client: Client
-    header: RequestHeader
-    tensors: Sequence[bytes]
-    key: Key  # of its sequence
-    starts: bool  # it holds nothing: its cache was given up
-    arrived_at_ms: float
-    counted_bytes: int  # to its caller's share of all that wait
 
 
 class Arrival(msgspec.Struct, kw_only=True, eq=False):
@@ -78,12 +60,16 @@ class Arrival(msgspec.Struct, kw_only=True, eq=False):
 
     def read(self, body: Body) -> None:
         """Raises InvalidInput, PermissionDenied."""
+        self.read_asker(body)
+        self.asked = asked_of(body)
+        body.done()
+
+    def read_asker(self, body: Body) -> None:
+        """Read who asks, and for which version. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
         self.connection = admission.address_of(body, self.caller) or self.connection
         self.caller = admission.tenant_of(body, self.caller)
         self.trace_id = admission.trace_id_of(body)
-        self.asked = asked_of(body)
-        body.done()
 
 
 class Inference:
@@ -109,29 +95,35 @@ class Inference:
             deadline_ms: of requests that name none.
         """
         self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
-        self._take, self._answer, self._call_soon = take, answer, call_soon
-        self._now_ms = now_ms
+        self.take, self.answer, self.call_soon = take, answer, call_soon
+        self.now_ms = now_ms
         self._deadline_ms = deadline_ms
         self.copier = Lane("pipeswitch-copy")
         self.models = Models(max_bytes)
-        self._waiting: list[Waiting] = []
-        self._waiting_bytes = Shares(MAX_WAITING_BYTES, "steps that wait for room")
-        self._is_looking = False  # or will soon
 
-    def infer(
-        self,
-        client: Client,
-        header: RequestHeader,
-        tensors: Sequence[Any],
-        waiting: Waiting | None = None,
-    ) -> None:
-        """Accept a request, new or after a wait for room."""
-        arrival = Arrival(
+    def arrival_of(self, client: Client) -> Arrival:
+        """Return a request that comes now."""
+        return Arrival(
             client=client,
-            at_ms=self._now_ms() if waiting is None else waiting.arrived_at_ms,
+            at_ms=self.now_ms(),
             caller=client.standing.tenant,
             connection=client.session,
         )
+
+    def read_urgency(self, arrival: Arrival, header: RequestHeader, announced: Announce) -> None:
+        """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
+        arrival.priority = announced.priority
+        if header.priority:
+            if header.priority == URGENT_PRIORITY:
+                arrival.client.standing.require(Role.URGENT, "priority high")
+            arrival.priority = admission.priority_number(header.priority, announced.priority)
+        deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
+        if deadline_ms is not None:
+            arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
+
+    def infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        """Accept a request."""
+        arrival = self.arrival_of(client)
         if header.body:
             arrival.read(Body("infer", header.body))
         announced = self.models.current.get(header.model)
@@ -139,7 +131,6 @@ class Inference:
             announced = self.models.find(header.model, arrival.version)
         if announced.chain is not None:
             announced = chains.begins(announced, self.models.current)
-        as_it_came = header, tensors
         try:
             if arrival.asked is not None:
                 announced, header, tensors = self._with_state(
@@ -148,30 +139,15 @@ class Inference:
             admitted = self.models.admit(header, [*map(len, tensors)], announced)
             if arrival.held is not None:
                 admitted = arrival.held.apart(admitted)
-            arrival.priority = announced.priority
-            if header.priority:
-                if header.priority == URGENT_PRIORITY:
-                    client.standing.require(Role.URGENT, "priority high")
-                arrival.priority = admission.priority_number(header.priority, announced.priority)
-            deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
-            if deadline_ms is not None:
-                arrival.deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrival.at_ms)
+            self.read_urgency(arrival, header, announced)
             room = self._pool.reserve(
                 arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
-        except PipeSwitchError as error:
+        except PipeSwitchError:
             if arrival.held is not None:
                 self._sequences.refused(arrival.held)
-            asked = arrival.asked if waiting is None and isinstance(error, QueueFull) else None
-            if asked is None or not asked.continues_answer:
-                raise
-            self._wait(client, *as_it_came, (arrival.caller, asked.id), asked.starts)
-            return
-        if waiting is None:
-            pending = self.requests.accept(client, header, room)
-        else:
-            pending = waiting.pending
-            pending.room, pending.is_copying = room, False
+            raise
+        pending = self.requests.accept(client, header, room)
         self._begin(arrival, announced, header, pending, admitted, room, tensors)
 
     def _with_state(
@@ -188,8 +164,6 @@ class Inference:
         Raises:
             PipeSwitchError: it has no such sequence, or does not fit it.
         """
-        if self._waiting and asked.starts and not asked.continues_answer:
-            self._check_turn(arrival.caller)
         held = arrival.held = self._sequences.of(asked, arrival.client, arrival.caller, announced)
         announced = self._of_sequence(held, arrival.version)
         return announced, *self._sequences.given(held, asked, header, tensors)
@@ -229,7 +203,6 @@ class Inference:
             tenant=room.tenant,
             lineage=0 if arrival.version or held is not None else announced.lineage,
             sequence=0 if held is None else held.number,
-            choosing=None if held is None else held.choosing,
             after=_NO_RUN if held is None else held.epoch,
             arrived_at_ms=arrival.at_ms,
         )
@@ -242,7 +215,7 @@ class Inference:
         if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
-            self._take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
+            self.take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, held)
             return
@@ -251,102 +224,9 @@ class Inference:
             self._sequences.copied(held)
         self._pool.fill(placed, payload, event.tenant)
         if pending.run is None:
-            self._take(event)
+            self.take(event)
         else:
             self._next(pending, pending.run)
-
-    # ---- steps that wait for room --------------------------------------------------------------
-
-    def _check_turn(self, caller: str) -> None:
-        """Refuse a new sequence if the caller's running answers wait for room.
-
-        Raises:
-            QueueFull
-        """
-        if any(one.key[0] == caller for one in self._waiting):
-            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
-
-    def _wait(
-        self, client: Client, header: RequestHeader, tensors: Sequence[Any], key: Key, starts: bool
-    ) -> None:
-        """Accept a step now, and run it when there is room for its cache.
-
-        Raises:
-            QueueFull: too many bytes of this caller's steps wait already.
-        """
-        counted_bytes = max(WAITING_BYTES, sum(map(len, tensors)))
-        self._waiting_bytes.take(key[0], counted_bytes)
-        pending = self.requests.accept(client, header)
-        pending.caller, pending.is_copying = key[0], True
-        step = Waiting(
-            pending=pending,
-            client=client,
-            header=header,
-            tensors=[bytes(one) for one in tensors],
-            key=key,
-            starts=starts,
-            arrived_at_ms=self._now_ms(),
-            counted_bytes=counted_bytes,
-        )
-        self._waiting.append(step)
-        self._pool.on_release = self.look_again
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Schedule a check of the waiting steps: room was released, or a step was cancelled."""
-        if self._waiting and not self._is_looking:
-            self._is_looking = True
-            self._call_soon(self._look)
-
-    def _look(self) -> None:
-        """Try each caller's steps in the order in which their answers began. The first step without
-        room takes the cache of the youngest waiting answer, whose client sends its tokens again.
-        The oldest answer always continues, so all answers end."""
-        self._sequences.expire()  # now: what it releases later in this look would be overlooked
-        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
-        for one in sorted(self._waiting, key=self._began):
-            while one in self._waiting and (one.key[0] not in behind or one.pending.is_cancelled):
-                if not self._goes_on(one) and not self._give_up_for(one):
-                    behind.add(one.key[0])
-        if not self._waiting:
-            self._pool.on_release = None
-        self._is_looking = False
-        # What is released by a look is not looked at by it: of an answer that was given up, or a
-        # spare that a step wanted to copy from, so that it had to stay until the step had failed.
-        if len(self._waiting) < count or self._pool.free_bytes > free_bytes:
-            self.look_again()
-
-    def _began(self, one: Waiting) -> tuple[float, int]:
-        held = None if one.starts else self._sequences.held.get(one.key)
-        return (math.inf if held is None else held.number), one.pending.token
-
-    def _goes_on(self, one: Waiting) -> bool:
-        """Return whether the step no longer waits: it runs, or has its answer."""
-        try:
-            if one.pending.is_cancelled:
-                raise Cancelled(f"request {one.pending.request_id} was taken back")
-            self.infer(one.client, one.header, one.tensors, one)
-        except QueueFull:
-            return False
-        except PipeSwitchError as error:
-            self._answer(Answer(token=one.pending.token, error=error))
-        self._waiting.remove(one)
-        self._waiting_bytes.give(one.key[0], one.counted_bytes)
-        return True
-
-    def _give_up_for(self, one: Waiting) -> bool:
-        """End the youngest waiting sequence if it is younger than this step's. Otherwise end this
-        one if no running answer will make room: its cache may lie where it cannot grow."""
-        began = self._began(one)[0]
-        younger = [two for two in self._waiting if began < self._began(two)[0] < math.inf]
-        if younger:
-            one = max(younger, key=self._began)
-        elif began == math.inf or self._sequences.is_going_on(
-            one.key[0], {other.key for other in self._waiting}
-        ):
-            return False
-        self._sequences.end(one.key[1], one.key[0])
-        return self._goes_on(one)
 
     def _of_sequence(self, held: Held, version: int) -> Announce:
         """The version that it began with, as it is now.
@@ -366,7 +246,7 @@ class Inference:
         if announced is not None:
             chain = announced.chain
             first = header.model if chain is None else chain.steps[0].model
-            self._take(PrefetchHint(model=ModelName(first)))
+            self.take(PrefetchHint(model=ModelName(first)))
 
     def _copy(
         self, placed: Sequence[SlabTensor], payload: Sequence[Any], tenant: str,
@@ -382,9 +262,9 @@ class Inference:
             if held is not None:
                 held.copy(self._pool)
             self._pool.fill(placed, payload, tenant)
-            self._call_soon(functools.partial(then, None))
+            self.call_soon(functools.partial(then, None))
 
-        self.copier.put(copy, lambda error: self._call_soon(functools.partial(then, error)))
+        self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
         """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
@@ -395,9 +275,9 @@ class Inference:
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was taken back")
         if error is not None:
-            self._answer(Answer(token=pending.token, error=error))
+            self.answer(Answer(token=pending.token, error=error))
         elif pending.run is None:
-            self._take(event)
+            self.take(event)
         else:
             self._next(pending, pending.run)
 
@@ -412,7 +292,7 @@ class Inference:
         pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
         if pending is None:
-            self._take(prepared)
+            self.take(prepared)
             return
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
@@ -424,7 +304,7 @@ class Inference:
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
-            self._take(msgspec.structs.replace(prepared, error=error))
+            self.take(msgspec.structs.replace(prepared, error=error))
             return
         prepared = msgspec.structs.replace(
             prepared,
@@ -436,7 +316,7 @@ class Inference:
         payload = [tensors[item.frame] for item in admitted.inputs]
 
         def taken(error: PipeSwitchError | None) -> None:
-            self._take(msgspec.structs.replace(prepared, error=error))
+            self.take(msgspec.structs.replace(prepared, error=error))
 
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
             self._pool.fill(prepared.inputs, payload, room.tenant)
@@ -502,7 +382,7 @@ class Inference:
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
             error = Cancelled("cancelled by the caller")
         if error is not None:
-            self._take(CancelAsked(token=pending.token))
+            self.take(CancelAsked(token=pending.token))
             return Answer(token=answer.token, error=chains.of_step(error, pending, step))
         run.bills[step.name] = answer.timing or Bill()
         made = {f"{step.name}.{one.name}": one for one in answer.outputs}
@@ -551,7 +431,7 @@ class Inference:
         if announced.stage is not None and announced.stage.after:
             pending.after = event
         if not is_copied:
-            self._take(event)
+            self.take(event)
             return
         memory = self._pool.memory_of(room)
         payload = [memory[values[item.frame].offset_bytes :][: item.size_bytes]
@@ -559,7 +439,7 @@ class Inference:
 
         def taken(error: PipeSwitchError | None) -> None:
             if error is None:
-                self._take(event)
+                self.take(event)
             else:
                 self._end_run(pending, error)
 
@@ -567,8 +447,8 @@ class Inference:
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
         """Answer a request whose step is not possible."""
-        self._take(CancelAsked(token=pending.token))  # if it is waited for there
-        self._answer(Answer(token=pending.token, error=error))
+        self.take(CancelAsked(token=pending.token))  # if it is waited for there
+        self.answer(Answer(token=pending.token, error=error))
 
     def _go_behind(self, pending: Pending, answer: Answer) -> Answer | None:
         if pending.after is None:
@@ -582,9 +462,9 @@ class Inference:
         answer = self.requests.checked(pending, answer)
         event, pending.after, pending.bill = pending.after, None, answer.timing
         if answer.error is not None:
-            self._take(CancelAsked(token=pending.token))  # if it is waited for there
+            self.take(CancelAsked(token=pending.token))  # if it is waited for there
             return answer
-        self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
+        self.take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
         return None
 
 

@@ -12,13 +12,14 @@ from ..base.config import Config
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
 from ..programs.graphs.bundle import read_bundle
 from ..programs.interface.layout import BUNDLE_FILE
-from ..scheduler.events import CancelAsked, Event
+from ..scheduler.events import CancelAsked
 from ..wire.frames import RequestHeader
 from . import admission
 from .admission import Body
+from .generations import Generations
 from .inference import Inference
 from .requests import Pending
-from .sequences.manager import longest
+from .sequences.generation import facts_of
 from .transport.clients import Client
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
@@ -35,15 +36,15 @@ class OwnVerbs:
         sessions: Sessions,
         inference: Inference,
         uploads: Uploads,
-        call_soon: Callable[[Callable[[], None]], None],
-        take: Callable[[Event], None],
+        generations: Generations,
     ) -> None:
         self._config, self._outbox = config, sessions.outbox
         self._inference, self._uploads = inference, uploads
         self._requests, self._sequences = inference.requests, inference.requests.sequences
-        self._call_soon, self._take = call_soon, take
+        self._call_soon, self._take = inference.call_soon, inference.take
         self.handlers: Mapping[str, Handler] = {
             "infer": inference.infer,
+            "generate": generations.generate,
             "prefetch": inference.prefetch,
             "cancel": self._cancel,
             "events": sessions.readers.add,
@@ -58,7 +59,6 @@ class OwnVerbs:
         """Cancel a request that waits."""
         if pending.is_copying:
             pending.is_cancelled = True
-            self._inference.look_again()
         else:
             pending.is_cancelled = pending.run is not None  # no step follows
             self._take(CancelAsked(token=pending.token))
@@ -81,7 +81,9 @@ class OwnVerbs:
         ends = body.text("end", "")
         body.done()
         if ends:
-            self._sequences.end(ends, caller)
+            token = self._sequences.end(ends, caller)
+            if token is not None:
+                self.take_back(self._requests.waiting(token))
         is_all = client.standing.may_operate and not caller
         rows = self._sequences.rows(None if is_all else caller)
         self._outbox.reply(client, header.id, body={"sequences": rows})
@@ -104,21 +106,10 @@ class OwnVerbs:
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
         body.done()
         announced = self._inference.models.find(header.model, version)
-        facts = announced.manifest.extra.get("generation")
-        if not facts:
-            raise InvalidInput(
-                f'"{header.model}" generates no text',
-                hint=f"pipeswitch register {header.model} hf:NAME --generate",
-            )
-        told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        told["context"], told["piece"] = longest(
-            announced.manifest, self._requests.pool.share_bytes
-        )
-        if told["context"] < 2:
-            raise InvalidInput(
-                f'the request pool has no room for an answer of "{header.model}"',
-                hint="raise [server] pool",
-            )
+        share_bytes = self._requests.pool.share_bytes
+        facts, context = facts_of(announced, header.model, share_bytes)[:2]
+        told: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
+        told["context"] = context
         digest = announced.manifest.digest
         told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
         told |= {"version": announced.version, "digest": digest}

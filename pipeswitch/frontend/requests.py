@@ -25,14 +25,16 @@ from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
 from .request_log import RequestLog
 from .request_pool import RequestPool, Room
+from .sequences.caches import Caches
+from .sequences.generation import Generation
 from .sequences.held import Held
-from .sequences.manager import Sequences
 from .transport.clients import Client, Counters, Outcome, Outgoing
 from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARS: Final = 64  # of what may be no model's name
+INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
 
 
 class Run(msgspec.Struct, kw_only=True, eq=False):
@@ -67,12 +69,13 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     bill: Bill | None = None  # of the model, whose outputs are there
     run: Run | None = None  # of a chain: how far it is
     sequence: Held | None = None  # that it goes on with
+    generation: Generation | None = None
 
 
 class Requests:
     """All and only the requests that wait for their final answer; the counts of all there were."""
 
-    def __init__(self, pool: RequestPool, log: RequestLog, sequences: Sequences) -> None:
+    def __init__(self, pool: RequestPool, log: RequestLog, sequences: Caches) -> None:
         self.pool, self._log, self.sequences = pool, log, sequences
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
@@ -89,7 +92,7 @@ class Requests:
         """From here on exactly one final answer is owed, and its room is this request's."""
         self._last_token += 1
         counts = [client.counts, self.counts]
-        if header.op == "infer":
+        if header.op in INFERS:
             counts.append(self.inference)
         for one in counts:
             one.accepted += 1
@@ -110,7 +113,7 @@ class Requests:
         """Count one that was refused before it was accepted."""
         client.counts.rejected += 1
         self.counts.rejected += 1
-        self.inference.rejected += header.op == "infer"
+        self.inference.rejected += header.op in INFERS
         self._log.note(
             Answer(token=Token(0), error=error), op=header.op, request_id=header.id,
             tenant=client.standing.tenant, model=header.model[:MAX_NAME_CHARS],
@@ -205,7 +208,7 @@ class Requests:
             self.pool.release_reply(pending.room)
         if pending.run is not None:
             self.read(pending.run)
-        if pending.op == "infer" and (self._log.is_on or answer.error is not None):
+        if pending.op in INFERS and (self._log.is_on or answer.error is not None):
             self._log.note(
                 answer, is_sent=is_sent, op=pending.op, request_id=pending.request_id,
                 tenant=pending.caller, model=pending.model, trace_id=pending.trace_id,

@@ -220,6 +220,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "hello": Verb(Role.INFER),
     "ping": Verb(Role.INFER, _ping),
     "infer": Verb(Role.INFER, ends_with_client=True),
+    "generate": Verb(Role.INFER, ends_with_client=True),
     "prefetch": Verb(Role.INFER),
     "cancel": Verb(Role.INFER),  # a session's own requests
     "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models

@@ -249,7 +249,8 @@ class Device:
         sending = {n for n, r in state.replicas.items() if r.is_being_sent}
         assert state.sending.keys() == sending, "another model is being sent"
         state.queue.check_heads(*state.seen)
-        waiting = [*state.queue, *state.early]
+        waiting = [*state.queue, *state.early, *state.between.values()]
+        assert len({one.token for one in waiting}) == len(waiting), "it waits in two places"
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"
             assert request.state.state is TaskState.QUEUED, request.state.story

@@ -78,7 +78,7 @@ class InferArrived(Asked, frozen=True):
     is_later: bool = False  # a later step of a chain: what was accepted is finished
     follows: bool = False  # and another step will come
     sequence: int = 0  # whose step it is; 0: it stands alone
-    choosing: Choosing | None = None  # of a language model's: for the worker
+    choosing: Choosing | None = None  # of a generation: it takes as many runs as it needs
     after: Epoch = Epoch(0)  # the run that answered its step before
 
 
@@ -92,6 +92,25 @@ class Prepared(_Told, frozen=True):
     reply_bytes: int = 0
     digest: str = ""  # of the program that they fit
     error: PipeSwitchError | None = None
+
+
+class NextRun(_Told, frozen=True):
+    """What a generation computes next; without ``inputs`` it waits: its cache has no room, or is
+    being copied."""
+
+    token: Token
+    inputs: tuple[SlabTensor, ...] = ()
+    reply_offset_bytes: int = 0
+    reply_bytes: int = 0
+    choosing: Choosing | None = None
+    sequence: int = 0
+    after: Epoch = Epoch(0)
+
+
+class NextRuns(_Told, frozen=True):
+    """The answer to ``RunEnded``, or the run of one that waited."""
+
+    runs: tuple[NextRun, ...]
 
 
 class PrefetchHint(_Told, frozen=True):
@@ -255,7 +274,9 @@ class Tick(_Told, frozen=True):
     """Time has passed; the loop sends one when ``next_wakeup_ms`` is reached."""
 
 
-Event = Asked | Prepared | PrefetchHint | CancelAsked | DrainAsked | Received | Exited | Tick
+Event = (
+    Asked | Prepared | NextRuns | PrefetchHint | CancelAsked | DrainAsked | Received | Exited | Tick
+)
 
 # ---- commands --------------------------------------------------------------------------------
 
@@ -405,6 +426,13 @@ class Answer(_Told, frozen=True):
     more: bool = False
 
 
+class RunEnded(_Told, frozen=True):
+    """To the frontend: these generations have more to do. It appends their cache rows, and says in
+    one ``NextRuns`` what each computes next; until then their batch is not formed."""
+
+    answers: tuple[Answer, ...]
+
+
 class Publish(_Told, frozen=True):
     """An event for subscribers: topic (``switch. model. job. worker. queue.``) and record."""
 
@@ -462,6 +490,7 @@ class Leave(_Told, frozen=True):
 
 Command = (
     Spawn | Send | Kill | RaiseTurn | Interrupt | StartBuild | TakeResult | CreateCommits
-    | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract | Answer | Publish
+    | LoadCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract | Answer | RunEnded
+    | Publish
     | Spans | DropPublished | Journal | SweepPrograms | SaveProfile | Warn | Leave
 )  # fmt: skip

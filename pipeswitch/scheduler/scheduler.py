@@ -67,6 +67,7 @@ from .training.job_requests import JobRequests
 # changed. One that is not named here may change everything.
 CHANGES: Final[Mapping[type, int]] = {
     ev.InferArrived: 0,
+    ev.NextRuns: 0,
     ev.Query: 0,
     ev.Tick: 0,
     ev.PrefetchHint: 0,
@@ -170,7 +171,7 @@ class Scheduler:
             if isinstance(event, ev.Received):
                 is_urgent = event.source.kind == "worker"
             else:
-                is_urgent = isinstance(event, ev.InferArrived | ev.Prepared | ev.Tick)
+                is_urgent = isinstance(event, ev.InferArrived | ev.NextRuns | ev.Prepared | ev.Tick)
             if is_urgent and core.touched & URGENT:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
@@ -229,6 +230,8 @@ class Scheduler:
                 self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
+            case ev.NextRuns():
+                self.admission.go_on(event)
             case ev.Received(ev.Address("worker", index), PublishStep() as message) if (
                 worker := machine.devices[index].speaker(event.source)
             ):

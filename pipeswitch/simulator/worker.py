@@ -253,6 +253,7 @@ class SimulatedWorker(Process):
         done = InferenceDone(
             epoch=order.epoch, outputs=(output_of(order),),
             joined_outputs=tuple((output_of(one),) for one in order.joined),
+            tokens=self._tokens(order),
             turn_at_ms=task.turn_at_ms,
             first_group_at_ms=first_ms, ended_at_ms=last_ms,
             stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms), is_clean=is_clean,
@@ -261,6 +262,14 @@ class SimulatedWorker(Process):
         self._ends(order, done)
         if is_clean:
             self._cleaning = NO_EPOCH
+
+    def _tokens(self, order: RunInference) -> tuple[tuple[int, ...], ...]:
+        """Return as many tokens as each request allows, or one when the stop word says so."""
+        is_asked = self.scene.device.stop_words.get(self.slot) == order.epoch
+        choosing = [order.choosing, *(one.choosing for one in order.joined)]
+        steps = min([1 if is_asked else one.steps for one in choosing if one], default=0)
+        count = [min(steps, one.left) if one and not one.is_piece else 0 for one in choosing]
+        return tuple((1,) * one for one in count) if any(choosing) else ()
 
     def _fails(self, error: str, text: str) -> None:
         assert self.inference is not None

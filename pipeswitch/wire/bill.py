@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
@@ -26,9 +26,9 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 class Bill(Computed, frozen=True, kw_only=True):
     """Timing of a request in ms. Each request of a batched run gets the whole run's times.
 
-    For a chain, the times, ``kept_bytes`` and ``streamed`` are the sums of its steps'; ``resident``
-    says whether all were resident, ``preempted`` names the first job that stepped aside, and the
-    rest is the last step's.
+    For a chain or a generation, the times, ``kept_bytes`` and ``streamed`` are the sums of its
+    steps or runs; ``resident`` says whether all were resident, ``preempted`` names the first job
+    that stepped aside, and the rest is the last one's.
     """
 
     queue_ms: Annotated[float, "Waiting for the device"] = 0.0
@@ -70,11 +70,18 @@ PARTS: Final[Mapping[str, str]] = {
 
 
 def of_steps(bills: Mapping[str, Bill]) -> Bill:
-    """A chain's, of its steps', in order."""
-    *_, last = parts = [*bills.values()]
+    """Return the bill of a chain, from those of its steps in order."""
+    return msgspec.structs.replace(_sum([*bills.values()]), steps=dict(bills))
+
+
+def of_runs(before: Bill, last: Bill) -> Bill:
+    """Return the bill of a generation, whose last run knows the total time."""
+    return msgspec.structs.replace(_sum([before, last]), total_ms=last.total_ms)
+
+
+def _sum(parts: Sequence[Bill]) -> Bill:
     summed = (*PARTS, "kept_bytes", "streamed")
     sums = {name: sum(getattr(one, name) for one in parts) for name in summed}
-    return msgspec.structs.replace(
-        last, **sums, resident=all(one.resident for one in parts),
-        preempted=next((one.preempted for one in parts if one.preempted), ""), steps=dict(bills),
-    )  # fmt: skip
+    preempted = next((one.preempted for one in parts if one.preempted), "")
+    is_resident = all(one.resident for one in parts)
+    return msgspec.structs.replace(parts[-1], **sums, resident=is_resident, preempted=preempted)

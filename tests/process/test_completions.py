@@ -355,7 +355,7 @@ def test_a_hostile_template_costs_its_own_process_alone(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where who asked has hung up: then the next one finds that process ended."""
-    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
+    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT,
                   chat_template=template,
                   tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
     asked = Begin(answer=1, messages=b'[{"role": "user"}]', sampling=Sampling(),
@@ -451,7 +451,7 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt may be what takes it all; a token is not: another process goes on."""
-    found = TextProcess(Facts(version=1, digest="d", vocabulary=9, context=CONTEXT, piece=8))
+    found = TextProcess(Facts(version=1, digest="d", vocabulary=9, context=CONTEXT))
     begin = Begin(answer=1, prompt=[1], sampling=Sampling(), ending=Ending(max_new_tokens=4))
     found.handle(begin)
 
@@ -468,7 +468,7 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
     """Tokens of answers go first, then callers by turns; a long prompt costs what fits, not all."""
-    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT, piece=8,
+    facts = Facts(version=1, digest="d", vocabulary=700, context=CONTEXT,
                   tokenizer=packed_tokenizer(trained("bytes").to_str()))  # fmt: skip
     order: list[str] = []
 
@@ -611,9 +611,8 @@ def gateway_gets(number: int, checked: Checked) -> None:
         (partial(gateway_gets, signal.SIGKILL), False),
         (partial(gateway_gets, signal.SIGTERM), True),
         (lambda checked: checked.client.unregister("chat"), True),
-        (lambda checked: checked.running.process.send_signal(signal.SIGTERM), True),
     ],
-    ids=["gateway killed", "gateway stopped", "model unregistered", "server stopped"],
+    ids=["gateway killed", "gateway stopped", "model unregistered"],
 )
 def test_a_stream_that_is_cut_does_not_look_like_an_end(
     act: Callable[[Checked], object], says_error: bool, path: str
@@ -622,3 +621,11 @@ def test_a_stream_that_is_cut_does_not_look_like_an_end(
     assert len(events) < 1000
     assert ("error" in events[-1]) is says_error
     assert says_error or not is_whole
+
+
+def test_a_server_that_is_stopped_finishes_the_answers_that_have_begun() -> None:
+    events, is_whole = ended_by(
+        lambda checked: checked.running.process.send_signal(signal.SIGTERM), "/v1/completions"
+    )
+    assert is_whole
+    assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -75,7 +75,7 @@ def wanted(model: Any, ids: list[int], new: int) -> list[int]:
     return [int(one) for one in found[0, len(ids) :]]
 
 
-def test_two_hundred_tokens_beside_a_job_with_workers_and_sequences_that_die(
+def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
     running: Checked, model: Any, tmp_path: Path
 ) -> None:
     client, ids, is_over = running.client, [*range(5, 38)], threading.Event()
@@ -98,8 +98,6 @@ def test_two_hundred_tokens_beside_a_job_with_workers_and_sequences_that_die(
                 assert token.id == expected[number]
                 if number % 70 == 5:
                     turn.release()
-                if number % 37 == 11:  # as when nobody asked for five minutes
-                    client.end_sequence(client.sequences()[0]["id"])
             assert (number, answer.reason) == (199, "length")
     finally:
         is_over.set()
@@ -213,7 +211,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
         (row,) = [row for row in client.ps() if row["name"] == "chat"]
         assert row["tokens"] - told == 40
         assert row["spare_bytes"] >= row["sequence_bytes"] == row["sequences"] == 0
-        assert reused >= 120 + (len(ids) - 22 if turn else 0)
+        assert reused >= (240 if turn else 120)  # the second may take over what the first has left
         ids += [*answer.tokens, 5, 6]
 
 

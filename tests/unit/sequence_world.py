@@ -1,4 +1,4 @@
-"""A language model's sequences, as the frontend drives them: each move, and what must hold then.
+"""The caches of generations, as the frontend drives them: each move, and what must hold then.
 
 A row depends on its caller and on all tokens until there, so a wrong one is seen, and what no slab
 holds is overwritten after each move. A copy is made at once, or as late as it may be, when the loop
@@ -18,19 +18,17 @@ import numpy as np
 
 from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend import request_pool
-from pipeswitch.frontend.admission import Admitted
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.sequences import held as held_module
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.held import Asked, Held
-from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
-from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.worker import Choosing
+from pipeswitch.frontend.sequences.caches import Caches
+from pipeswitch.frontend.sequences.held import Held
+from pipeswitch.frontend.sequences.manager import IDLE_MS
+from pipeswitch.frontend.sequences.prefixes import tokens_of
+from pipeswitch.ipc.messages.base import Epoch, SlabTensor
 from pipeswitch.programs.decoding.generation import PADS
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import ValueSpec, aligned
-from pipeswitch.scheduler.events import Answer, Token
-from pipeswitch.wire.frames import RequestHeader, WireTensor
+from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.scheduler.events import Token
 
 Key = tuple[str, str]
 Move = tuple[Any, ...]
@@ -76,12 +74,14 @@ class File:
 
 
 class Request(msgspec.Struct):
+    """A generation, between the moves of its runs."""
+
     held: Held
-    room: Room
-    tokens: list[int]  # with those that it brings
-    used: int  # of these, before what it computes
+    ids: list[int]
     cache: SlabTensor
+    used: int  # rows that the next run reads
     is_copying: bool = True
+    is_over: bool = False
 
 
 def rows_of(caller: str, tokens: list[int]) -> bytes:
@@ -93,28 +93,29 @@ def rows_of(caller: str, tokens: list[int]) -> bytes:
 
 
 class World:
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, steps: int = 1) -> None:
+        self.steps = steps  # of a run, at most
         self.now_ms, self.tokens, self.spared = 0.0, 0, 0
         with patch.object(request_pool, "_File", File):
             self.pool = RequestPool(pool_bytes)
-        self.sequences = Sequences(self.pool, self.now)
-        self.told: dict[Key, list[int]] = {}  # what each has the rows of
-        self.under_way: dict[Key, Request] = {}
+        self.sequences = Caches(self.pool, self.now)
+        self.live: dict[Key, Request] = {}
         self.lane: list[Key] = []  # whose copies are asked for
+        self.numbers = 0
 
     def now(self) -> float:
         return self.now_ms
 
     def move(self, move: Move) -> None:
         match move:
-            case "ask", key, starts, piece, how, *steps:
-                self.ask(key, starts, list(piece), how, *steps)
-            case "answer", key, how, *chosen:
-                self.answer(key, how, *chosen)
-            case "end", (caller, name):
-                self.sequences.end(name, caller)
+            case "begin", key, ids, how:
+                self.begin(key, list(ids), how)
+            case "run", key, chosen, how:
+                self.run(key, list(chosen), how)
+            case "end", key:
+                self.end(key)
             case ("carry",):
-                self.carry(self.under_way[self.lane.pop(0)])
+                self.carry(self.lane.pop(0))
             case ("give up",):
                 assert self.pool.give_up()
             case ("idle",):
@@ -122,96 +123,99 @@ class World:
                 self.sequences.expire()
         self.check()
 
-    def ask(self, key: Key, starts: bool, piece: list[int], how: str, steps: int = 0) -> None:
-        """``how``: "done" is at once, and answered; ``steps``: that the worker may go on."""
-        choosing = Choosing(steps=steps) if steps else None
-        asked = Asked(id=key[1], starts=starts, ends=how == "last", choosing=choosing)
-        held = self.sequences.of(asked, self, key[0], MODEL)  # type: ignore[arg-type]
-        before = [] if starts else self.told[key]
-        numbers = {"ids": [piece], "count": [len(piece)], "used": [len(before)]}
-        arrays = [np.array(one, np.int64) for one in numbers.values()]
-        inputs = tuple(
-            WireTensor(name=name, dtype="int64", shape=array.shape, frame=at)
-            for at, (name, array) in enumerate(zip(numbers, arrays, strict=True))
-        )
-        header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=inputs)
+    def begin(self, key: Key, ids: list[int], how: str) -> None:
+        """``how``: "late" copies later, "refused" has no room for its run."""
+        self.numbers += 1
+        held = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
         try:
-            frames = [array.tobytes() for array in arrays]
-            header, given = self.sequences.given(held, asked, header, frames)
+            reused = self.sequences.reuse(held, tokens_of(ids), len(ids))
+            assert reused < len(ids)
+            self.sequences.fit(held, len(ids) + self.steps - 1, self.steps)
             if how == "refused":
-                raise QueueFull("behind its sequence")
-            admitted = Admitted(inputs=(), input_bytes=1, reply_bytes=ROW * len(piece))
-            room = self.pool.reserve(key[0], 1, held.apart(admitted).reply_bytes)
+                raise QueueFull("behind its cache")
         except QueueFull:
-            self.sequences.refused(held)
+            self.sequences.drop(held)
             return
-        left, count, (used,) = (np.frombuffer(one, np.int64).tolist() for one in given[:3])
-        assert left and (left, count) == ([*before, *piece][used:], [len(left)])  # noqa: PT018
-        self.spared += len(piece) - len(left)
-        self.sequences.begin(held, asked)
-        request = Request(held, room, [*before, *piece], used, held.values["cache"])
-        rows, step = request.cache.shape[1], sequences.ROWS_STEP
-        assert rows == max(used, 1) or rows % step in (0, MOST % step)
-        self.under_way[key] = request
-        if how == "late" or held.copy_bytes >= 1 << 62:
-            self.lane.append(key)
-            return
-        self.carry(request)
-        if how == "done":
-            self.check()
-            self.answer(key, "ok")
+        self.spared += reused
+        self.live[key] = Request(held, ids, held.values["cache"], held.used)
+        self._copies(key, how)
 
-    def carry(self, request: Request) -> None:
-        request.is_copying = False
+    def run(self, key: Key, chosen: list[int], how: str) -> None:
+        """A run ends: its rows are appended, and room is made for so many tokens more. ``how``:
+        "wrong" is a run that failed, "full" one after which there is no room."""
+        request = self.live[key]
+        held, ids = request.held, request.ids
+        if how != "wrong":
+            fed = [*ids[request.used :], *chosen[:-1]]
+            rows = rows_of(key[0], [*ids, *chosen[:-1]])[ROW * request.used :]
+            try:
+                room = self.pool.reserve(key[0], 1, len(rows))
+            except QueueFull:
+                self.end(key)
+                return
+            self.sequences.append(held, made(self.pool, room, rows), tokens_of(fed), Epoch(1),
+                                  len(chosen))  # fmt: skip
+            self.pool.release_inputs(room)
+            self.pool.release_reply(room)
+            ids.extend(chosen)
+            self.tokens += len(chosen)
+        try:
+            self.sequences.fit(held, len(ids) + self.steps - 1, self.steps)
+            if how == "full":
+                raise QueueFull("it waits")
+        except QueueFull:  # the youngest gives up its cache
+            self.end(key)
+            return
+        request.cache, request.used = held.values["cache"], held.used
+        request.is_copying = True
+        self._copies(key, how)
+
+    def _copies(self, key: Key, how: str) -> None:
+        request = self.live[key]
+        if request.held.copies and (how == "late" or request.held.copy_bytes >= 1 << 62):
+            self.lane.append(key)
+        else:
+            self.carry(key)
+
+    def carry(self, key: Key) -> None:
+        request = self.live[key]
         request.held.copy(self.pool)
         self.sequences.copied(request.held)
+        request.is_copying = False
+        if request.is_over:
+            del self.live[key]
+            self.sequences.drop(request.held)
 
-    def answer(self, key: Key, how: str, chosen: Sequence[int] = (1,)) -> None:
-        request = self.under_way.pop(key)
-        held, room, tokens, used = request.held, request.room, request.tokens, request.used
-        at, outputs, error = room.reply_offset_bytes, [], ValueError() if how == "error" else None
-        chosen = chosen[: held.choosing.steps if held.choosing is not None else 1]
-        if held.choosing is not None:  # the worker has gone on with all but the last
-            tokens = [*tokens, *chosen[:-1]]
-            outputs.append(self.made("tokens", "int64", (1, len(chosen)), at, np.array(chosen)))
-            at += aligned(8 * len(chosen), held_module.TENSOR_ALIGN_BYTES)
-        rows = np.frombuffer(rows_of(key[0], tokens)[ROW * used :], np.uint8)
-        outputs.append(self.made("cache_new", "uint8", (1, len(rows) // ROW, ROW), at, rows))
-        answer = Answer(token=Token(1), outputs=() if error else tuple(outputs), error=error)  # type: ignore[arg-type]
-        self.pool.release_inputs(room)
-        assert held.answered(answer).error is error
-        self.sequences.ended(held, room, is_ok=not error, is_sent=how != "lost")
-        if how == "ok":
-            self.told[key] = tokens
-            self.tokens += len(chosen)
-        assert how != "lost" or key not in self.sequences.held  # nobody knows which step it is at
-
-    def made(self, name: str, dtype: str, shape: tuple[int, ...], at: int, data: Any) -> SlabTensor:
-        """By the worker, in the reply's room."""
-        self.pool.memory[at : at + data.nbytes] = data.tobytes()
-        return SlabTensor(name=name, dtype=dtype, shape=shape, offset_bytes=at,
-                          size_bytes=data.nbytes)  # fmt: skip
+    def end(self, key: Key) -> None:
+        """It is over, or its client is gone; what is being copied ends first."""
+        request = self.live[key]
+        request.held.is_busy = False
+        if key in self.lane:
+            request.is_over = True
+        else:
+            del self.live[key]
+            self.sequences.retire(request.held)
 
     def alive(self) -> list[Held]:
         """All that are there, those that are over and copied from included."""
         found = [*self.sequences.held.values(), *self.sequences.spare.values()]
-        found += [one.held for one in self.under_way.values()]
+        found += [one.held for one in self.live.values()]
         found += [donor for one in found for donor in one.donors]
         return list({id(one): one for one in found}.values())
 
     def check(self) -> None:
         self.pool.check()
         memory = self.pool.memory
-        for key, one in self.under_way.items():  # also long after: a worker may read them again
+        for key, one in self.live.items():
             if not one.is_copying:
                 at, size = one.cache.offset_bytes, one.cache.size_bytes
-                own = rows_of(key[0], one.tokens[: one.used])
+                own = rows_of(key[0], one.ids[: one.used])
                 lent = bytes(memory[at : at + size])
                 assert lent == own + bytes(size - len(own)), f"{key} is lent rows of other tokens"
-        for key, held in self.sequences.held.items():
-            if key not in self.under_way and held.history is not None:
-                assert held.history.tokens.tolist() == self.told[key]
-                assert {grown.used for grown in held.grown.values()} == {len(self.told[key])}
+                rows, step = one.cache.shape[1], sequences.ROWS_STEP
+                assert rows == max(one.used, 1) or rows % step in (0, MOST % step)
+            history = one.held.history
+            assert history is None or history.tokens.tolist() == one.ids[: one.used]
         alive = self.alive()
         for held in alive:
             pins = sum(one is held for other in alive for one in other.donors)
@@ -219,18 +223,40 @@ class World:
         rooms = {grown.room.input_offset_bytes for held in alive for grown in held.grown.values()}
         rooms |= {room.input_offset_bytes for held in alive for room in held.leaving}
         slabs = self.pool._slabs
-        assert 2 * (len(rooms) + len(self.under_way)) == slabs.slab_count, "memory nobody holds"
+        assert 2 * len(rooms) == slabs.slab_count, "memory nobody holds"
         for start, size in slabs._holes:
             memory[start : start + size] = b"\xee" * size
 
     def wind_down(self) -> None:
-        """All ends: the copies, the answers, and after a while what is kept."""
+        """All ends: the copies, the generations, and after a while what is kept."""
         while self.lane:
             self.move(("carry",))
-        for key in list(self.under_way):
-            self.answer(key, "ok")
+        for key in list(self.live):
+            self.run(key, [1], "ok")
+            while self.lane:
+                self.move(("carry",))
+            if key in self.live:
+                self.end(key)
         self.move(("idle",))
         assert self.pool.is_empty, "memory is lost"
         assert not self.sequences._prefixes._with, "tokens of nobody are known"
         told = self.sequences.by_model().get("m", {"tokens": 0})
         assert {key: value for key, value in told.items() if value} in ({}, {"tokens": self.tokens})
+
+
+def made(pool: RequestPool, room: Room, rows: bytes) -> SlabTensor:
+    """What a worker wrote into the reply's room."""
+    at, data = room.reply_offset_bytes, np.frombuffer(rows, np.uint8)
+    pool.memory[at : at + data.nbytes] = rows
+    return SlabTensor(
+        name="cache_new",
+        dtype="uint8",
+        shape=(1, len(rows) // ROW, ROW),
+        offset_bytes=at,
+        size_bytes=data.nbytes,
+    )
+
+
+def done(key: Key, ids: Sequence[int], *runs: Sequence[int]) -> tuple[Move, ...]:
+    """A generation that has had these runs, and goes on."""
+    return ("begin", key, tuple(ids), "ok"), *[("run", key, tuple(one), "ok") for one in runs]

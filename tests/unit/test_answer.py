@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.programs.decoding.answer import Answer, Ending
-from pipeswitch.programs.decoding.generating import Facts, Generating, fitted, seen_of
+from pipeswitch.programs.decoding.generating import Facts, ending_of, fitted, seen_of
 from pipeswitch.programs.decoding.sampling import Options, Sampling, next_token
 from tests.models.words import trained
 
@@ -138,7 +138,7 @@ def test_an_option_out_of_its_range_is_refused_by_name(options: Options) -> None
 
 
 def test_a_minimum_length_holds_end_tokens_and_stop_strings_back() -> None:
-    facts = Facts(version=1, digest="", vocabulary=300, context=50, piece=8, eos_ids=(7,))
+    facts = Facts(version=1, digest="", vocabulary=300, context=50, eos_ids=(7,))
     ending = Ending(max_new_tokens=9, eos_ids=(5,), min_new_tokens=3, stop=("b",))
     sampling = fitted(Sampling(), facts, 4, Ending(max_new_tokens=9, eos_ids=(7, 5),
                                                    min_new_tokens=3))  # fmt: skip
@@ -223,18 +223,20 @@ def test_settings_out_of_range_are_refused(bad: Sampling | Ending, words: str) -
         bad.check()
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3])
-def test_only_a_token_of_the_answer_may_be_followed_by_others(piece: int) -> None:
-    """Each piece of a prompt is one step, of whatever size: what comes of it is no token yet."""
-    facts = Facts(version=1, digest="", vocabulary=9, context=40, piece=piece)
-    generating = Generating(facts, [1, 2, 3, 4, 5], Sampling(), Ending(max_new_tokens=9))
-    steps = []
-    while generating.reason is None:
-        step = generating.step()
-        begins_alone = step.used < 4
-        assert step.choose["steps"] == 1 or not begins_alone
-        generating.answered([7] * int(step.choose["steps"]))
-        steps.append((step.used, len(step.ids), step.choose["steps"]))
-    assert generating.tokens == [7] * 9
-    used, length, _ = steps[-1]
-    assert (length, used) == (1, 5 + 9 - 1 - int(steps[-1][2]))
+@pytest.mark.parametrize(
+    ("prompt", "ending", "words"),
+    [
+        ([], Ending(max_new_tokens=1), "1 to 7"), ([1] * 8, Ending(max_new_tokens=1), "1 to 7"),
+        ([1, 9], Ending(max_new_tokens=1), "no token"),
+        ([-1], Ending(max_new_tokens=1), "no token"),
+        ([1], Ending(max_new_tokens=0), "below 1"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_does_not_fit_is_refused(
+    prompt: list[int], ending: Ending, words: str
+) -> None:
+    facts = Facts(version=1, digest="d", vocabulary=9, context=8, eos_ids=(3,))
+    with pytest.raises(InvalidInput, match=words):
+        ending_of(facts, prompt, ending)
+    found = ending_of(facts, [1, 2], Ending(max_new_tokens=99, eos_ids=(4,)))
+    assert (found.max_new_tokens, found.eos_ids) == (6, (3, 4))

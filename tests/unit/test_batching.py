@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,7 +10,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pipeswitch.base.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
+from pipeswitch.base.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ModelNotFound,
+    TaskFailed,
+    WorkerLost,
+)
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import Choosing, InferenceDone, RunInference
 from pipeswitch.programs.decoding.generation import PADS
@@ -22,6 +27,7 @@ from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests import batching
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import Predictions
+from pipeswitch.scheduler.state.states import TaskState
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
 
@@ -424,17 +430,15 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
 
 
 class Steps(Server):
-    """``lm`` takes steps of sequences of unequal lengths together; clients ask for the next one a
-    moment after each answer."""
+    """``lm`` generates: its requests of unequal lengths are batched, and wait again when a run
+    ends. The frontend's part is here: it says at once what comes next, or that one must wait."""
 
-    gap_ms: Callable[[int], float] = staticmethod(lambda sequence: 0.5)
-    run_of = 1  # steps, as workers say
+    run_of = 1  # steps of a run, at most
 
     def __init__(self, **settings: Any) -> None:
-        self.to_go: dict[int, int] = {}  # steps, by sequence
-        self.past: dict[int, int] = {}
-        self.waiting: dict[ev.Token, int] = {}
-        self.due: list[tuple[float, int]] = []
+        self.to_come: dict[ev.Token, int] = {}  # tokens
+        self.past: dict[ev.Token, int] = {}
+        self.parked: set[ev.Token] = set()  # those without room
         super().__init__(**settings)
         joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
@@ -447,92 +451,185 @@ class Steps(Server):
         )  # fmt: skip
         self.clients.register(ModelName("lm"), replace(program, manifest=manifest, row_share=0.1))
         self.run()
-        self.step(99, past=1)
+        self.step(past=1)
         self.run(self.now_ms + 100.0)
         self.runs.clear()
 
-    def handle(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Received) and isinstance(event.message, InferenceDone):
-            done = structs.replace(event.message, steps=self.run_of)
-            event = structs.replace(event, message=done)
-        super().handle(event)
-
-    def step(self, sequence: int, *, past: int, length: int = 1, **values: Any) -> ev.Token:
-        shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
+    def step(self, *, past: int, length: int = 1, tokens: int = 1, **values: Any) -> ev.Token:
+        """A generation of so many tokens."""
         token = self.clients.token()
-        self.waiting[token] = sequence
+        self.to_come[token], self.past[token] = tokens, past
         self.handle(ev.InferArrived(
             token=token, request_id=f"r{token}", model=ModelName("lm"), digest="lm", priority=1,
-            deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=sequence,
-            inputs=tuple(
-                SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
-                           size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()
-            ), **values,
+            deadline_at_ms=None, reply_offset_bytes=0, reply_bytes=0, sequence=token,
+            inputs=inputs_of(past, length), choosing=self.choosing(token), **values,
         ))  # fmt: skip
         return token
+
+    def choosing(self, token: ev.Token) -> Choosing:
+        left = self.to_come[token]
+        return Choosing(steps=min(left, self.run_of), left=left)
 
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
         for command in commands:
-            if isinstance(command, ev.Answer) and command.token in self.waiting:
-                sequence = self.waiting.pop(command.token)
-                assert command.error is None
-                if self.to_go.get(sequence):
-                    self.due.append((self.now_ms + self.gap_ms(sequence), sequence))
+            if isinstance(command, ev.RunEnded):
+                self.handle(ev.NextRuns(runs=tuple(map(self.next_run, command.answers))))
 
-    def talk(self, starts: dict[int, float], steps: int, past: int = 40) -> None:
-        """Each sequence from its moment on, so many steps."""
-        self.to_go = dict.fromkeys(starts, steps)
-        self.past = dict.fromkeys(starts, past)
-        self.due = [(self.now_ms + at_ms, sequence) for sequence, at_ms in starts.items()]
-        while self.due or self.waiting:
-            self.run(self.now_ms + 0.125)
-            for at_ms, sequence in sorted(self.due):
-                if at_ms <= self.now_ms:
-                    self.due.remove((at_ms, sequence))
-                    self.to_go[sequence] -= 1
-                    self.past[sequence] += 1
-                    self.step(sequence, past=self.past[sequence])
-        assert not any(self.to_go.values())
+    def next_run(self, answer: ev.Answer) -> ev.NextRun:
+        assert answer.more
+        count = len(answer.body["tokens"])
+        self.to_come[answer.token] -= count
+        self.past[answer.token] += count
+        return self.run_for(answer.token)
+
+    def run_for(self, token: ev.Token) -> ev.NextRun:
+        inputs = () if token in self.parked else inputs_of(self.past[token], 1)
+        return ev.NextRun(token=token, inputs=inputs, choosing=self.choosing(token), sequence=token)
 
     @property
     def sizes(self) -> list[int]:
         return [1 + len(run.joined) for _, run in self.runs]
 
 
-def test_sequences_that_go_on_together_are_one_run_however_they_began() -> None:
-    """Not two halves in turns, which each wait for the other's run: one waits a moment."""
-    for starts in (dict.fromkeys(range(1, 9), 0.0), {n: n * 3.1 for n in range(1, 9)},
-                   {n: 9.0 * (n % 2) for n in range(1, 9)}):  # fmt: skip
+def inputs_of(past: int, length: int) -> tuple[SlabTensor, ...]:
+    shapes = {"ids": (1, length), "count": (1,), "used": (1,), "cache": (1, past, 3)}
+    return tuple(
+        SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=0,
+                   size_bytes=8 * math.prod(shape)) for name, shape in shapes.items()
+    )  # fmt: skip
+
+
+def test_generations_are_one_run_however_they_began() -> None:
+    """Not two halves in turns, which each wait for the other's run."""
+    for starts in ([0.0] * 8, [n * 3.1 for n in range(8)], [9.0 * (n % 2) for n in range(8)]):
         server = Steps()
-        server.talk(starts, 20)
+        tokens = []
+        for at_ms, before_ms in zip(sorted(starts), [0.0, *sorted(starts)], strict=False):
+            server.run(server.now_ms + at_ms - before_ms)
+            tokens.append(server.step(past=40, tokens=20))
+        server.run()
         assert sum(server.sizes) == 8 * 20
         assert server.sizes[6:17] == [8] * 11, starts
+        assert all(server.answers[token][1].error is None for token in tokens)
 
 
-def test_a_sequence_alone_waits_for_nobody() -> None:
+def test_the_next_run_begins_in_the_moment_in_which_the_last_one_ended() -> None:
     server = Steps()
-    server.talk({1: 0.0}, 10)
+    for _ in range(8):
+        server.step(past=40, tokens=10)
+    server.run()
+    begins = [at_ms for at_ms, _ in server.runs][2:]
+    gaps = [later - earlier for earlier, later in pairwise(begins)]
+    assert max(gaps) - min(gaps) < 1e-6
+    server, alone = Steps(), 0.0
+    server.step(past=40, tokens=2)
+    server.run()
+    (first, _), (second, _) = server.runs
+    alone = second - first
+    server = Steps()
+    token = server.step(past=40, tokens=10)
+    server.run()
     assert server.sizes == [1] * 10
-    bills = [answer.timing for _, answer in server.answers.values()][-10:]
-    assert all(bill is not None and bill.queue_ms == 0.0 for bill in bills)
+    assert server.runs[-1][0] - server.runs[0][0] == pytest.approx(9 * alone)
+    bill = server.answers[token][1].timing
+    assert bill is not None
+    assert bill.queue_ms == 0.0
+    assert bill.compute_ms == pytest.approx(10 * COMPUTE_MS, rel=0.01)
+    assert bill.total_ms >= bill.compute_ms
 
 
-def test_one_that_thinks_long_costs_the_others_a_moment_and_not_its_thinking() -> None:
+def test_one_that_waits_for_room_costs_the_others_nothing_and_joins_again() -> None:
     server = Steps()
-    server.gap_ms = lambda sequence: 500.0 if sequence == 1 else 0.5  # type: ignore[method-assign]
-    server.talk({1: 0.0, 2: 0.0, 3: 0.0}, 5)
-    ends = [at for at, run in server.runs if run.joined]
-    assert max(ends) - server.runs[0][0] < 5 * 1.25 * (1.2 * COMPUTE_MS + 1.0)
-    assert sum(server.sizes) == 15
+    tokens = [server.step(past=40, tokens=8) for _ in range(4)]
+    server.run(server.now_ms + 0.5)
+    server.parked.add(tokens[1])
+    while server.to_come[tokens[0]] > 4:
+        server.run(server.now_ms + 0.5)
+    assert server.sizes[-1] == 3
+    server.parked.clear()
+    server.handle(ev.NextRuns(runs=(server.run_for(tokens[1]),)))
+    server.run()
+    assert server.sizes[5:7] == [4, 4]
+    assert all(server.answers[token][1].error is None for token in tokens)
+
+
+@pytest.mark.parametrize("when", ["waits", "computes", "is parked"])
+def test_a_generation_that_is_cancelled_ends_with_its_run_at_the_latest(when: str) -> None:
+    server = Steps()
+    if when == "waits":
+        server.ask_behind(0)
+    token, other = (server.step(past=40, tokens=200) for _ in range(2))
+    server.run(server.now_ms + 0.5)
+    if when == "is parked":
+        server.parked.add(token)
+        server.run(server.now_ms + 3 * COMPUTE_MS)
+        assert server.to_come[token] < 200
+    server.handle(ev.CancelAsked(token=token))
+    before = server.to_come[token]
+    server.run(server.now_ms + 5 * COMPUTE_MS)
+    assert isinstance(server.answers[token][1].error, Cancelled)
+    assert server.to_come[token] == before
+    assert other not in server.answers
+    server.handle(ev.CancelAsked(token=other))
+    server.run()
+
+
+def test_an_urgent_request_of_another_model_goes_between_two_runs() -> None:
+    server = Steps()
+    server.run_of = 8
+    for _ in range(3):
+        server.step(past=40, tokens=64)
+    server.run(server.now_ms + 1.0)
+    asked = server.ask("other", priority=0)
+    server.run()
+    models = [run.model for _, run in server.runs]
+    assert models.index("other") <= 2
+    assert server.answers[asked][1].error is None
+
+
+def test_a_generation_whose_model_leaves_reads_why() -> None:
+    server = Steps()
+    token = server.step(past=40, tokens=50)
+    server.run(server.now_ms + 0.5)
+    server.handle(ev.UnregisterAsked(token=server.clients.token(), model=ModelName("lm")))
+    server.run()
+    assert isinstance(server.answers[token][1].error, ModelNotFound)
+
+
+@pytest.mark.parametrize("tokens", [(), ((),), ((1, 1),), ((1,), (1,))])
+def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) -> None:
+    server = Steps()
+    token = server.step(past=40, tokens=3)
+    [device] = server.scheduler.machine.devices
+    task = device.state.owner.running
+    assert task is not None
+    done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
+                         ended_at_ms=1.0, stall_ms=0.0, tokens=tokens)  # fmt: skip
+    worker = device.state.workers[task.slot]
+    device.endings.done(worker, done)
+    assert worker.kill_reason
+    assert device.state.requests[token].state.state is TaskState.RUNNING
+
+
+def test_each_run_has_its_own_deaths_and_its_own_deadline() -> None:
+    """A generation of many runs outlives more workers than one request may take with it."""
+    server = Steps()
+    token = server.step(past=40, tokens=12)
+    for _ in range(5):
+        server.faults["poison"] = ["lm"]
+        before = server.to_come[token]
+        while server.to_come[token] > before - 2:
+            server.run(server.now_ms + 5.0)
+    server.run()
+    assert server.answers[token][1].error is None
 
 
 def test_lengths_are_joined_as_far_as_padding_pays() -> None:
     server = Steps()
     server.ask_behind(0)
     given = [(40, 1), (60, 1), (400, 1), (64, 1), (390, 1), (1, 33), (1, 40), (64, 1)]
-    tokens = [server.step(n + 1, past=past, length=length)
-              for n, (past, length) in enumerate(given)]  # fmt: skip
+    tokens = [server.step(past=past, length=length) for past, length in given]
     server.run()
     found = [one for one in server.joined() if set(one) <= set(tokens)]
     assert found == [[tokens[n] for n in one] for one in ([0, 1, 3, 7], [2, 4], [5, 6])]
@@ -544,45 +641,49 @@ def test_what_is_joined_together_has_room_in_a_workers_memory(
     monkeypatch.setattr(batching, "MOST_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
     server = Steps()
     server.ask_behind(0)
-    for sequence in range(1, 8):
-        server.step(sequence, past=40)
+    for _ in range(7):
+        server.step(past=40)
     server.run()
     assert [1 + len(run.joined) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
 
 
-def test_the_steps_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
-    server, everyone = Steps(), dict.fromkeys(range(1, 9), 0.0)
-    server.talk(everyone, 3)
+def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
+    server = Steps()
+    server.ask_behind(0)
+    for _ in range(8):
+        server.step(past=40, tokens=8)
+    server.run(server.now_ms + 3 * COMPUTE_MS)
     server.runs.clear()
     server.faults["infer_error"] = ["lm"]
-    server.talk(everyone, 8)
-    assert server.sizes[:9] == [8] + [1] * 8
-    assert sum(server.sizes) == 8 + 8 * 8
-    assert server.sizes[-4:-1] == [8] * 3
+    server.run()
+    found = server.sizes[server.sizes.index(1) :]
+    assert found[:8] == [1] * 8
+    assert found[-3:] == [8] * 3
 
 
 def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:
     """Once for each run, of whatever model it is: one of its own may join the next."""
     for other in ("lm", "other"):
         server = Steps()
-        server.runs.clear()
-        server.step(1, past=40, choosing=Choosing(steps=8))
+        server.run_of = 8
+        server.step(past=40, tokens=8)
         server.run(server.now_ms + 1.0)
         assert not server.interrupts
-        for sequence in (2, 3):
-            server.step(sequence, past=40) if other == "lm" else server.ask(other)
+        server.run_of = 1
+        for _ in range(2):
+            server.step(past=40) if other == "lm" else server.ask(other)
         server.run(server.now_ms + 1.0)
-        [(_, run)] = [one for one in server.runs if one[1].choosing]
+        (_, run), *_ = server.runs
         assert [one.epoch for one in server.interrupts] == [run.epoch]
         server.run()
-        assert len(server.interrupts) == 1
+        assert len({one.epoch for one in server.interrupts}) == len(server.interrupts)
 
 
 def test_a_model_is_expected_to_take_a_step_and_not_a_run_of_several() -> None:
     server = Steps()
     server.run_of = 4
     for _ in range(30):
-        server.step(1, past=40, choosing=Choosing(steps=8))
+        server.step(past=40, tokens=4)
         server.run(server.now_ms + 100.0)
     [device] = server.scheduler.machine.devices
     known = device.state.predictions.predict("lm", 1)

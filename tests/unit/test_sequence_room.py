@@ -5,42 +5,48 @@ A row is made of the one before, and a token of all rows, so a wrong byte of a c
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 
-from pipeswitch.base.errors import InvalidInput, PipeSwitchError, QueueFull, SequenceNotFound
+from pipeswitch.base.errors import (
+    Cancelled,
+    InvalidInput,
+    PipeSwitchError,
+    QueueFull,
+    TaskFailed,
+    from_wire,
+)
 from pipeswitch.base.roles import Standing
+from pipeswitch.frontend.generations import Generations
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences, longest
+from pipeswitch.frontend.sequences.caches import Caches
+from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
 from pipeswitch.frontend.transport.clients import Client
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.programs.decoding.answer import Ending
-from pipeswitch.programs.decoding.generating import Facts, Generating
 from pipeswitch.programs.decoding.generation import (
     CACHE,
     CACHE_NEW,
+    COUNT,
     IDS,
     LOGITS,
     PADS,
     STATE,
-    TOKENS,
     USED,
 )
-from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import Manifest, ValueSpec, aligned
+from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 
@@ -64,7 +70,11 @@ MANIFEST: Final = Manifest(
         ValueSpec(name=LOGITS, dtype="float32", shape=("batch", WORDS)),
         ValueSpec(name=CACHE_NEW, dtype="uint8", shape=("batch", "length", ROW)),
     ),
-    extra={"state": STATE, "pads": PADS, "generation": {"vocabulary": WORDS, "context": CONTEXT}},
+    extra={
+        "state": STATE,
+        "pads": PADS,
+        "generation": {"vocabulary": WORDS, "context": CONTEXT, "eos_ids": ()},
+    },
 )
 
 
@@ -85,54 +95,39 @@ def recomputed(prompt: list[int], count: int) -> list[int]:
 
 
 class Talk:
-    """One answer, as a client or the gateway drives it."""
+    """One answer, as its client sees it."""
 
     def __init__(self, rig: Rig, client: Client, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
-        facts = Facts(
-            version=1, digest="d", vocabulary=WORDS, context=rig.longest[0], piece=rig.longest[1]
-        )
-        ending = Ending(max_new_tokens=most)
-        self.generating = Generating(facts, prompt, Sampling(), ending)
+        self.tokens: list[int] = []
+        self.reason = ""
         self.is_asked = self.is_over = False
         self.error: PipeSwitchError | None = None
         rig.count += 1
         self.id = f"s{rig.count}"
 
     def ask(self) -> None:
-        self.step, self.is_asked = self.generating.step(), True
-        body: dict[str, Any] = {"sequence": self.id, "choose": self.step.choose}
-        body |= {"start": True} if self.generating.starts else {}
-        arrays = self.step.inputs()
-        inputs = tuple(
-            WireTensor(name=name, dtype="int64", shape=one.shape, frame=at)
-            for at, (name, one) in enumerate(arrays.items())
-        )
-        header = RequestHeader(v=1, op="infer", id=self.id, model="m", inputs=inputs, body=body)
+        self.is_asked = True
+        ids = np.array(self.prompt, np.int64)
+        inputs = (WireTensor(name=IDS, dtype="int64", shape=ids.shape, frame=0),)
+        header = RequestHeader(
+            v=1, op="generate", id=self.id, model="m", inputs=inputs,
+            body={"max_tokens": self.most},
+        )  # fmt: skip
         try:
-            self.rig.inference.infer(
-                self.client, header, [one.tobytes() for one in arrays.values()]
-            )
+            self.rig.generations.generate(self.client, header, [ids.tobytes()])
         except PipeSwitchError as error:
-            self.came(error, [])
+            self.is_over, self.error = True, error
 
-    def came(self, error: PipeSwitchError | None, tokens: list[int]) -> None:
-        self.is_asked = False
-        if isinstance(error, SequenceNotFound) and not self.generating.starts:
-            self.rig.lost += 1
-            self.generating.lost()
-        elif error is not None:
-            self.error, self.is_over = error, True
-        else:
-            self.generating.answered(tokens)
-            self.is_over = self.generating.reason is not None
-        if self.is_over:
-            self.close()
-
-    def close(self) -> None:
-        self.is_over = True
-        with contextlib.suppress(SequenceNotFound):
-            self.rig.sequences.end(self.id, self.client.standing.tenant)
+    def heard(self, frames: list[Any]) -> None:
+        header = decode_reply(frames)
+        if header.error is not None:
+            self.is_over = True
+            self.error = from_wire(header.error.type, header.error.message, "", {})
+            return
+        assert not self.is_over
+        self.tokens += header.body.get("tokens", [])
+        self.is_over, self.reason = not header.more, header.body.get("reason", "")
 
 
 class Rig:
@@ -140,100 +135,153 @@ class Rig:
         descriptor = sealed_memfd("pool", pool_bytes)
         self.pool, self.now_ms, self.chance = RequestPool(descriptor), 0.0, random.Random(seed)
         os.close(descriptor)
-        self.sequences = Sequences(self.pool, lambda: self.now_ms)
+        self.sequences = Caches(self.pool, lambda: self.now_ms)
         log: Any = SimpleNamespace(is_on=False, note=lambda *_, **__: None)
         self.requests = Requests(self.pool, log, self.sequences)
         self.calls: deque[Callable[[], None]] = deque()
-        self.computing: list[ev.InferArrived] = []
+        self.events: deque[ev.Event] = deque()
+        self.computing: dict[int, ev.InferArrived | ev.NextRun] = {}
+        self.between: set[int] = set()  # those that wait for room
         self.inference = Inference(
             self.requests,
-            take=self.take,
+            take=self.events.append,
             answer=self.answer,
             call_soon=self.calls.append,
             now_ms=lambda: self.now_ms,
             max_bytes=1 << 30,
             deadline_ms=None,
         )
+        self.generations = Generations(
+            self.inference, lambda client, outgoing: self.heard(outgoing.frames)
+        )
         self.inference.models.announce(
             ev.Announce(model=ModelName("m"), manifest=MANIFEST, priority=1)
         )
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
-        self.count = self.lost = self.waits = 0
+        self.count = self.waits = 0
 
     def client(self, tenant: str) -> Client:
         return Client(peer=SimpleNamespace(), standing=Standing(tenant=tenant))
-
-    def take(self, event: ev.Event) -> None:
-        if isinstance(event, ev.InferArrived):
-            self.computing.append(event)
-        else:
-            assert isinstance(event, ev.CancelAsked | ev.PrefetchHint)
 
     def talk(self, client: Client, prompt: list[int], most: int) -> Talk:
         self.talks.append(Talk(self, client, prompt, most))
         return self.talks[-1]
 
-    def compute(self, event: ev.InferArrived, error: PipeSwitchError | None = None) -> None:
-        """As a worker does: some of the steps that it may go on for."""
-        self.computing.remove(event)
-        memory, named = self.pool.memory, {one.name: one for one in event.inputs}
+    def heard(self, frames: list[Any]) -> None:
+        (talk,) = [one for one in self.talks if one.id == decode_reply(frames).id]
+        talk.heard(frames)
+
+    def cancel(self, talk: Talk) -> None:
+        """As the frontend, whose client takes it back or is gone."""
+        if (token := talk.client.requests.get(talk.id)) is not None:
+            pending = self.requests.waiting(token)
+            if pending.is_copying:
+                pending.is_cancelled = True
+            else:
+                self.events.append(ev.CancelAsked(token=token))
+
+    def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
+        """As a worker and the scheduler do: a run of these, of some of the steps that it may have.
+        Then each is answered, or has more to do."""
+        runs = {token: self.computing.pop(token) for token in tokens}
+        steps = self.chance.randint(1, min(one.choosing.steps for one in runs.values()))  # type: ignore[union-attr]
+        more = []
+        for token, run in runs.items():
+            answer = self.computed(run, steps)
+            assert run.choosing is not None
+            if error is not None:
+                self.answer(ev.Answer(token=ev.Token(token), error=error))
+            elif run.choosing.ends_with(answer.body["tokens"]):
+                self.answer(answer)
+            else:
+                self.between.add(token)
+                more.append(msgspec.structs.replace(answer, more=True))
+        if more:
+            self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
+
+    def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Answer:
+        memory, named = self.pool.memory, {one.name: one for one in run.inputs}
         found = {
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
         }
         ids = np.frombuffer(found[IDS], np.int64).tolist()
         (used,) = np.frombuffer(found[USED], np.int64).tolist()
-        assert event.choosing is not None
+        assert np.frombuffer(found[COUNT], np.int64).tolist() == [len(ids)]
+        how = run.choosing
+        assert how is not None
         cache, token = fed(found[CACHE][: ROW * used], ids)
-        tokens = [token]
-        while len(tokens) < self.chance.randint(1, event.choosing.steps):
+        tokens = [] if how.is_piece else [token]
+        while tokens and len(tokens) < steps and not how.ends_with(tokens):
             cache, token = fed(cache, tokens[-1:])
             tokens.append(token)
-        at, outputs = event.reply_offset_bytes, list[SlabTensor]()
-        rows = np.frombuffer(cache[ROW * used :], np.uint8).reshape(1, -1, ROW)
-        for name, value in ((TOKENS, np.array([tokens])), (CACHE_NEW, rows)):
-            memory[at : at + value.nbytes] = value.tobytes()
-            outputs.append(
-                SlabTensor(
-                    name=name,
-                    dtype=str(value.dtype),
-                    shape=value.shape,
-                    offset_bytes=at,
-                    size_bytes=value.nbytes,
-                )
-            )
-            at = aligned(at + value.nbytes, 512)
-        given = () if error else tuple(outputs)
-        self.answer(ev.Answer(token=event.token, outputs=given, error=error))
+        assert how.allows(tokens)
+        at, rows = run.reply_offset_bytes, np.frombuffer(cache[ROW * used :], np.uint8)
+        assert rows.nbytes <= run.reply_bytes
+        memory[at : at + rows.nbytes] = rows.tobytes()
+        slab = SlabTensor(
+            name=CACHE_NEW,
+            dtype="uint8",
+            shape=(1, rows.nbytes // ROW, ROW),
+            offset_bytes=at,
+            size_bytes=rows.nbytes,
+        )
+        return ev.Answer(token=ev.Token(run.token), outputs=(slab,), body={"tokens": tokens})
 
     def answer(self, answer: ev.Answer) -> None:
         pending = self.requests.find(answer.token)
-        assert pending is not None
-        client, name = pending.client, pending.request_id
+        if pending is None:
+            return
+        self.between.discard(answer.token)
+        answer = self.generations.ended(pending, answer)
         outgoing = self.requests.end(pending, answer)
-        (talk,) = [one for one in self.talks if one.id == name]
         if outgoing is None or outgoing.on_end is None:
+            (talk,) = [one for one in self.talks if one.id == pending.request_id]
             talk.is_over = True
             return
-        header = decode_reply(outgoing.frames)
-        tokens = np.frombuffer(outgoing.frames[2], np.int64).tolist() if not header.error else []
+        self.heard(outgoing.frames)
         outgoing.on_end(True)
-        assert not client.is_gone
-        talk.came(answer.error, tokens)
 
     def turn(self) -> None:
-        while self.calls:
-            self.calls.popleft()()
+        while self.calls or self.events:
+            while self.events:
+                self.take(self.events.popleft())
+            if self.calls:
+                self.calls.popleft()()
         self.waits += self.pool.on_release is not None
         self.pool.check()
 
-    def run(self, talks: list[Talk] | None = None) -> None:
+    def take(self, event: ev.Event) -> None:
+        """As the scheduler."""
+        if isinstance(event, ev.InferArrived):
+            self.computing[event.token] = event
+        elif isinstance(event, ev.NextRuns):
+            for run in event.runs:
+                if run.inputs and run.token in self.between:
+                    self.between.remove(run.token)
+                    self.computing[run.token] = run
+        elif isinstance(event, ev.CancelAsked):
+            if event.token in self.computing or event.token in self.between:
+                self.computing.pop(event.token, None)
+                self.answer(ev.Answer(token=event.token, error=Cancelled("it was taken back")))
+        else:
+            assert isinstance(event, ev.PrefetchHint)
+
+    def some(self) -> list[int]:
+        """Those of the next run."""
+        return self.chance.sample(sorted(self.computing), self.chance.randint(
+            1, min(4, len(self.computing))))  # fmt: skip
+
+    def run(self) -> None:
         """All to their ends, whose requests are computed in any order."""
+        self.turn()
         while left := [one for one in self.talks if not one.is_over]:
             ready = [one for one in left if not one.is_asked]
             assert ready or self.computing, "all wait, and nothing goes on"
-            move = self.chance.choice([*ready, *self.computing])
-            move.ask() if isinstance(move, Talk) else self.compute(move)
+            if ready and (not self.computing or self.chance.random() < 0.3):
+                self.chance.choice(ready).ask()
+            else:
+                self.compute(self.some())
             self.turn()
 
     def close(self) -> None:
@@ -241,6 +289,7 @@ class Rig:
         self.turn()
         assert self.pool.is_empty, "memory is lost"
         assert self.pool.on_release is None
+        assert not self.generations._live
         self.inference.copier.shutdown()
         self.pool.close()
 
@@ -263,9 +312,9 @@ def test_answers_that_do_not_fit_together_all_end_with_their_own_tokens(
         one.ask()
     rig.run()
     for one in talks:
-        assert one.error is None
-        assert one.generating.tokens == recomputed(one.prompt, most)
-    assert rig.lost
+        assert (one.error, one.reason) == (None, "length")
+        assert one.tokens == recomputed(one.prompt, most)
+    assert rig.waits
     rig.close()
 
 
@@ -275,11 +324,11 @@ def test_the_longest_answer_alone_ends_and_a_longer_one_is_never_begun(length: i
     assert length < rig.longest[0] < CONTEXT
     talk = rig.talk(rig.client("a"), prompt(1, length), 10 * CONTEXT)
     rig.run()
-    assert (talk.error, talk.generating.reason) == (None, "length")
-    assert len(talk.generating.tokens) + length == rig.longest[0]
-    assert talk.generating.tokens == recomputed(talk.prompt, rig.longest[0] - length)
-    with pytest.raises(InvalidInput):
-        rig.talk(rig.client("a"), prompt(1, rig.longest[0]), 1)
+    assert (talk.error, talk.reason) == (None, "length")
+    assert talk.tokens == recomputed(talk.prompt, rig.longest[0] - length)
+    longer = rig.talk(rig.client("a"), prompt(1, rig.longest[0]), 1)
+    longer.ask()
+    assert isinstance(longer.error, InvalidInput)
     rig.close()
 
 
@@ -291,27 +340,21 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
     for _ in range(1200):
         move = chance.random()
         live = [one for one in rig.talks if not one.is_over]
-        asking = [one for one in live if one.is_asked]
+        asked = [one for one in live if one.is_asked]
         if move < 0.1 and len(live) < 9:
             stem = prompt(chance.randrange(3), chance.choice([4, 40, 90]))
-            talk = rig.talk(
+            rig.talk(
                 clients[chance.choice("aab")],
                 [*stem, chance.randrange(WORDS)],
                 chance.choice([9, 150, 200]),
             )
-        elif move < 0.5 and (ready := [one for one in live if not one.is_asked]):
+        elif move < 0.3 and (ready := [one for one in live if not one.is_asked]):
             chance.choice(ready).ask()
-        elif move < 0.96 and rig.computing:
-            error = InvalidInput("its own fault") if move > 0.955 else None
-            rig.compute(chance.choice(rig.computing), error)
-        elif move < 0.97 and asking:
-            talk = chance.choice(asking)
-            pending = rig.requests.waiting(talk.client.requests[talk.id])
-            if pending.is_copying:  # as ``Frontend._take_back`` does
-                pending.is_cancelled = True
-                rig.inference.look_again()
-        elif move < 0.975 and live:
-            chance.choice(live).close() if not asking else None
+        elif move < 0.95 and rig.computing:
+            error = InvalidInput("its own fault") if move > 0.945 else None
+            rig.compute(rig.some(), error)
+        elif move < 0.965 and asked:
+            rig.cancel(chance.choice(asked))
         elif move < 0.98:
             rig.now_ms += IDLE_MS / 2
             rig.sequences.expire()
@@ -320,20 +363,17 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
             gone, clients[name] = clients[name], rig.client(name)
             gone.is_gone = True
             rig.sequences.forget(gone)
-            for talk in (one for one in live if one.client is gone):
+            for talk in [one for one in live if one.client is gone]:
                 talk.is_over = not talk.is_asked
-                if talk.is_asked and (found := gone.requests.get(talk.id)) is not None:
-                    rig.requests.waiting(found).is_cancelled = True
-            rig.inference.look_again()
+                rig.cancel(talk)
         rig.turn()
     for number in range(5):
         rig.talk(clients["a"], prompt(number, 20), 150)
     rig.run()
     for talk in rig.talks:
-        tokens = talk.generating.tokens
-        assert tokens == recomputed(talk.prompt, len(tokens))[: len(tokens)]
-        assert not (isinstance(talk.error, QueueFull) and tokens), "it ended midway"
-    assert any(talk.generating.reason is not None for talk in rig.talks)
+        assert talk.tokens == recomputed(talk.prompt, len(talk.tokens))[: len(talk.tokens)]
+        assert not (isinstance(talk.error, QueueFull) and talk.tokens), "it ended midway"
+    assert any(talk.reason for talk in rig.talks)
     assert rig.waits
     rig.close()
 
@@ -341,14 +381,12 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
 def test_a_new_answer_is_refused_while_those_that_began_wait() -> None:
     rig = Rig(320 << 10)
     client = rig.client("a")
-    talks = [rig.talk(client, prompt(n), 300) for n in range(3)]
+    for number in range(3):
+        rig.talk(client, prompt(number), 300).ask()
+    rig.turn()
     while not rig.waits:
-        for one in talks:
-            if not one.is_asked:
-                one.ask()
+        rig.compute([*rig.computing])
         rig.turn()
-        for event in rig.computing[:]:
-            rig.compute(event)
     late = rig.talk(client, prompt(9), 1)
     late.ask()
     assert isinstance(late.error, QueueFull)
@@ -356,4 +394,108 @@ def test_a_new_answer_is_refused_while_those_that_began_wait() -> None:
     other.ask()
     assert other.error is None
     rig.run()
+    rig.close()
+
+
+def test_an_answer_that_another_server_began_continues_after_its_tokens() -> None:
+    rig, whole = Rig(320 << 10), recomputed(prompt(1), 30)
+    talk = rig.talk(rig.client("a"), prompt(1), 30)
+    for count in (1, 17, 29):
+        ids = np.array(prompt(1), np.int64)
+        body = {"max_tokens": 30, "so_far": whole[:count]}
+        inputs = (WireTensor(name=IDS, dtype="int64", shape=ids.shape, frame=0),)
+        header = RequestHeader(v=1, op="generate", id=talk.id, model="m", inputs=inputs, body=body)
+        talk.tokens, talk.is_over, talk.is_asked = whole[:count], False, True
+        rig.generations.generate(talk.client, header, [ids.tobytes()])
+        rig.turn()
+        rig.run()
+        assert (talk.tokens, talk.reason) == (whole, "length")
+    header = msgspec.structs.replace(header, body={"max_tokens": 30, "so_far": whole})
+    with pytest.raises(InvalidInput):
+        rig.generations.generate(talk.client, header, [ids.tobytes()])
+    rig.close()
+
+
+@pytest.mark.parametrize("claim", ["rows", "tokens", "outside", "no rows", "its name"])
+def test_what_a_worker_claims_wrongly_ends_that_answer_alone(claim: str) -> None:
+    rig = Rig(320 << 10)
+    first, second = (rig.talk(rig.client("a"), prompt(n), 40) for n in (1, 2))
+    for one in (first, second):
+        one.ask()
+    rig.turn()
+    runs = [rig.computing.pop(token) for token in sorted(rig.computing)]
+    rig.between |= {run.token for run in runs}
+    right, other = (rig.computed(run, 1) for run in runs)
+    [rows] = right.outputs
+    wrong: dict[str, Any] = {
+        "rows": {"outputs": (msgspec.structs.replace(rows, size_bytes=rows.size_bytes + ROW),)},
+        "tokens": {"body": {"tokens": [WORDS]}},
+        "outside": {"outputs": (msgspec.structs.replace(rows, offset_bytes=0),)},
+        "no rows": {"outputs": ()},
+        "its name": {"outputs": (msgspec.structs.replace(rows, name="other"),)},
+    }
+    bad = msgspec.structs.replace(right, **wrong[claim])
+    rig.generations.run_ended(ev.RunEnded(answers=(bad, other)))
+    rig.turn()
+    assert isinstance(first.error, TaskFailed)
+    rig.run()
+    assert second.tokens == recomputed(second.prompt, 40)
+    rig.close()
+
+
+class Unread:
+    """A frame whose bytes nobody may read."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        raise AssertionError("it was read")
+
+
+def ids_of(*ids: int, shape: tuple[int, ...] = (), dtype: str = "int64") -> Any:
+    tensor = WireTensor(name=IDS, dtype=dtype, shape=shape or (len(ids),), frame=0)
+    return (tensor,), [np.array(ids, np.int64).tobytes()]
+
+
+TWO = WireTensor(name=IDS, dtype="int64", shape=(2,), frame=0)
+UNFIT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no input": (((), []), {}),
+    "two inputs": (((TWO, TWO), [Unread(16), Unread(16)]), {}),
+    "two dimensions": (ids_of(1, 2, shape=(1, 2)), {}),
+    "floats": (ids_of(1, 2, dtype="float64"), {}),
+    "no ids": (ids_of(), {}),
+    "fewer bytes": (((TWO,), [Unread(8)]), {}),
+    "endless": (
+        (
+            (WireTensor(name=IDS, dtype="int64", shape=(6 << 20,), frame=0),),
+            [Unread(48 << 20)],
+        ),
+        {},
+    ),
+    "no such token": (ids_of(1, WORDS), {}),
+    "below 0": (ids_of(1, -1), {}),
+    "a large id": (ids_of(1, 1 << 40), {}),
+    "no tokens wanted": (ids_of(1), {"max_tokens": 0}),
+    "a text": (ids_of(1), {"max_tokens": "9"}),
+    "too cold": (ids_of(1), {"temperature": -1.0}),
+    "no tokens left": (ids_of(1), {"top_p": 0.0}),
+    "many ends": (ids_of(1), {"stop_ids": [1] * 1000}),
+    "unknown": (ids_of(1), {"max_new_tokens": 4}),
+    "too many so far": (ids_of(1), {"max_tokens": 2, "so_far": [1, 2]}),
+    "no such token so far": (ids_of(1), {"so_far": [WORDS]}),
+    "another version": (ids_of(1), {"version": 7}),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_request_that_does_not_fit_is_refused(what: str) -> None:
+    rig, ((inputs, frames), body) = Rig(320 << 10), UNFIT[what]
+    header = RequestHeader(v=1, op="generate", id="r", model="m", inputs=inputs, body=body)
+    with pytest.raises(InvalidInput):
+        rig.generations.generate(rig.client("a"), header, frames)
+    assert not rig.requests.tokens()
     rig.close()

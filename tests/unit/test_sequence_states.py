@@ -7,34 +7,35 @@ Blocks, slabs and steps are small, so that few tokens meet every bound.
 from __future__ import annotations
 
 import copyreg
-import itertools
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 
 from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.request_pool import Room
-from pipeswitch.frontend.sequences import held as held_module
+from pipeswitch.frontend.sequences import caches, prefixes
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences import prefixes
 from pipeswitch.frontend.sequences.held import Grown, Held
 from pipeswitch.frontend.sequences.prefixes import History
 from pipeswitch.wire import slabs
-from tests.unit.sequence_world import Key, Move, Request, World
+from tests.unit.sequence_world import Key, Move, Request, World, done
 
 PAGE = 16  # of four rows
 STRUCTS = (Held, Grown, Room, History, Request)
-UNTOLD = ("number", "client", "announced", "steps", "made", "chosen", "choosing", "sent")
+UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token")
 SIZES = (
-    (prefixes, "BLOCK", 2), (sequences, "BLOCK", 2), (sequences, "ROWS_STEP", 2),
+    (prefixes, "BLOCK", 2), (sequences, "BLOCK", 2), (caches, "BLOCK", 2),
+    (sequences, "ROWS_STEP", 2),
     (slabs, "SLAB_ALIGN_BYTES", PAGE),
-    (request_pool, "SLAB_ALIGN_BYTES", PAGE), (held_module, "TENSOR_ALIGN_BYTES", 8),
+    (request_pool, "SLAB_ALIGN_BYTES", PAGE),
 )  # fmt: skip
 ONE, TWO, OTHER = ("a", "1"), ("a", "2"), ("b", "1")
-ONES, MIXED, MORE, APART = (1, 1, 1), (1, 1, 2, 2, 2), (1, 1, 1, 1), (2, 2)
+ONES, MIXED, LONG = (1, 1, 1), (1, 1, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1)
+PROMPTS, RUNS = (ONES, MIXED, LONG), ((1,), (2,), (1, 2, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +44,23 @@ class Scope:
     pages: int = 40
     depth: int
     story: tuple[Move, ...] = ()  # that it begins with
-    steps: int = 0  # that a worker may go on
-    hows: tuple[str, ...] = ("done", "at once", "late", "refused")
+    hows: tuple[str, ...] = ("ok", "late", "refused")
 
     def moves(self, world: World) -> Iterator[Move]:
-        held = world.sequences.held
-        for key in self.keys if held or world.told else self.keys[:1]:  # they are alike
-            request = world.under_way.get(key)
+        for key in self.keys if world.numbers else self.keys[:1]:  # they are alike
+            request = world.live.get(key)
             if request is None:
-                pieces = [(True, ONES), (True, MIXED)]
-                pieces += [(False, MORE), (False, APART)] if key in held else []
-                for (starts, piece), how in itertools.product(pieces, self.hows):
-                    yield "ask", key, starts, piece, how, self.steps
+                yield from (("begin", key, *one) for one in product(PROMPTS, self.hows))
             elif not request.is_copying:
-                yield from (("answer", key, how) for how in ("ok", "lost", "error"))
-                if self.steps:
-                    yield "answer", key, "ok", (1, 2, 1)
-            if key in held and not held[key].is_left:
+                hows = ("ok", "late", "wrong", "full")
+                yield from (("run", key, *one) for one in product(RUNS, hows))
+            if request is not None and not request.is_over:
                 yield "end", key
         if world.lane:
             yield ("carry",)
         if world.sequences.spare:
             yield ("give up",)
-        if not world.now_ms and (held or world.sequences.spare):
+        if not world.now_ms and world.numbers:
             yield ("idle",)
 
 
@@ -101,14 +96,15 @@ def shape_of(world: World) -> int:
         return [plain(item) for item in one] if isinstance(one, list | tuple) else one
 
     own, slabs = world.sequences, world.pool._slabs
-    told = (own.held, [*own.spare.values()], world.under_way, world.lane, own._prefixes._with,
+    told = ([*own.held.values()], [*own.spare.values()], world.live, world.lane,
+            [[*one] for one in own._prefixes._with.values()],
             sorted(slabs._taken.items()), world.now_ms, own._look_at_ms)  # fmt: skip
     return hash((repr(plain(told)), bytes(world.pool.memory)))
 
 
 def explore(scope: Scope) -> int:
     """How many states there are; an exception of a move has the story as a note."""
-    root = World(scope.pages * PAGE)
+    root = World(scope.pages * PAGE, steps=max(map(len, RUNS)))
     for move in scope.story:
         root.move(move)
     seen, frontier = {shape_of(root)}, [(pickle.dumps(root), scope.story)]
@@ -131,24 +127,17 @@ def explore(scope: Scope) -> int:
     return len(seen)
 
 
-def done(key: Key, starts: bool, *piece: int) -> Move:
-    return "ask", key, starts, piece, "done"
-
-
-TALK = (done(ONE, True, *ONES), done(ONE, False, *MORE))
-OVER = (done(ONE, True, *MIXED), done(ONE, False, *APART), ("end", ONE))
+TALK = done(ONE, ONES, (1,), (1, 1, 1))
+OVER = (*done(ONE, MIXED, (2,), (2,)), ("end", ONE))
 SCOPES = {
-    "full": Scope(depth=2, pages=16, story=(*TALK, ("end", ONE), done(TWO, True, *(2,) * 6))),
+    "full": Scope(depth=3, pages=16, story=(*TALK, ("end", ONE), *done(TWO, (2,) * 6))),
     "spare": Scope(depth=3, story=OVER),
-    "ahead": Scope(depth=2, story=(*OVER, done(ONE, True, *MIXED), done(TWO, True, *MIXED),
-                                   done(TWO, False, *MORE))),
+    "taken over": Scope(depth=2, story=(*OVER, *done(ONE, MIXED, (1,)), *done(TWO, MIXED, (1, 1)))),
     "two callers": Scope(depth=3, keys=(ONE, OTHER)),
-    "steps": Scope(depth=3, steps=3),
-    "tokens in common": Scope(depth=3, hows=("done", "at once", "refused"),
-                              story=(*TALK, done(TWO, True, *ONES))),
+    "tokens in common": Scope(depth=3, hows=("ok", "refused"), story=(*TALK, *done(TWO, ONES))),
     "tight": Scope(depth=4, pages=16),
     "wide": Scope(depth=4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

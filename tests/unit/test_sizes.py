@@ -30,7 +30,7 @@ USERS = {
 TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
 LARGE = {
     "methods": "world.World 32",
-    "fields": "records.Request 29, held.Held 26",
+    "fields": "records.Request 29, held.Held 21",
 }
 
 

@@ -14,7 +14,7 @@ from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.workers.inference import steps
-from pipeswitch.workers.inference.steps import CHOSEN, Stepping
+from pipeswitch.workers.inference.steps import Stepping
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")
@@ -23,12 +23,12 @@ NAMES = ("ids", "count", "used", "cache")
 class Toy:
     """Its logits depend on every row that is used, and on nothing else."""
 
-    def __init__(self, eos: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         specs = [[SimpleNamespace(name=one) for one in names]
                  for names in (NAMES, ("logits", "cache_new"))]  # fmt: skip
         self.manifest: Any = SimpleNamespace(
-            inputs=specs[0], outputs=specs[1], extra={"generation": {"eos_ids": eos}},
-            batching=Batching(limit=8, delay_ms=0.0, is_exact=False), digest="d",
+            inputs=specs[0], outputs=specs[1], digest="d",
+            batching=Batching(limit=8, delay_ms=0.0, is_exact=False),
             dims=[Dim("past", 1, CONTEXT)],
         )  # fmt: skip
         self.is_nonsense = False
@@ -96,11 +96,10 @@ class Worker:
         found = []
         for number in range(len(requests)):
             values, own = run.told(number, [one[number : number + 1] for one in outputs])
-            assert values[0] is CHOSEN
-            assert [one.name for one in values] == ["tokens", "cache_new"]
-            found.append((own[0][0].tolist(), own[1].clone()))
+            assert [one.name for one in values] == ["cache_new"]
+            found.append(own[0].clone())
         self.stepping.ended(head, run, self.took_ms * run.count)
-        return found
+        return [([*one], rows) for one, rows in zip(run.tokens(), found, strict=True)]
 
     def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
         """One request for each token, by a worker that keeps nothing."""
@@ -152,17 +151,15 @@ def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
 ) -> None:
     worker = Worker()
 
-    def run() -> list[int]:
-        request = worker.asked([1, 2], 9)
+    def run(**how: Any) -> list[int]:
+        request = worker.asked([1, 2], 9, **how)
         worker.told([request])  # how long a step takes is known then
         [(tokens, _)] = worker.told([request])
         return tokens
 
     whole = run()
     assert len(whole) == 9
-    worker.toy.manifest.extra["generation"]["eos_ids"] = (whole[3],)
-    assert run() == whole[: whole.index(whole[3]) + 1]
-    worker.toy.manifest.extra["generation"]["eos_ids"] = ()
+    assert run(stop=(whole[3],)) == whole[: whole.index(whole[3]) + 1]
     answers = iter([False] * 8 + [False, True])
     worker.waits = lambda: next(answers)
     assert run() == whole[:2]
@@ -182,6 +179,15 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
         [(tokens, _)] = worker.told([worker.asked([1, 2, 3], 9, length=length)])
         counts.append(len(tokens))
     assert counts == [1, 1, 9, 1, 9]
+
+
+def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
+    """Its rows are kept; beside it, another one's token is chosen."""
+    worker = Worker()
+    worker.toy.is_nonsense = True
+    [(tokens, rows)] = worker.told([worker.asked([1, 2, 3], 1, length=2, is_piece=True)])
+    assert tokens == []
+    assert torch.equal(rows, worker.rows([2, 3]))
 
 
 def test_logits_that_are_no_numbers_are_said() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +18,12 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.base.roles import ANYONE, Standing
 from pipeswitch.gateway.openai.answers import turn_of
 from pipeswitch.gateway.openai.completions import NEUTRAL, Said, _check_neutral, _said
+from pipeswitch.gateway.openai.text_process import Begin, Came, Step
+from pipeswitch.gateway.openai.text_process import Texts as TextProcess
 from pipeswitch.gateway.openai.texts import TURN_S, Place, Texts, next_place
 from pipeswitch.gateway.sharing import MOST_PASSES, Turns
 from pipeswitch.programs.decoding.answer import Ending
-from pipeswitch.programs.decoding.generating import Facts, Generating
+from pipeswitch.programs.decoding.generating import Facts
 from pipeswitch.programs.decoding.generation import author_defaults
 from pipeswitch.programs.decoding.sampling import Sampling
 
@@ -149,22 +152,22 @@ def test_nobody_waits_for_ever(held: dict[str, str], wanted: dict[str, str]) -> 
 
 
 def test_an_answer_goes_on_in_another_process_where_it_was() -> None:
-    facts = Facts(version=1, digest="d", vocabulary=9, context=30, piece=4)
-    prompt, ending = [1, 2, 3, 4, 5, 6], Ending(max_new_tokens=8, eos_ids=(8,))
-    whole = Generating(facts, prompt, Sampling(), ending)
-    made: list[int] = []
-    for tokens in ([7], [1], [2, 3], [4, 8]):
-        step = whole.step()
-        found = whole.answered(tokens)
-        used = step.used + len(step.ids)
-        if used >= len(prompt):
-            made += tokens
-            used += len(tokens) - 1
-        other = Generating(facts, prompt, Sampling(), ending)
-        again = other.resume(made, used)
-        assert again[len(again) - len(found) :] == found
-        assert (other.tokens, other.reason) == (whole.tokens, whole.reason)
-        assert (other.step().ids, other.step().used) == (whole.step().ids, whole.step().used)
+    facts = Facts(version=1, digest="d", vocabulary=9, context=30)
+    ending = Ending(max_new_tokens=8, eos_ids=(8,))
+    begin = Begin(answer=1, prompt=[1, 2, 3], sampling=Sampling(), ending=ending)
+    whole, made = TextProcess(facts), list[int]()
+    whole.handle(begin)
+    for tokens in ([7], [2, 3], [4, 8]):
+        made += tokens
+        found = whole.handle(Came(answer=1, tokens=tokens))
+        assert isinstance(found, Step)
+        assert [one.id for one in found.tokens] == tokens
+        told = len(made) - len(tokens)
+        resumed = msgspec.structs.replace(begin, so_far=made, told=told)
+        again = TextProcess(facts).handle(resumed)
+        assert isinstance(again, Step)
+        assert (again.tokens, again.reason) == (found.tokens, found.reason)
+    assert found.reason == "stop"
 
 
 def test_options_are_read_of_the_whole_request() -> None:
@@ -301,7 +304,7 @@ def test_an_answer_whose_process_is_over_at_once_gets_another_one(
             opened.append(self)
 
     opened: list[Process] = []
-    facts = Facts(version=1, digest="d", vocabulary=8, context=8, piece=1)
+    facts = Facts(version=1, digest="d", vocabulary=8, context=8)
     texts = Texts(cast(Any, None))
 
     async def open_one(*_: object) -> Process:

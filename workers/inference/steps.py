@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -23,7 +23,6 @@ from pipeswitch.programs.decoding.generation import (
     COUNT,
     IDS,
     LOGITS,
-    TOKENS,
     USED,
 )
 from pipeswitch.programs.decoding.sampling import Sampling, next_token, sampling_of
@@ -34,7 +33,6 @@ from .pool import RequestPool
 
 RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
 ROWS_STEP: Final = 16  # most runs have the last one's shape, and few rows that are not used
-CHOSEN: Final = ValueSpec(name=TOKENS, dtype="int64", shape=("batch", "steps"))
 
 Requests = Sequence[RunInference | JoinedRequest]
 Known = tuple[int, int, int]  # a sequence, the run that made its last rows, and how many it has
@@ -131,7 +129,7 @@ class Stepping:
         return 0 if most == len(requests) == 1 else most
 
     def ended(self, message: RunInference, steps: Steps, ms: float) -> None:
-        """The run did, well."""
+        """Keep what a run that ended well has left."""
         self._step_ms[message.model, 1 + len(message.joined)] = ms / steps.count
         steps.keep(message.epoch)
 
@@ -201,7 +199,8 @@ class Steps:
     def told(
         self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
-        """What a request gets, where ``own`` is its part of the last step's outputs."""
+        """Return what a request gets, where ``own`` is its part of the last step's outputs: with
+        ``choosing`` its new rows, and the tokens from ``tokens``."""
         outputs, row = self._bound.manifest.outputs, self._order[number]
         if self._requests[number].choosing is None:
             return outputs, own
@@ -209,8 +208,18 @@ class Steps:
             rows = self._cache[row : row + 1].narrow(1, self._first[row], self.count)
         else:
             _, rows = self._named(own)
-        chosen = torch.tensor([[step[row] for step in self._tokens]])
-        return [CHOSEN, *[spec for spec in outputs if spec.name == CACHE_NEW]], [chosen, rows]
+        return [spec for spec in outputs if spec.name == CACHE_NEW], [rows]
+
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each request."""
+        return tuple(
+            [
+                ()
+                if (how := one.choosing) is None or how.is_piece
+                else tuple([step[row] for step in self._tokens])
+                for one, row in zip(self._requests, self._order, strict=True)
+            ]
+        )
 
     def keep(self, epoch: int) -> None:
         """Its caches, for the next run: on another device they are not."""
@@ -227,15 +236,17 @@ class Steps:
 
     def _is_last(self, ms: float) -> bool:
         is_late = ms * (self.count + 1) / self.count > RUN_MS
-        ends: Sequence[Any] = self._bound.manifest.extra["generation"]["eos_ids"]
-        is_end = any(token in ends for token in self._tokens[-1])
+        is_end = any(
+            one.choosing is not None and self._tokens[-1][row] in one.choosing.stop
+            for one, row in zip(self._requests, self._order, strict=True)
+        )
         return self.count == self.most or is_late or is_end or self._is_over()
 
     def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
         """The next token of each row."""
         values, found = logits.float().cpu().numpy(), [0] * len(upto)
         for one, row in zip(self._requests, self._order, strict=True):
-            if (how := one.choosing) is None:
+            if (how := one.choosing) is None or how.is_piece:
                 continue
             if how.options is None:
                 sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)

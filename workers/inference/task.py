@@ -290,7 +290,7 @@ def infer(
             ended_at_ms=ended_at_ms,
             stall_ms=groups.stall_ms,
             is_clean=is_clean,
-            steps=1 if steps is None else steps.count,
+            tokens=() if steps is None else steps.tokens(),
             group_begins_at_ms=tuple(groups.begins_ms),
             group_ends_at_ms=tuple(groups.ends_ms),
         )

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from ...base.errors import InvalidInput, TaskFailed
 from ...base.units import printable
 from ...ipc.messages.base import Epoch, SlabTensor
-from ...ipc.messages.worker import Choosing
-from ...programs.decoding.generation import MOST_STEPS, TOKENS
-from ...programs.decoding.sampling import sampling_of
-from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
-from ...scheduler.events import Announce, Answer
+from ...programs.decoding.generation import CACHE
+from ...programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
+from ...scheduler.events import Announce, Answer, Token
 from ..admission import Admitted, Body
 from ..request_pool import RequestPool, Room
 from ..transport.clients import Client
-from .prefixes import History, Tokens, tokens_of
+from .prefixes import History, tokens_of
 
 MAX_ID: Final = 64
 
@@ -79,18 +75,19 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
     donors: list[Held] = []  # that are copied from
     pins: int = 0  # sequences that copy from this one
     history: History | None = None  # of a language model's tokens, as long as they are known
-    choosing: Choosing | None = None  # of the request under way
-    sent: int = 0  # tokens that the worker gets of it
-    chosen: SlabTensor | None = None  # what came of it
-    asked: Tokens[int] = NO_TOKENS  # by the request under way
-    borrowed: int = 0  # of these, those whose rows were there
-    ahead: Tokens[int] = NO_TOKENS  # tokens with rows after the used ones
+    token: Token | None = None  # the request of a generation, which has it
 
     @property
     def copy_bytes(self) -> int:
         """To be copied before its request is computed; many, where another copy must come first."""
         waits = any(donor.copies for donor in self.donors)
         return 1 << 62 if waits else sum(size for _, _, size in self.copies)
+
+    @property
+    def used(self) -> int:
+        """The number of rows in a language model's cache."""
+        grown = self.grown.get(CACHE)
+        return 0 if grown is None else grown.used
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
@@ -130,23 +127,9 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
                 source = memory[source : source + size]
             memory[at : at + size] = bytes(size) if source is None else source
 
-    def give_rows_back(self) -> None:
-        """Leave the sequence as it was before this request: drop the reused rows and the ids."""
-        for grown in self.grown.values():
-            grown.stale = max(grown.stale, grown.used)
-            grown.used -= self.borrowed
-        self.borrowed, self.asked = 0, NO_TOKENS
-
-    def chosen_tokens(self, pool: RequestPool) -> Tokens[int]:
-        """Return the tokens that the worker chose."""
-        if self.chosen is None:
-            return NO_TOKENS
-        tokens = self.memory(pool)[self.chosen.offset_bytes :][: self.chosen.size_bytes]
-        return tokens_of(np.frombuffer(tokens, np.int64))
-
     def apart(self, admitted: Admitted) -> Admitted:
-        """Less what is not copied into the request's own room. An operator's module may write to
-        its inputs, so it has copies. Where tokens are chosen the reply has these and all rows."""
+        """Return the request without what is not copied into its own room. An operator's module may
+        write to its inputs, so it has copies."""
         if self.announced.manifest.mode == "module":
             return admitted
         inputs, offset = [], 0
@@ -154,13 +137,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
             if one.name not in self.values:
                 inputs.append(replace(one, offset_bytes=offset))
                 offset += aligned(one.size_bytes, TENSOR_ALIGN_BYTES)
-        reply_bytes = admitted.reply_bytes
-        if self.choosing is not None:
-            rows = self.sent + self.choosing.steps - 1
-            sizes = [one.row_bytes * rows for one in self.grown.values()]
-            sizes.append(self.choosing.steps * ITEM_BYTES["int64"])
-            reply_bytes = sum(aligned(size, TENSOR_ALIGN_BYTES) for size in sizes)
-        return Admitted(inputs=tuple(inputs), input_bytes=offset, reply_bytes=reply_bytes)
+        return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
 
     def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
         """All inputs in order: those that were placed, and the state where it lies."""
@@ -175,26 +152,14 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         by_output = {output: name for name, (output, _) in self.state.items()}
         made = {by_output[one.name]: one for one in answer.outputs if one.name in by_output}
         fits = all(grown.has_room_for(made.get(name)) for name, grown in self.grown.items())
-        if made.keys() != self.state.keys() or not fits or not self._fits_choosing(answer, made):
+        if made.keys() != self.state.keys() or not fits:
             error = TaskFailed(f'sequence "{self.key[1]}": the worker left no such state')
             return Answer(token=answer.token, error=error)
         self.made = made
         self.run = Epoch(answer.timing.epoch if answer.timing is not None else 0)
-        self.chosen = answer.outputs[0] if self.choosing is not None else None
         told = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
         return msgspec.structs.replace(answer, outputs=told, body=body)
-
-    def _fits_choosing(self, answer: Answer, made: Mapping[str, SlabTensor]) -> bool:
-        """Whether the first output is the tokens, and there is a row for each but the last."""
-        if self.choosing is None:
-            return True
-        first = answer.outputs[0]
-        count = math.prod(first.shape)
-        rows = {made[name].size_bytes // grown.row_bytes for name, grown in self.grown.items()}
-        is_right = (first.name, first.dtype, first.shape) == (TOKENS, "int64", (1, count))
-        is_within = 1 <= count <= self.choosing.steps
-        return is_right and is_within and rows == {self.sent + count - 1}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,12 +168,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     starts: bool
     ends: bool
-    choosing: Choosing | None = None
-
-    @property
-    def continues_answer(self) -> bool:
-        """A step of an answer that has begun, which waits where there is no room."""
-        return self.choosing is not None and self.choosing.waits
 
 
 def asked_of(body: Body) -> Asked | None:
@@ -219,13 +178,6 @@ def asked_of(body: Body) -> Asked | None:
         if starts or ends:
             raise InvalidInput("infer: start and end are of a sequence", hint="name its sequence")
         return None
-    choosing: Choosing | None = body.of_type("choose", Choosing | None)
-    if choosing is not None:
-        sampling_of(choosing).check()
-        if not 1 <= choosing.steps <= MOST_STEPS:
-            raise InvalidInput(f"infer: choose: {choosing.steps} steps, it is 1 to {MOST_STEPS}")
-        if choosing.rows < 0:
-            raise InvalidInput(f"infer: choose: {choosing.rows} rows, it is 0 or more")
     if len(name) > MAX_ID or printable(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
-    return Asked(id=name, starts=starts, ends=ends, choosing=choosing)
+    return Asked(id=name, starts=starts, ends=ends)

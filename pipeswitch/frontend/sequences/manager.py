@@ -8,32 +8,32 @@ sequence holds is of its caller's share of the pool.
 It has one request at a time. One that fails leaves the state as it was. An answer that did not
 reach its client ends the sequence: nobody could say which step it is at.
 
-A language model's sequence that has ended stays as a *spare* until its memory is wanted: one of the
-same caller that begins with the same tokens takes it over, and of one that goes on it copies the
-rows. Large copies are another thread's (``copy``), before the request is computed.
+A generation's cache is a sequence too (``open``, ``fit``, ``append``). When it has ended it stays
+as a *spare* until its memory is wanted: a generation of the same caller that begins with the same
+tokens takes it over, or copies the rows of one that still runs (``reuse``). Large copies are made
+by another thread (``copy``), before the request is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from ...base.errors import InvalidInput, SequenceNotFound
 from ...ipc.messages.base import SlabTensor
-from ...programs.decoding.generation import CACHE, COUNT, IDS, MOST_STEPS, USED
+from ...programs.decoding.generation import CACHE, MOST_STEPS
 from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
-from ...scheduler.events import Announce
+from ...scheduler.events import Announce, Token
 from ...wire.frames import RequestHeader, WireTensor
 from ..admission import check_brought
 from ..request_pool import RequestPool, Room
 from ..transport.clients import Client
 from .held import MAX_STEP_TOKENS, NO_TOKENS, Asked, Grown, Held, Key
-from .prefixes import BLOCK, TOKEN_BYTES, History, Prefixes, Tokens, common, tokens_of
+from .prefixes import BLOCK, TOKEN_BYTES, Prefixes
 
 ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
 SPARE_SHARE: Final = 16  # or by such a part: each row is moved 16 times at most, half of it unused
@@ -71,8 +71,6 @@ class Sequences:
                 f'"{announced.base or announced.model}" was registered without a state',
                 hint='register(…, state={"h": "h_out"})',
             )
-        if asked.choosing is not None and not announced.manifest.extra.get("generation"):
-            raise InvalidInput(f'"{announced.base or announced.model}" has no tokens to choose')
         key = (caller, asked.id)
         known = self.held.get(key)
         if known is not None and known.is_busy:
@@ -84,12 +82,19 @@ class Sequences:
             if known is None or (known.announced.base or known.announced.model) != base:
                 raise SequenceNotFound(f'no sequence "{asked.id}" of "{base}"', hint=HINT)
             return known
+        return self._made(key, client, announced)
+
+    def _made(self, key: Key, client: Client, announced: Announce) -> Held:
         self._number += 1
-        held = Held(key=key, number=self._number, client=client, announced=announced,
-                    used_at_ms=self._now_ms())  # fmt: skip
-        if announced.manifest.extra.get("generation"):
-            held.history = History((caller, announced.model, announced.manifest.digest), of=held)
-        return held
+        return Held(
+            key=key,
+            number=self._number,
+            client=client,
+            announced=announced,
+            used_at_ms=self._now_ms(),
+        )
+
+    # ---- requests with a state -----------------------------------------------------------------
 
     def given(
         self, held: Held, asked: Asked, header: RequestHeader, frames: Sequence[Any]
@@ -124,10 +129,7 @@ class Sequences:
         values = check_brought(header.model, brought, [*map(len, frames)], manifest)
         grows = {name for name, (_, axis) in held.state.items() if axis >= 0}
         first = {name: frames[brought.pop(name).frame] for name in grows & brought.keys()}
-        if manifest.extra.get("generation"):
-            self._reuse(held, brought, all_frames, values, first)
         inputs = [*brought.values()]
-        held.choosing, held.sent = asked.choosing, values.get("length", 0)
         for spec in manifest.inputs:
             if spec.name not in held.state or spec.name in brought:
                 continue
@@ -146,72 +148,11 @@ class Sequences:
             all_frames.append(data)
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
-    def _reuse(
-        self,
-        held: Held,
-        brought: dict[str, WireTensor],
-        frames: list[Any],
-        values: dict[str, int],
-        first: Mapping[str, Any],
-    ) -> None:
-        """Remove the tokens that have rows from a language model's request, except the last one.
-
-        The inputs are read once and the model computes that copy: a sender could still change its
-        own bytes.
-        """
-        known = values["past"] if first else next((one.used for one in held.grown.values()), 0)
-        ids, count, found = _ids_of(held, brought, frames, known), 0, None
-        if first:
-            self._forget_tokens(held)  # nobody knows what its rows are of
-        if held.history is not None:
-            count = common(held.ahead, ids[:-1])
-        if held.history is not None and len(ids) > BLOCK and not count:
-            found = self._prefixes.find(held.history, ids[:-1])
-        donor: Held | None = found[0].of if found is not None else None
-        if donor is not None and donor.copies and not donor.is_busy:
-            donor = None  # a request of its own was refused, and nobody carries them
-        if found is not None and donor is not None:
-            count = found[1] - known
-            if id(donor) in self.spare and not (known or donor.pins) and (
-                count == len(ids) - 1 or 2 * count >= len(found[0].tokens)
-            ):  # fmt: skip
-                self._take_over(held, donor)
-            else:
-                self._copy_rows(held, donor, known, count, values)
-        for grown in held.grown.values():
-            grown.used += count
-        held.asked, held.borrowed, values["length"] = ids, count, len(ids) - count
-        left = ids[count:]
-        for name, numbers in ((IDS, left), (COUNT, [len(left)]), (USED, [known + count])):
-            frames[brought[name].frame] = np.array(numbers, np.int64).tobytes()
-        brought[IDS] = msgspec.structs.replace(brought[IDS], shape=(1, len(left)))
-
-    def _take_over(self, held: Held, donor: Held) -> None:
-        """All that a spare has."""
-        held.grown, donor.grown = donor.grown, {}
-        held.ahead = donor.history.tokens if donor.history is not None else NO_TOKENS
-        for grown in held.grown.values():
-            grown.stale, grown.used = max(grown.stale, grown.used), 0
-        self.drop(donor)
-
-    def _copy_rows(self, held: Held, donor: Held, known: int, count: int, values: Values) -> None:
-        """Of one that others may need: it stays as it is."""
-        donor.pins += 1  # before room is made, which a spare may be given up for
-        held.ahead = NO_TOKENS  # copied over
-        held.donors.append(donor)
-        for spec in held.announced.manifest.inputs:
-            if spec.name in donor.grown:
-                self._make_room(held, spec, held.state[spec.name][1], values)
-                mine, theirs = held.grown[spec.name], donor.grown[spec.name]
-                at = mine.row_bytes * known
-                ends = (one.room.input_offset_bytes + at for one in (mine, theirs))
-                held.copies.append((*ends, mine.row_bytes * count))  # type: ignore[arg-type]
-
     def _forget_tokens(self, held: Held) -> None:
         """Nobody knows any more what its rows are of."""
         if held.history is not None:
             self._prefixes.remove(held.history)
-        held.history, held.ahead, held.asked = None, NO_TOKENS, NO_TOKENS
+        held.history = None
 
     def copied(self, held: Held) -> None:
         """What was copied from is needed no longer."""
@@ -235,7 +176,6 @@ class Sequences:
 
     def refused(self, held: Held) -> None:
         """The request was not accepted: one that it would have started holds nothing."""
-        held.give_rows_back()
         if self.held.get(held.key) is not held:
             self.drop(held)
 
@@ -251,32 +191,19 @@ class Sequences:
         """Its request is over, and the room of the reply is this one's to give back."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
-        chosen = held.chosen_tokens(self._pool) if is_ok else NO_TOKENS
-        if is_ok and is_sent and held.announced.manifest.extra.get("generation"):
-            model = held.announced.model
-            self._tokens[model] = self._tokens.get(model, 0) + max(1, len(chosen))
         is_here = self.held.get(held.key) is held
         is_last = held.is_left or (is_ok and held.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in held.grown.items():
                 grown.append(held.memory(self._pool), made.pop(name))
-            if held.history is not None:
-                fed = held.asked + chosen[:-1]
-                self._prefixes.extend(held.history, fed)
-                is_same = held.ahead[: len(fed)] == fed
-                held.ahead = held.ahead[len(fed) :] if is_same else NO_TOKENS
-                self._tokens_reused += held.borrowed
-                held.borrowed, held.asked = 0, NO_TOKENS
             if made:
                 room, held.room = held.room, room
                 held.values |= made
             held.epoch = held.run
             held.steps += 1
             self._steps += 1
-        elif is_here:
-            held.give_rows_back()
-            if not held.steps or not is_sent or is_last:
-                self._retire(held)
+        elif is_here and (not held.steps or not is_sent or is_last):
+            self.drop(held)
         if room is not None:
             self._pool.release_reply(room)
 
@@ -291,8 +218,8 @@ class Sequences:
             self._pool.release_reply(room)
         self.copied(held)
 
-    def _retire(self, held: Held) -> None:
-        """It is over. A language model's is a spare, if it knows its tokens."""
+    def retire(self, held: Held) -> None:
+        """End a sequence. A generation's is a spare, if its tokens are known."""
         tokens = held.history.tokens if held.history is not None else NO_TOKENS
         is_whole = not held.copies and all(one.used == len(tokens) for one in held.grown.values())
         if len(tokens) < BLOCK or not is_whole:
@@ -344,13 +271,6 @@ class Sequences:
                 if not held.is_busy:
                     self.drop(held)
 
-    def is_going_on(self, caller: str, but: Collection[Key]) -> bool:
-        """Return whether another answer of this caller continues, besides the given ones."""
-        return any(
-            key[0] == caller and key not in but and one.announced.manifest.extra.get("generation")
-            for key, one in self.held.items()
-        )
-
     def _make_room(
         self, held: Held, spec: ValueSpec, axis: int, values: Values, first: Any = None
     ) -> None:
@@ -381,23 +301,20 @@ class Sequences:
                 f'"{spec.name}" has no rows yet, and the model takes {numbers[axis]} at least',
                 hint=f'pass "{spec.name}" with the request that starts the sequence',
             )
-        more = held.choosing.steps - 1 if held.choosing is not None else 0
-        wanted = max(used + shape_at(made.shape, values)[axis] + more, numbers[axis])
+        wanted = max(used + shape_at(made.shape, values)[axis], numbers[axis])
         most = dim.high if dim is not None else wanted
         if wanted > most:
             raise InvalidInput(
                 f'"{spec.name}" would have {wanted} rows, the model takes {most}',
                 hint="start another sequence",
             )
-        if held.choosing is not None:
-            wanted = max(wanted, min(held.choosing.rows, most))
         if grown is None or wanted > grown.capacity:
             grown = self._larger(held, grown, row_bytes, wanted, most, first)
             held.grown[spec.name] = grown
             grown.least, grown.used = numbers[axis], used
         rows, is_padded = max(grown.used, grown.least), dim and dim.name in manifest.pads
-        if is_padded and grown.used and grown.used >= grown.stale:  # zeros, finite at least
-            rows = min(aligned(rows + more, ROWS_STEP), grown.capacity)
+        if is_padded and grown.used:  # zeros
+            rows = min(aligned(rows, ROWS_STEP), grown.capacity)
         held.values[spec.name] = SlabTensor(
             name=spec.name, dtype=spec.dtype,
             shape=(*numbers[:axis], rows, *numbers[axis + 1 :]),
@@ -411,7 +328,7 @@ class Sequences:
         that it needs. Raises like ``_make_room``."""
         manifest, tenant, token_bytes = held.announced.manifest, held.announced.tenant, 0
         if manifest.extra.get("generation"):
-            token_bytes = TOKEN_BYTES
+            token_bytes = 2 * TOKEN_BYTES  # of its history, and of the ids so far
             most = max(wanted, longest(manifest, self._pool.share_bytes)[0])
         rows_more = max(ROWS_STEP, aligned(wanted // SPARE_SHARE, ROWS_STEP))
         capacity = min(aligned(wanted, rows_more), most)
@@ -435,7 +352,7 @@ class Sequences:
         """Of a client that is gone: those without a request; the others end with it."""
         for held in [one for one in self.held.values() if one.client is client]:
             if not held.is_busy:
-                self._retire(held)
+                self.retire(held)
 
     def expire(self) -> float:
         """Drop those that were abandoned; milliseconds until the next one may be."""
@@ -453,8 +370,9 @@ class Sequences:
         self._look_at_ms = now_ms + next_ms
         return next_ms
 
-    def end(self, name: str, caller: str) -> None:
-        """As its client asks, without a request; where one is under way, when that is over.
+    def end(self, name: str, caller: str) -> Token | None:
+        """End a sequence as its client asks: where a request is under way, when that is over; of a
+        generation, return the request that must be cancelled.
 
         Raises:
             SequenceNotFound: there is none.
@@ -465,7 +383,8 @@ class Sequences:
         if held.is_busy:
             held.is_left = True
         else:
-            self._retire(held)
+            self.retire(held)
+        return held.token
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
         """As ``pipeswitch sequences`` shows them; of one caller, or all."""
@@ -484,42 +403,10 @@ def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
     high = {dim.name: dim.high for dim in manifest.dims}
     (cache,) = [one for one in manifest.inputs if one.name == CACHE]
     row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
-    rows = (share_bytes - SMALL_BYTES) // (row_bytes + TOKEN_BYTES)
+    rows = (share_bytes - SMALL_BYTES) // (row_bytes + 2 * TOKEN_BYTES)
     piece = min(high["length"], MAX_STEP_TOKENS, max(ROWS_STEP, rows // PIECES))
     beside = max(piece, MOST_STEPS) + piece * ITEM_BYTES["int64"] // row_bytes
     return min(high["past"], max(0, rows - beside)), piece
-
-
-def _ids_of(
-    held: Held, brought: Mapping[str, WireTensor], frames: Sequence[Any], used: int
-) -> Tokens[int]:
-    """Return the tokens of a language model's step, whose sequence has ``used`` rows.
-
-    Raises:
-        InvalidInput: the ids, their count or their position is wrong; the text has the right value.
-    """
-    if missing := [name for name in (IDS, COUNT, USED) if name not in brought]:
-        raise InvalidInput(f'"{missing[0]}" is missing', hint=f"pass {IDS}, {COUNT} and {USED}")
-    length = brought[IDS].shape[1]
-    if brought[IDS].shape[0] != 1:
-        raise InvalidInput(f'"{IDS}" has {brought[IDS].shape[0]} rows; a sequence has exactly one')
-    if length > MAX_STEP_TOKENS:
-        raise InvalidInput(
-            f"{length} tokens in one request; the limit is {MAX_STEP_TOKENS}",
-            hint="send the prompt in pieces",
-        )
-    for name, right in ((COUNT, length), (USED, used)):
-        number = int(np.frombuffer(frames[brought[name].frame], np.int64)[0])
-        if number != right:
-            data: dict[str, Any] = {name: right}
-            text = f'"{name}" is {number}, but sequence "{held.key[1]}" needs {right} here'
-            raise InvalidInput(text, hint=f"{name}=[{right}]", **data)
-    ids = np.frombuffer(bytes(frames[brought[IDS].frame]), np.int64)
-    vocabulary = held.announced.manifest.extra["generation"]["vocabulary"]
-    for number in (int(ids.min()), int(ids.max())):
-        if not 0 <= number < vocabulary:
-            raise InvalidInput(f"token id {number} is outside 0 to {vocabulary - 1}")
-    return tokens_of(ids)
 
 
 def _beginning(spec: ValueSpec, values: Values, held: Held) -> tuple[int, ...]:

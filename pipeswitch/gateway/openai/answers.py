@@ -1,12 +1,12 @@
-"""Answers of language models: the loop over their tokens.
+"""Answers of language models: one request of verb ``generate`` each, whose tokens come as replies.
 
-To the server, an answer is a series of requests like any others, with the same roles, queues and
-counts. The model's text process (``texts.py``) encodes and decodes text.
+The model's text process (``texts.py``) encodes the prompt and decodes the tokens. At a stop string
+the request is cancelled.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import secrets
 from array import array
 from collections import deque
@@ -15,18 +15,16 @@ from itertools import count
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from ...base.errors import PipeSwitchError, SequenceNotFound
+from ...base.errors import ServerUnavailable
 from ...base.roles import ANYONE, Standing
 from ...base.shares import Shares
-from ...client.tensors import to_frames
-from ...programs.decoding import generating
-from ...programs.decoding.generating import Facts, Token
+from ...client.generation import Asked
+from ...programs.decoding.generating import Facts, Token, ending_of, fitted
 from ..http.server import Head
-from ..serving.oip import InferRequest
 from ..serving.service import Service
-from .text_process import Asked, Begin, Came, Drop, Lost, Step, check_length
+from .text_process import Asked as TextAsked
+from .text_process import Begin, Came, Drop, Step, check_length
 from .texts import Inline, ProcessLost, Talk, Texts
 
 ANSWERS: Final = 256  # maximum number under way; each holds a cache on the server
@@ -67,6 +65,7 @@ class Answers:
                 await answering.close()
                 raise
             self.under_way.add(turn, 1)  # until it is closed
+            answering.is_counted = True
             return answering
 
 
@@ -76,20 +75,22 @@ class Answering:
     def __init__(
         self, answers: Answers, caller: Standing, head: Head, model: str, facts: Facts
     ) -> None:
-        self.id = secrets.token_hex(12)  # of its sequence too
+        self.id = secrets.token_hex(12)
         self.step: Step
         self.tokens: list[int] = []
+        self.is_counted = False  # among the answers under way
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version
         self._answers, self._caller, self._head, self._facts = answers, caller, head, facts
         self._turn = turn_of(caller, head.peer)
         self._number = next(_numbers)
-        self._is_started = False
+        self._request: asyncio.Future[list[int]] | None = None
+        self._replies: asyncio.Queue[list[int] | None] = asyncio.Queue()
         self._talk: Talk | Inline | None = None
         self._begin: Begin
         self._prompt = b""  # its ids, once they are known
         self._made: list[int] = []  # tokens of the model
-        self._told = self._used = 0  # tokens with text; rows of the cache
+        self._told = 0  # tokens with text
 
     async def begin(self, asked: Begin) -> None:
         """Raises InvalidInput: the prompt or a setting does not fit."""
@@ -100,36 +101,51 @@ class Answering:
         self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None)
 
     async def next(self) -> Token | None:
-        """The next token; None: that was the last. A sequence that the server forgot is begun
-        again, once for each step."""
+        """The next token; None: that was the last."""
         while not self._came and self.step.reason is None:
-            step, self._is_started = self.step.next, True
-            try:
-                outputs, _ = await self._answers.service.infer(
-                    self._caller, self.model, str(self.version), _request(self.id, step),
-                    self._head.headers, self._head.peer,
-                )  # fmt: skip
-            except SequenceNotFound:
-                if not step.used:
-                    raise
-                self._used = 0
-                await self._ask(Lost(answer=self._number))
-                continue
-            tokens = np.frombuffer(outputs[0].data, np.int64).tolist()
-            self._used = step.used + len(step.ids)
-            if self._used >= self.step.prompt_count:  # else it is a piece of the prompt
-                self._made += tokens
-                self._used += len(tokens) - 1
-            await self._ask(Came(answer=self._number, tokens=tokens))
-            self._told += len(self.step.tokens)
-            self._came.extend(self.step.tokens)
+            if self._request is None:
+                self._request = self._sent()
+            tokens = await self._replies.get()
+            if tokens is None:  # the final reply, or an error
+                tokens = self._request.result()
+            self._made += tokens
+            if tokens:
+                await self._ask(Came(answer=self._number, tokens=tokens))
+                self._told += len(self.step.tokens)
+                self._came.extend(self.step.tokens)
+            elif self._request.done():
+                raise ServerUnavailable("the answer ended without a reason")
+        if self.step.reason is not None:
+            self._end()
         if not self._came:
             return None
         token = self._came.popleft()
         self.tokens.append(token.id)
         return token
 
-    async def _ask(self, asked: Asked) -> None:
+    def _sent(self) -> asyncio.Future[list[int]]:
+        """Send the request; its replies come in ``_replies``."""
+        ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
+        ending = ending_of(facts, ids, self._begin.ending)
+        sampling = fitted(self._begin.sampling, facts, len(ids), ending)
+        asked = Asked(ids, sampling, ending, put)
+        request = asyncio.ensure_future(
+            self._answers.service.generate(
+                self._caller, self.model, str(self.version), asked, self._head.headers,
+                self._head.peer,
+            )
+        )  # fmt: skip
+        request.add_done_callback(lambda _: put(None))
+        return request
+
+    def _end(self) -> None:
+        """Cancel the request if it is not over, as at a stop string."""
+        if self._request is not None and not self._request.cancel() and not (
+            self._request.cancelled()
+        ):  # fmt: skip
+            self._request.exception()  # nobody else asks
+
+    async def _ask(self, asked: TextAsked) -> None:
         """Set ``step``. If the process has ended, start a new one and send it the answer so far."""
         tries = 0
         while True:
@@ -139,9 +155,9 @@ class Answering:
                     self._caller, self._turn, self.model, self._facts
                 )
                 if self._prompt:
-                    ids, made = array("i", self._prompt).tolist(), self._made
+                    ids = array("i", self._prompt).tolist()
                     asked = msgspec.structs.replace(
-                        self._begin, prompt=ids, so_far=made, told=self._told, used=self._used
+                        self._begin, prompt=ids, so_far=self._made, told=self._told
                     )
             try:
                 self.step = await self._talk.ask(asked, self._turn)
@@ -159,21 +175,13 @@ class Answering:
                 self._answers.texts.leave(talk)
 
     async def close(self) -> None:
-        """It is over, or nobody wants the rest: its cache on the server is given back. Once."""
+        """It is over, or nobody wants the rest. Once."""
         self._leave()
-        if self._is_started:
+        self._end()
+        if self.is_counted:
             self._answers.under_way.give(self._turn, 1)
-            with contextlib.suppress(PipeSwitchError):  # it never began, or the server is gone
-                await self._answers.service.end_sequence(self._caller, self.id)
 
 
 def turn_of(caller: Standing, peer: str) -> str:
     """Return the name under which a caller takes turns: its token's name, else its address."""
     return f"address {peer}" if caller.tenant == ANYONE else f"token {caller.tenant}"
-
-
-def _request(name: str, step: generating.Step) -> InferRequest:
-    """A step, as the model takes it."""
-    inputs, frames, _ = to_frames(step.inputs())
-    sequence = {"sequence": name, "choose": step.choose, **({} if step.used else {"start": True})}
-    return InferRequest(id="", inputs=inputs, frames=frames, sequence=sequence)

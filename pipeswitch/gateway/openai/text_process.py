@@ -1,4 +1,4 @@
-"""The process of one model's texts: its chat template, its tokenizer, and when an answer ends.
+"""The process of one model's texts: it renders its chat template, encodes, and decodes.
 
 Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
 to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
@@ -21,14 +21,14 @@ import msgspec
 
 from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
-from ...programs.decoding import generating
-from ...programs.decoding.answer import Ending
+from ...programs.decoding.answer import Answer, Ending
 from ...programs.decoding.generating import (
     TOO_LONG,
     Facts,
-    Generating,
     Token,
     Tokenizer,
+    ending_of,
+    fitted,
     tokenizer_of,
 )
 from ...programs.decoding.sampling import Sampling
@@ -61,21 +61,15 @@ class Begin(Said, frozen=True, kw_only=True, tag=True):
     messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
     sampling: Sampling
     ending: Ending
-    # Of an answer that another process began: tokens that came, those of them whose text is known,
-    # rows of the cache that are computed.
+    # For an answer that another process began: the tokens so far, and how many of them have text.
     so_far: list[int] = []
     told: int = 0
-    used: int = 0
 
 
 class Came(Said, frozen=True, kw_only=True, tag=True):
-    """The tokens of a step."""
+    """The tokens of a reply."""
 
     tokens: list[int]
-
-
-class Lost(Said, frozen=True, kw_only=True, tag=True):
-    """Its sequence is gone."""
 
 
 class Drop(Said, frozen=True, kw_only=True, tag=True):
@@ -87,13 +81,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Back: the tokens that have come, and what is asked next."""
+    """Reply: the tokens with their text."""
 
     prompt_count: int
-    next: generating.Step
     tokens: list[Token] = []
-    reason: str | None = None  # why there is no next
-    prompt: bytes = b""  # ids of a new answer's, int32
+    reason: str | None = None  # why the answer is over
+    prompt: bytes = b""  # ids of a new answer's prompt, int32
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -105,7 +98,7 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: str = ""
 
 
-Asked = Begin | Came | Lost | Drop
+Asked = Begin | Came | Drop
 
 
 class Texts:
@@ -113,7 +106,7 @@ class Texts:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._answers: dict[int, tuple[Generating, int]] = {}
+        self._answers: dict[int, tuple[Answer, int]] = {}
 
     def handle(self, asked: Asked) -> Step | Wrong | None:
         if isinstance(asked, Drop):
@@ -130,29 +123,21 @@ class Texts:
                 raise  # a begun answer needs little memory: another process continues it
             return Wrong(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
-    def _step(self, asked: Begin | Came | Lost) -> Step:
-        tokens: list[Token] = []
-        prompt = b""
+    def _step(self, asked: Begin | Came) -> Step:
+        prompt, told = b"", 0
         if isinstance(asked, Begin):
             ids = self._ids(asked)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
-            new = Generating(self._facts, ids, asked.sampling, asked.ending, decode)
+            ending = ending_of(self._facts, ids, asked.ending)
+            fitted(asked.sampling, self._facts, len(ids), ending)
+            new = Answer(ending, decode, ids)
             self._answers[asked.answer] = new, len(ids)
-            if asked.so_far or asked.used:
-                tokens = new.resume(asked.so_far, asked.used)[asked.told :]
-            else:
-                prompt = array("i", ids).tobytes()
+            prompt, told = array("i", ids).tobytes(), asked.told
         answer, prompt_count = self._answers[asked.answer]
-        if isinstance(asked, Lost):
-            answer.lost()
-        elif isinstance(asked, Came):
-            tokens = answer.answered(asked.tokens)
+        came = asked.so_far if isinstance(asked, Begin) else asked.tokens
+        tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
         return Step(
-            prompt_count=prompt_count,
-            next=answer.step(),
-            tokens=tokens,
-            reason=answer.reason,
-            prompt=prompt,
+            prompt_count=prompt_count, tokens=tokens[told:], reason=answer.reason, prompt=prompt
         )
 
     def _ids(self, asked: Begin) -> list[int]:

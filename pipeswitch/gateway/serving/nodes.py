@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ LOOK_S: Final = 0.25  # interval between checks of the table
 FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
 MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
 REFUSED: Final = frozenset({"put", "register", "unregister"})
-ROUTED: Final = frozenset({"infer", "show", "generation"})
+ROUTED: Final = frozenset({"infer", "generate", "show", "generation"})
 log = logging.getLogger(__name__)
 
 
@@ -142,8 +143,8 @@ class Nodes:
         self._began.pop(key, None)
         if node and node not in held:
             raise lost(body["sequence"])
-        if not node:  # a text is this gateway's; others' steps may come in at another one
-            node = first if "choose" in body else home_of("\0".join(key), self._fresh(held))
+        if not node:  # its next request may come in at another gateway
+            node = home_of("\0".join(key), self._fresh(held))
         if not body.get("end"):
             self._began[key] = node
         if len(self._began) > MAX_SEQUENCES:
@@ -211,6 +212,9 @@ class Nodes:
         try:
             if node == self._table.here:
                 return await self._local.ask(op, **options)
+            if on_progress := options.get("on_progress"):  # the link has a thread of its own
+                loop = asyncio.get_running_loop()
+                options = options | {"on_progress": partial(loop.call_soon_threadsafe, on_progress)}
             return await asyncio.wrap_future(self._link(node).request(op, **options))
         finally:
             self._balance.count(node, -1)

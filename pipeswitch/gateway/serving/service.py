@@ -23,6 +23,7 @@ from ...base.errors import (
     ServerUnavailable,
 )
 from ...base.roles import URGENT_PRIORITY, Role, Standing
+from ...client.generation import Asked
 from ...programs.decoding.generating import Facts
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
@@ -187,16 +188,7 @@ class Service:
             answer = self._upstream.infer(model, number, asked, tenant, address, traceparent)
             outputs, bill = await answer
         except BaseException as error:
-            if traced is not None:
-                traced.failed(error)
-            if not isinstance(error, PipeSwitchError):
-                raise
-            if "version" in error.data:
-                raise NotFound(error.message, hint=error.hint) from None
-            if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
-                is_models = not isinstance(error, ServerUnavailable | Cancelled)
-                took_ms = (time.perf_counter() - began) * 1000.0
-                self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
+            self._failed(model, traced, began, error)
             raise
         took_ms = (time.perf_counter() - began) * 1000.0
         bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
@@ -212,6 +204,53 @@ class Service:
             bill[f"{step}.total_ms"] = round(part["total_ms"], 3)
         return outputs, bill
 
+    async def generate(
+        self, caller: Standing, model: str, version: str, asked: Asked,
+        carrier: Mapping[str, str] = MappingProxyType({}), address: str = "",
+    ) -> list[int]:  # fmt: skip
+        """Return the last tokens of a generation, after those that ``asked`` was given."""
+        require(caller, "generate")
+        number, began = number_of(model, version), time.perf_counter()
+        traced, traceparent = None, carrier.get("traceparent", "")
+        if self._tracer is not None:
+            traced = Traced(self._tracer, model, carrier)
+            traceparent = traced.traceparent
+        asker = {
+            "tenant": caller.tenant, "address": address, "version": number,
+            "traceparent": traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+        }  # fmt: skip
+        asked.body.update({name: value for name, value in asker.items() if value})
+        try:
+            tokens, bill = await self._upstream.generate(model, asked)
+        except BaseException as error:
+            self._failed(model, traced, began, error)
+            raise
+        took_ms = (time.perf_counter() - began) * 1000.0
+        bill["gateway_ms"] = max(0.0, took_ms - bill.get("total_ms", 0.0))
+        self._tally.answered(model, took_ms, bill)
+        if traced is not None:
+            traced.answered(bill)
+        return tokens
+
+    def _failed(
+        self, model: str, traced: Traced | None, began: float, error: BaseException
+    ) -> None:
+        """Trace and count a request that failed.
+
+        Raises:
+            NotFound: the model has no such version.
+        """
+        if traced is not None:
+            traced.failed(error)
+        if not isinstance(error, PipeSwitchError):
+            return
+        if "version" in error.data:
+            raise NotFound(error.message, hint=error.hint) from None
+        if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
+            is_models = not isinstance(error, ServerUnavailable | Cancelled)
+            took_ms = (time.perf_counter() - began) * 1000.0
+            self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
+
     async def generation(
         self, caller: Standing, model: str, version: str, *, with_texts: bool = False
     ) -> Facts:
@@ -223,12 +262,6 @@ class Service:
     async def owner(self, model: str, version: str) -> str:
         """Return the tenant that registered a model; callers do not see it."""
         return str((await self._upstream.show(model, number_of(model, version)))["tenant"])
-
-    async def end_sequence(self, caller: Standing, name: str) -> None:
-        """With the request that it has; raises SequenceNotFound."""
-        require(caller, "sequences")
-        tenant = {"tenant": caller.tenant} if caller.tenant else {}
-        await self._upstream.ask("sequences", body={"end": name, **tenant})
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
         """What Prometheus reads, and its type: the server's own numbers are for operators."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...client.calls import Call, Reply
+from ...client.generation import Asked
 from ...client.looped import LoopConnection
 from ...wire.bill import Bill
 from ...wire.frames import CHUNK_BYTES
@@ -86,6 +87,10 @@ class Upstream:
             convert=_outputs,
         )
 
+    def generate(self, model: str, asked: Asked) -> Awaitable[tuple[list[int], dict[str, Any]]]:
+        """Return the last tokens and the bill. Cancelling this cancels the request."""
+        return self._connection.ask("generate", model=model, convert=_tokens, **asked.options)
+
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """A model's row; of the current version, or another."""
         body = {"version": version} if version else None
@@ -136,6 +141,10 @@ class Upstream:
             with contextlib.suppress(ServerUnavailable):
                 await self._events.ask("events", on_progress=took)
             await asyncio.sleep(EVENTS_AGAIN_S)
+
+
+def _tokens(reply: Reply) -> tuple[list[int], dict[str, Any]]:
+    return reply.body["tokens"], (reply.timing or Bill()).as_dict()
 
 
 def _outputs(reply: Reply) -> tuple[list[Output], dict[str, Any]]:

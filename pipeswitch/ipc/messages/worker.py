@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -81,8 +82,8 @@ class ForgetModel(Message, frozen=True):
 
 
 class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a language model's tokens are chosen, as ``programs.sampling`` does it, and for how many
-    steps the worker may go on by itself (ADR 54). Part of RunInference, no message."""
+    """How a worker chooses a generation's tokens (``programs.decoding.sampling``), and for how many
+    steps it may continue in one run (ADR 54). Part of RunInference, no message."""
 
     steps: int = 1
     temperature: float = 0.0
@@ -90,8 +91,21 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 0
     options: dict[str, Any] | None = None
     seen: dict[int, int] = {}  # earlier tokens, and how often each came in the answer
-    rows: int = 0  # that the cache is to have room for, with this step
-    waits: bool = False  # for room: the answer has begun
+    stop: tuple[int, ...] = ()  # tokens that end the generation
+    left: int = 1  # tokens that may still come, with those of this run
+    is_piece: bool = False  # more of the prompt follows: no token is chosen
+
+    def ends_with(self, tokens: Sequence[int]) -> str:
+        """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an
+        empty text while there is more to do."""
+        if tokens and tokens[-1] in self.stop:
+            return "stop"
+        return "length" if not self.is_piece and len(tokens) >= self.left else ""
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Return whether a worker may have chosen so many tokens."""
+        most = 0 if self.is_piece else min(self.steps, self.left)
+        return min(1, most) <= len(tokens) <= most
 
 
 class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,8 +128,8 @@ class RunInference(Message, frozen=True):
     With ``is_timed`` the worker waits for the device after each group, so that a group's times are
     those of its computation (``pipeswitch profile``).
 
-    With ``choosing`` the tokens are answered instead of their logits, and of all steps the rows;
-    that word ends it after the step that it is at.
+    With ``choosing`` the tokens are answered instead of their logits, and the new cache rows of all
+    steps; the stop word ends the run after its current step.
     """
 
     epoch: Epoch  # also the turn this task computes under
@@ -150,7 +164,7 @@ class InferenceDone(Message, frozen=True):
     stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
     joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
-    steps: int = 1  # of ``choosing``
+    tokens: tuple[tuple[int, ...], ...] = ()  # of each request, if it has ``choosing``
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
 

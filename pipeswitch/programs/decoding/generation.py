@@ -31,7 +31,6 @@ LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
-TOKENS: Final = "tokens"  # that a worker chose, [batch, steps]: they come instead of the logits
 MOST_STEPS: Final = 32  # that it may go on for
 
 MAX_VOCABULARY: Final = 1 << 21

@@ -10,14 +10,15 @@ from ...base.errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull,
 from ...base.shares import left
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH, values_of
+from ...programs.interface.layout import Manifest
 from ...wire.bill import Bill
 from ..core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
-from ..events import Answer, CancelAsked, InferArrived, Prepared
+from ..events import Answer, CancelAsked, InferArrived, NextRun, NextRuns, Prepared
 from ..memory.placing import Placing
 from ..processes.stages import Stages
 from ..state.device_state import DeviceState
 from ..state.records import Model, Request
-from ..state.states import MODEL_AWAITED, ModelState, TaskEvent
+from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
 from .dispatch import Dispatch
@@ -66,9 +67,8 @@ class Admission:
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None and bool(model.stage.function),
             follows=event.follows,
-            sequence=event.sequence,
+            sequence=(event.sequence, event.after),
             choosing=event.choosing,
-            after=event.after,
             connection=event.connection,
         )
         if model.stage is None or not model.stage.function:
@@ -122,18 +122,12 @@ class Admission:
 
     def _queue(self, request: Request, model: Model) -> None:
         """It waits for a device, unless it has one at once, or its answer would come too late."""
-        core = self._core
-        built = model.built
+        core, built = self._core, model.built
         request.batch = batch_of(built, request.inputs)
         if "pads" in built.extra:
-            shapes = (tensor.shape for tensor in request.inputs)
-            values = values_of((spec.shape for spec in built.inputs), shapes) or {}
-            request.padded = tuple([values.pop(name) for name in built.pads])
-            request.fixed = tuple([values[name] for name in values if name != BATCH])
+            _measure(request, built)
         is_early = model.state.state in MODEL_AWAITED
         device, request.placed = self._placing.request(model, request)
-        if request.sequence:
-            device.replicas[request.model].away.requests.pop(request.sequence, None)
         if device.settings.admission == "off":
             if not is_early and self._dispatches[device.index].at_once(request):
                 return
@@ -194,7 +188,7 @@ class Admission:
         name, version = split_name(event.model)
         if not event.lineage and self._versions.present(name):
             return self._versions.missing(name, version)
-        return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
+        return _removed(event.model)
 
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Why it may not wait beside those that do."""
@@ -229,14 +223,50 @@ class Admission:
         )
 
     def cancel(self, event: CancelAsked) -> bool:
-        """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
+        """Take a queued request back; a dispatched one runs to its end (it is nearly there), and a
+        generation to the end of its run."""
         self._core.going_on.discard(event.token)
         for state in self._states:
-            request = state.queue.get(event.token) or state.early.get(event.token)
-            if request is not None:
+            request = state.requests.get(event.token)
+            if request is None:
+                continue
+            if request.state.state is TaskState.QUEUED:
                 state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
-                return True
+            elif request.runs is not None:
+                request.runs.is_cancelled = True
+            return True
         return self.stages.cancel(event.token)
+
+    def go_on(self, event: NextRuns) -> None:
+        """Generations whose run has ended, or that waited for room: to the queue, all at once."""
+        for run in event.runs:
+            for state in self._states:
+                request = state.between.get(run.token)
+                if request is not None and request.runs is not None:
+                    request.runs.is_returning = False
+                    self._go_on(state, request, run)
+
+    def _go_on(self, state: DeviceState, request: Request, run: NextRun) -> None:
+        model = self._models.get(request.model)
+        if model is None or model.state.state is ModelState.LEAVING:
+            state.refuse(request, TaskEvent.ERROR, _removed(request.model))
+        elif model.state.state is ModelState.QUARANTINED:
+            state.refuse(request, TaskEvent.ERROR, quarantined(model))
+        elif run.inputs:
+            del state.between[request.token]
+            request.inputs, request.choosing = run.inputs, run.choosing
+            request.reply_offset_bytes = run.reply_offset_bytes
+            request.reply_bytes = run.reply_bytes
+            request.sequence = run.sequence, run.after
+            _measure(request, model.built)
+            if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
+                return
+            request.hopeless_at_ms = forecast.hopeless_at_ms(state, request)
+            state.take(request)
+            if request.deadline_at_ms is not None:
+                self._core.look_again(request.deadline_at_ms, DUE)
+        else:
+            self._core.touched |= QUEUE  # those that it would have joined wait no longer
 
     def stored(self, model: Model) -> None:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
@@ -308,6 +338,18 @@ class Admission:
         state.early.discard(request)
         del state.requests[request.token]
         place.take(request, is_early=is_early)
+
+
+def _measure(request: Request, built: Manifest) -> None:
+    """Note the extents of a request's inputs, by which padded requests are batched."""
+    shapes = (tensor.shape for tensor in request.inputs)
+    values = values_of((spec.shape for spec in built.inputs), shapes) or {}
+    request.padded = tuple([values.pop(name) for name in built.pads])
+    request.fixed = tuple([values[name] for name in values if name != BATCH])
+
+
+def _removed(model: ModelName) -> ModelNotFound:
+    return ModelNotFound(f'no model "{split_name(model)[0]}"', hint="pipeswitch models")
 
 
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:

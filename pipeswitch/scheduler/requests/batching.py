@@ -3,29 +3,26 @@
 Requests are joined along the batch, where the model's owner has asked for it (ADR 28): those of one
 line, which have one model, one version and one priority, in the line's order.
 
-Some programs take requests of unequal extents together (``Manifest.pads``): the worker pads them.
-Steps of a language model's sequences are such, and the run that ends now has those whose next
-step comes soon (ADR 53).
+Some programs take requests of unequal extents together (``Manifest.pads``): the worker pads them
+(ADR 53). Generations are such: when their run ends they wait again, and their next batch is formed
+of all that wait then (ADR 62).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
 from typing import Final, NamedTuple
 
 from ...programs.interface.layout import MOST_JOINED_BYTES
 from ..state.device_state import DeviceState
-from ..state.records import Away, Replica, Request
+from ..state.records import Replica, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are the same
 MOST_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
-AWAY_SHARE: Final = 0.25  # of a run's time, for which its sequences' next steps are waited for
-MOST_AWAY_MS: Final = 10.0  # so many clients' round trips
-STEPS_AWAY_MS: Final = 5.0  # at least, where the next run may be of many steps
 
 
 class Batch(NamedTuple):
@@ -70,10 +67,8 @@ def _key(request: Request) -> object:
     return request.fixed if request.padded else [tensor.shape[1:] for tensor in request.inputs]
 
 
-def batch_for(
-    device: DeviceState, replica: Replica, head: Request, away: Iterable[Request] = ()
-) -> Batch:
-    """The head, and what of its line is joined with it (``away``: as if these waited too). It ends
+def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
+    """The head, and what of its line is joined with it. It ends
 
     1. at the first request that is too large for what the limit leaves;
     2. where the run, as far as is predicted, would end after the deadline of one that is in it.
@@ -87,7 +82,7 @@ def batch_for(
     due_ms, joined = head.due_ms, Joined(head)
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
-    for other in itertools.chain(line, away):
+    for other in line:
         if other is head or other.is_alone or not joined.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
@@ -101,9 +96,8 @@ def batch_for(
 
 
 def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
-    """Until when it waits for others: its oldest request for the delay, or a moment for the next
-    steps of those that have just computed (``Away``); and none so long that its
-    deadline could not be met: before it was measured none with a deadline waits."""
+    """Until when it waits for others: its oldest request for the delay, but none so long that its
+    deadline could not be met. Before it was measured none with a deadline waits."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -111,30 +105,19 @@ def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
     if batch.is_full or batching is None or not replica.is_on_device or is_unknown:
         return device.core.now_ms
     begins_ms = min(request.arrived_at_ms for request in batch.requests) + batching.delay_ms
-    away = replica.away
-    if begins_ms < away.until_ms and away.requests:
-        more = batch_for(device, replica, batch.requests[0], away.requests.values())
-        if more.size > batch.size:
-            begins_ms = away.until_ms
     return min(begins_ms, due_ms - compute_ms)
 
 
 def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
-    """Whether what comes until its model's run has ended may still join it: a run once dispatched
-    takes no more."""
+    """Return whether those of the model's current run, or of the one that ended in this moment, may
+    still join: a dispatched run takes no more."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
-    return is_same and bool(replica.built.pads) and not batch.is_full
-
-
-def ended(device: DeviceState, replica: Replica, requests: Sequence[Request], ms: float) -> None:
-    """Their run took so long. Clients have the answers, and ask for the next steps now: without a
-    moment for these two halves of the sequences would go on in turns."""
-    away = {request.sequence: request for request in requests if request.sequence}
-    goes_on = any(one.choosing is not None and one.choosing.steps > 1 for one in requests)
-    least_ms = STEPS_AWAY_MS if goes_on else 0.0
-    until_ms = device.core.now_ms + min(max(AWAY_SHARE * ms, least_ms), MOST_AWAY_MS)
-    replica.away = Away(away, until_ms)
+    returning = (
+        one.runs and one.runs.is_returning and one.model == replica.name
+        for one in device.between.values()
+    )
+    return bool(replica.built.pads) and not batch.is_full and (is_same or any(returning))
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:

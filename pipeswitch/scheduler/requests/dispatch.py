@@ -192,8 +192,8 @@ class Dispatch:
         5. While one waits for memory or the link, the next best is tried if the policy lets it
            overtake: a lower priority never runs in front of a higher one, and no request is
            overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
-        6. It waits for others to be joined with: meanwhile the next best ones run. What joins
-           those of its model's run that end now waits as in 4: its turn is the next one.
+        6. It waits for others to be joined with: meanwhile the next best ones run. What may join
+           generations whose run has just ended waits as in 4: its turn is the next one.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         8. Its model streams through the arena for another request: each has a pass of its own.
         9. Steps that go on by themselves end when a request waits, dispatched or not.
@@ -425,7 +425,7 @@ class Dispatch:
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
         batching = replica.built.batching
-        may_wait = batching is not None and (batching.delay_ms or replica.away.requests)
+        may_wait = batching is not None and (batching.delay_ms or device.between)
         if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.transfer.ahead_epoch != NO_EPOCH:
@@ -477,11 +477,13 @@ class Dispatch:
         """They wait no more: the worker computes them, when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
         assert manifest is not None
-        is_code = manifest.mode == "module"
+        is_code, choosing = manifest.mode == "module", request.choosing
         replica.transfer.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
+        chooses = False
         for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+            chooses = chooses or one.choosing is not None
         device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
@@ -499,11 +501,9 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             kept_bytes=replica.kept_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.kept_bytes if replica.landings else 0,
-            goes_on=(
-                request.choosing is not None
-                and request.choosing.steps > 1
-                and replica.landings is None  # that word means another thing to such a pass
-            ),
+            # The stop word means another thing to a pass of a model that streams.
+            goes_on=bool(choosing and choosing.steps > 1 and replica.landings is None),
+            chooses=chooses,
             charge=charge,
         )
         owner = device.owner
@@ -552,8 +552,8 @@ def _run_order(
         is_timed=device.measurement.model == replica.name,
         is_code=manifest.mode == "module",
         choosing=request.choosing,
-        sequence=request.sequence,
-        after=request.after,
+        sequence=request.sequence[0],
+        after=request.sequence[1],
     )
 
 
@@ -564,8 +564,8 @@ def _joined(request: Request) -> JoinedRequest:
         reply_offset_bytes=request.reply_offset_bytes,
         reply_bytes=request.reply_bytes,
         choosing=request.choosing,
-        sequence=request.sequence,
-        after=request.after,
+        sequence=request.sequence[0],
+        after=request.sequence[1],
     )
 
 

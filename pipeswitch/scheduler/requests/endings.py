@@ -4,19 +4,22 @@ the server.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ...base import errors
 from ...ipc.messages.base import SlabTensor
 from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import Manifest
-from ...wire.bill import Bill
+from ...wire.bill import Bill, of_runs
 from ..core import DUE, MEASURED
-from ..events import Answer, Span, Spans
+from ..events import Answer, RunEnded, Span, Spans
 from ..memory.residency import Residents
 from ..state.device_state import DeviceState
-from ..state.records import Activation, MeasuredRun, Model, Replica, Request, Worker
+from ..state.records import Activation, MeasuredRun, Model, Replica, Request, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
-from .batching import ended, failed
+from .batching import failed
 
 
 class Endings:
@@ -34,7 +37,8 @@ class Endings:
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
             return
-        if len(message.joined_outputs) != len(task.tokens) - 1:
+        is_whole = len(message.joined_outputs) == len(task.tokens) - 1
+        if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
             # Until it is reaped it may write to their slabs: not before are they tried again.
             device.kill(worker, "it answered other requests than it was given")
             return
@@ -53,8 +57,6 @@ class Endings:
         if not activation.streamed:
             replica.computed_epoch = activation.residency_epoch
         self._note_times(activation, replica, message)
-        if requests[0].sequence:
-            ended(device, replica, requests, core.now_ms - activation.began_at_ms)
         replica.use_count += len(requests)
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
@@ -62,24 +64,55 @@ class Endings:
         returns, stage = replica.model.built.returns, replica.model.stage
         if stage is not None and stage.after:
             core.going_on.update(request.token for request in requests)
-        for request, outputs in zip(
-            requests, (message.outputs, *message.joined_outputs), strict=True
+        more: list[Answer] = []
+        for number, (request, outputs) in enumerate(
+            zip(requests, (message.outputs, *message.joined_outputs), strict=True)
         ):
+            if request.predicted_end_ms is not None:
+                late_ms = core.now_ms - request.predicted_end_ms
+                device.predictions.ended(late_ms, core.now_ms)
+            bill = _bill(device, activation, request, replica, message, core.now_ms)
+            body: dict[str, Any] = {} if returns is None else {"returns": returns}
+            if request.choosing is not None and (runs := request.runs) is not None:
+                tokens = message.tokens[number]
+                body = {"tokens": list(tokens)}
+                bill = runs.bill = bill if runs.bill is None else of_runs(runs.bill, bill)
+                if not request.choosing.ends_with(tokens):
+                    answer = Answer(
+                        token=request.token, body=body, outputs=outputs, timing=bill, more=True
+                    )
+                    more += [answer] if self._has_more(request, runs) else []
+                    continue
             request.state.apply(TaskEvent.FINISHED, "outputs written")
             if request.follows:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
-            if request.predicted_end_ms is not None:
-                late_ms = core.now_ms - request.predicted_end_ms
-                device.predictions.ended(late_ms, core.now_ms)
-            core.emit(
-                Answer(
-                    token=request.token,
-                    body={} if returns is None else {"returns": returns},
-                    outputs=outputs,
-                    timing=_bill(device, activation, request, replica, message, core.now_ms),
-                )
-            )
+            core.emit(Answer(token=request.token, body=body, outputs=outputs, timing=bill))
+        if more:
+            core.emit(RunEnded(answers=tuple(more)))
+
+    def _has_chosen(self, task: Activation, tokens: Sequence[Sequence[int]]) -> bool:
+        """Return whether a worker chose as many tokens for each request as it might."""
+        requests = self._requests(task)
+        return len(tokens) == len(requests) and all(
+            one.choosing is None or one.choosing.allows(chosen)
+            for one, chosen in zip(requests, tokens, strict=True)
+        )
+
+    def _has_more(self, request: Request, runs: Runs) -> bool:
+        """A generation's run has ended and it has more to do: it waits again, as if it had come
+        now. False: it was cancelled meanwhile."""
+        core, device = self._core, self._device
+        request.state.apply(TaskEvent.MORE, "its run has ended")
+        if runs.is_cancelled:
+            device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
+            return False
+        request.arrived_at_ms, runs.is_returning = core.now_ms, True
+        if runs.allowed_ms is not None:
+            request.deadline_at_ms = core.now_ms + runs.allowed_ms
+        request.predicted_end_ms, request.deaths, request.is_alone = None, 0, False
+        device.between[request.token] = request
+        return True
 
     def _note_times(self, activation: Activation, replica: Replica, message: InferenceDone) -> None:
         """Keep the run's time for predictions, and its batch: the usual one of its model."""
@@ -87,7 +120,8 @@ class Endings:
         # By our clock, from the turn to its answer: that is how long the next one waits for it.
         now_ms = self._core.now_ms
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
-        step_ms = took_ms / max(1, message.steps)  # the next one waits for one of them
+        steps = max([1, *map(len, message.tokens)])
+        step_ms = took_ms / steps  # the next one waits for one of them
         self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
         if self._core.judge.ranks_runs:
             self._device.queue.changed(replica.name)
@@ -191,6 +225,9 @@ class Endings:
         for request in requests:
             request.state.apply(TaskEvent.WORKER_DIED, cause)
             self._device.queue.add(request)
+            if request.runs is not None and request.runs.is_cancelled:
+                error = errors.Cancelled("cancelled by the caller")
+                self._device.refuse(request, TaskEvent.CANCEL, error)
 
     def _judge(self, requests: list[Request], replica: Replica, status: int) -> None:
         device, limit = self._device, self._core.settings.max_deaths
@@ -254,7 +291,7 @@ def _bill(
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
-    made_ms = request.preprocess_ms or 0.0
+    made_ms, runs = request.preprocess_ms or 0.0, request.runs
     form = None if replica.manifest is None else replica.manifest.precision
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
@@ -263,7 +300,7 @@ def _bill(
         copy_ms=copy_ms,
         stall_ms=message.stall_ms,
         compute_ms=max(0.0, compute_ms),
-        total_ms=now_ms - request.arrived_at_ms,
+        total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
         resident=activation.was_resident,
         preempted=activation.preempted,
         worker=activation.slot,

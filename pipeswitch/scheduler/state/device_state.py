@@ -69,6 +69,7 @@ class DeviceState:
     accounts: Accounts = field(init=False)
     queue: Queue = field(init=False)  # QUEUED
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
+    between: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: between two runs
     jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     owner: DeviceOwner = field(default_factory=DeviceOwner)  # of its turn
@@ -200,6 +201,7 @@ class DeviceState:
         self.core.touched |= QUEUE
         self.queue.discard(request)
         self.early.discard(request)
+        self.between.pop(request.token, None)
         self.requests.pop(request.token)
         error.request_id = request.request_id
         self.core.refuse(request.token, error)

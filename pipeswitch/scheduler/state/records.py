@@ -16,6 +16,7 @@ from ...planning.profile import Profile
 from ...planning.streaming import Landings
 from ...programs.interface.layout import Manifest
 from ...programs.interface.stages import Stage
+from ...wire.bill import Bill
 from ..events import Token
 from ..policies.job_orders import JobView
 from .fair_queue import Charge
@@ -120,14 +121,6 @@ class Model:
 
 
 @dataclass
-class Away:
-    """Those of a model's last run that belong to sequences and have no next step here yet."""
-
-    requests: dict[int, Request] = field(default_factory=dict)  # by sequence
-    until_ms: float = 0.0  # others wait for them
-
-
-@dataclass
 class Grouping:
     """How a model's layers are grouped on a device, and why."""
 
@@ -171,7 +164,6 @@ class Replica:
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
     computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that computed
-    away: Away = field(default_factory=Away)
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
@@ -234,6 +226,17 @@ class Replica:
 
 
 @dataclass
+class Runs:
+    """A generation's runs so far. For policies each one arrives anew."""
+
+    born_at_ms: float  # when the first one arrived
+    allowed_ms: float | None  # to the first token, and for each run after it
+    bill: Bill | None = None  # their sum
+    is_returning: bool = False  # one has ended, and the next one is not known yet
+    is_cancelled: bool = False  # while one was dispatched, whose end is the request's
+
+
+@dataclass
 class Request:
     """One accepted inference request."""
 
@@ -255,9 +258,9 @@ class Request:
     placed: str = ""  # why on its device, where there are several
     is_raw: bool = False  # its inputs are to be made of what came
     follows: bool = False  # another step of its chain will come
-    sequence: int = 0  # whose step it is; 0: it stands alone
-    choosing: Choosing | None = None  # of a language model's
-    after: Epoch = NO_EPOCH  # the run that answered its step before
+    sequence: tuple[int, Epoch] = (0, NO_EPOCH)  # its number (0: none), and its last run
+    choosing: Choosing | None = None  # of a generation's next or current run
+    runs: Runs | None = None  # of a generation
     padded: tuple[int, ...] = ()  # its extents of ``Manifest.pads``; none: it is not padded
     fixed: tuple[int, ...] = ()  # then: its other ones, but the batch
     is_after: bool = False  # they are a model's outputs: the answer is to be made of them
@@ -270,6 +273,9 @@ class Request:
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
         self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
+        if self.choosing is not None:
+            deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
+            self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
 
     @property
     def due_ms(self) -> float:
@@ -501,6 +507,7 @@ class Activation:
     kept_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
     goes_on: bool = False  # with further steps, until another request waits
+    chooses: bool = False  # tokens, for generations
     began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
     aside_at_ms: float = 0.0  # when it stepped aside last
     aside_ms: float = 0.0  # all that it was aside, without that

@@ -5,7 +5,8 @@ Glossary. Each record (a request, a job, a worker, a model) is owned by the sche
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
   PREPROCESSING  an owner's function makes the request's inputs, or will do so: the request waits
                 for no device yet, and is in ``Stages.requests``.
-  QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job.
+  QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job, and a
+                generation between two runs.
   TRANSMITTING  dispatched to a worker: its model's groups still stream, or its script starts up.
   RUNNING       has the device's turn; later groups may still stream (PipeSwitch 4.2).
   STOPPING      was asked to step aside and has not parked yet.
@@ -97,6 +98,7 @@ class TaskEvent(Name):
     ERROR = "error"
     WORKER_DIED = "worker_died"
     SEPARATED = "separated"
+    MORE = "more"
     PAUSE = "pause"
     RESUME = "resume"
     CANCEL = "cancel"
@@ -143,6 +145,8 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
     (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the run that it was joined to failed
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
+    (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # so short that only its end was reported
+    (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation's run has ended, and there is more to do
     **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
 }
 

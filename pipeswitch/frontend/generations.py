@@ -1,0 +1,378 @@
+"""Generations: requests that take as many runs as they need (docs/adr/0062).
+
+When a run ends, the scheduler puts its generations back in the queue and asks here what each
+computes next. Here are their ids and their caches in the request pool: new rows are appended, and
+the next run's inputs are written. The tokens leave for the client after that, so that the device
+does not wait for them.
+
+A generation whose cache has no room waits. If none can continue, the youngest gives up its cache
+and computes it again later, from its ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
+from ..ipc.messages.base import Epoch, SlabTensor
+from ..programs.decoding.generation import CACHE, CACHE_NEW, COUNT, IDS, USED
+from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ..scheduler.events import (
+    Answer,
+    CancelAsked,
+    Event,
+    InferArrived,
+    NextRun,
+    NextRuns,
+    RunEnded,
+    Token,
+)
+from ..wire.frames import RequestHeader
+from .admission import Body
+from .inference import INLINE_COPY_BYTES, Inference
+from .request_pool import Room
+from .requests import Pending
+from .sequences.generation import GenerateRequest, Generation, generation_of
+from .sequences.held import Held
+from .sequences.prefixes import tokens_of
+from .transport.clients import Client, Outgoing
+from .transport.replies import output_outside, reply_frames
+
+AGAIN: Final = "wait for answers, or raise [server] pool"
+WORD_BYTES: Final = ITEM_BYTES["int64"]
+MOST_SPARE: Final = 4  # a room is kept for the next run if it has at most this times its bytes
+
+
+class Generations:
+    """All generations. Used by the loop's thread."""
+
+    def __init__(self, inference: Inference, send: Callable[[Client, Outgoing], None]) -> None:
+        """``send`` sends a reply."""
+        self._inference, self._send, self._requests = inference, send, inference.requests
+        self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
+        self._take, self._answer = inference.take, inference.answer
+        self._call_soon = inference.call_soon
+        self._live: dict[int, Pending] = {}  # by token
+        self._waiting: dict[int, Pending] = {}  # those of them that wait for room
+        self._is_looking = False  # or will soon
+
+    def generate(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        """Accept a request of verb ``generate``, and answer that it was accepted."""
+        arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
+        arrival.read_asker(body)
+        caller = arrival.caller
+        announced = self._inference.models.find(header.model, arrival.version)
+        asked: GenerateRequest = body.rest(GenerateRequest)
+        share_bytes = self._pool.share_bytes
+        found = generation_of(client, caller, header, tensors, asked, announced, share_bytes)
+        found.began_at_ms = arrival.at_ms
+        self._inference.read_urgency(arrival, header, announced)
+        if any(one.caller == caller for one in self._waiting.values()):
+            raise QueueFull("running answers already wait for room in the pool", hint=AGAIN)
+        run = self._prepared(found, self._requests.next_token)
+        pending = self._requests.accept(client, header)
+        pending.generation, pending.caller, pending.trace_id = found, caller, arrival.trace_id
+        pending.bytes_in = sum(map(len, tensors))
+        self._live[pending.token] = pending
+        event = InferArrived(
+            token=pending.token,
+            request_id=header.id,
+            model=announced.model,
+            digest=announced.manifest.digest,
+            priority=arrival.priority,
+            deadline_at_ms=arrival.deadline_at_ms,
+            inputs=run.inputs,
+            reply_offset_bytes=run.reply_offset_bytes,
+            reply_bytes=run.reply_bytes,
+            caller=caller,
+            connection=arrival.connection,
+            tenant=announced.tenant,
+            sequence=run.sequence,
+            choosing=run.choosing,
+            after=run.after,
+            arrived_at_ms=arrival.at_ms,
+        )
+        accepted = {"prompt_tokens": found.prompt_count, "max_tokens": found.most}
+        self._call_soon(functools.partial(self._tell, [(pending, accepted)]))
+        if self._copies(found, pending, event):
+            pending.is_copying = True
+        else:
+            self._take(event)
+
+    # ---- one run after the other ---------------------------------------------------------------
+
+    def run_ended(self, command: RunEnded) -> None:
+        """Keep what a run has computed, and say what its generations compute next."""
+        runs, tell = [], []
+        for answer in command.answers:
+            pending = self._live.get(answer.token)
+            if pending is None:
+                continue
+            generation = _of(pending)
+            if error := self._keep(generation, pending, answer):
+                self._take(CancelAsked(token=pending.token))
+                self._answer(Answer(token=pending.token, error=error))
+                continue
+            if tokens := answer.body["tokens"]:
+                tell.append((pending, {"tokens": tokens}))
+            runs.append(self._next(generation, pending))
+        self._take(NextRuns(runs=tuple(runs)))
+        self._call_soon(functools.partial(self._tell, tell))
+
+    def _next(self, generation: Generation, pending: Pending) -> NextRun:
+        """Return the next run; without inputs, the generation waits for room or for a copy."""
+        try:
+            run = self._prepared(generation, pending.token)
+        except QueueFull:
+            self._give_room_back(generation)
+            self._waiting[pending.token] = pending
+            self._pool.on_release = self.look_again
+            self.look_again()
+            return NextRun(token=pending.token)
+        is_copied = self._copies(generation, pending, NextRuns(runs=(run,)))
+        return NextRun(token=pending.token) if is_copied else run
+
+    def _prepared(self, generation: Generation, token: Token) -> NextRun:
+        """Make room for the next run's rows and write its inputs.
+
+        Raises:
+            QueueFull: the cache or the run has no room.
+        """
+        held, announced = generation.held, generation.announced
+        is_new = held is None
+        if held is None:
+            held = self._sequences.open(generation.client, generation.caller, announced, token)
+        try:
+            if is_new:
+                generation.reused = self._sequences.reuse(held, generation.ids, generation.rows)
+            used = held.used
+            choosing = generation.next(used)
+            self._sequences.fit(held, used + generation.new_rows(choosing.steps), choosing.steps)
+            room = self._fit_room(generation, held)
+        except PipeSwitchError:
+            if is_new:
+                self._sequences.drop(held)
+            raise
+        generation.held, generation.number = held, generation.number or held.number
+        memory, count = held.memory(self._pool), generation.count
+        at = room.input_offset_bytes
+        found = {CACHE: held.values[CACHE]}
+        values = (
+            (IDS, (1, count), generation.ids[used : used + count]),
+            (COUNT, (1,), (count,)),
+            (USED, (1,), (used,)),
+        )
+        for name, shape, numbers in values:
+            size = WORD_BYTES * len(numbers)
+            memory[at : at + size] = array("q", numbers).tobytes()
+            found[name] = SlabTensor(
+                name=name, dtype="int64", shape=shape, offset_bytes=at, size_bytes=size
+            )
+            at += aligned(size, TENSOR_ALIGN_BYTES)
+        return NextRun(
+            token=token,
+            inputs=tuple([found[one.name] for one in announced.manifest.inputs]),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+            choosing=choosing,
+            sequence=held.number,
+            after=held.epoch,
+        )
+
+    def _fit_room(self, generation: Generation, held: Held) -> Room:
+        """Return room for the next run's inputs and rows: the last one's, if it is large enough."""
+        input_bytes = 2 * TENSOR_ALIGN_BYTES
+        input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
+        rows = generation.new_rows(generation.choosing.steps)
+        reply_bytes = aligned(held.grown[CACHE].row_bytes * rows, TENSOR_ALIGN_BYTES)
+        room = generation.room
+        if room is not None:
+            does_fit = input_bytes <= room.held_bytes - room.reply_bytes
+            if does_fit and reply_bytes <= room.reply_bytes <= MOST_SPARE * reply_bytes:
+                return room
+            self._give_room_back(generation)
+        tenant = generation.announced.tenant
+        room = self._pool.reserve(generation.caller, input_bytes, reply_bytes, tenant)
+        generation.room = room
+        return room
+
+    def _give_room_back(self, generation: Generation) -> None:
+        room, generation.room = generation.room, None
+        if room is not None:
+            self._pool.release_inputs(room)
+            self._pool.release_reply(room)
+
+    def _copies(self, generation: Generation, pending: Pending, event: Event) -> bool:
+        """Copy what the cache needs; True: on the copier's thread, and the event follows then."""
+        held = generation.held
+        if held is None or not held.copies:
+            return False
+        if held.copy_bytes <= INLINE_COPY_BYTES:
+            held.copy(self._pool)
+            self._sequences.copied(held)
+            return False
+        generation.is_copying = True
+        done = functools.partial(self._copied, held, pending, event)
+
+        def copy() -> None:
+            held.copy(self._pool)
+            self._call_soon(functools.partial(done, None))
+
+        self._inference.copier.put(
+            copy, lambda error: self._call_soon(functools.partial(done, error))
+        )
+        return True
+
+    def _copied(
+        self, held: Held, pending: Pending, event: Event, error: PipeSwitchError | None
+    ) -> None:
+        generation = _of(pending)
+        generation.is_copying = pending.is_copying = False
+        self._sequences.copied(held)
+        if generation.is_over:
+            self._sequences.drop(held)
+        elif pending.is_cancelled or error is not None:
+            error = error or Cancelled(f"request {pending.request_id} was taken back")
+            if isinstance(event, NextRuns):
+                self._take(CancelAsked(token=pending.token))
+            self._answer(Answer(token=pending.token, error=error))
+        else:
+            self._take(event)
+
+    def _keep(
+        self, generation: Generation, pending: Pending, answer: Answer
+    ) -> PipeSwitchError | None:
+        """Append the rows and tokens of a run; the error if a worker claims what cannot be."""
+        held, room, tokens = generation.held, generation.room, answer.body["tokens"]
+        rows = answer.outputs[0] if len(answer.outputs) == 1 else None
+        count = generation.new_rows(len(tokens))
+        vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
+        if (
+            rows is None
+            or held is None
+            or room is None
+            or rows.name != CACHE_NEW
+            or rows.size_bytes != held.grown[CACHE].row_bytes * count
+            or not held.grown[CACHE].has_room_for(rows)
+            or not all(0 <= one < vocabulary for one in tokens)
+            or output_outside(answer.outputs, room.reply_offset_bytes, room.reply_bytes)
+        ):
+            return TaskFailed(f'"{pending.model}": the worker left no such rows or tokens')
+        fed = generation.ids[held.used : held.used + generation.count] + tokens_of(tokens[:-1])
+        epoch = Epoch(answer.timing.epoch if answer.timing is not None else 0)
+        self._sequences.append(held, rows, fed, epoch, len(tokens))
+        if tokens and not generation.made:
+            generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
+        generation.ids.extend(tokens)
+        return None
+
+    def _tell(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
+        """Send replies that others follow."""
+        for pending, body in replies:
+            client = pending.client
+            if not client.is_gone and pending.token in self._live:
+                frames = reply_frames(pending.request_id, client.session, body=body, more=True)
+                self._send(client, Outgoing(frames=frames))
+
+    def ended(self, pending: Pending, answer: Answer) -> Answer:
+        """Return the final answer as its client gets it, and give the cache back."""
+        generation, tokens = _of(pending), answer.body.get("tokens", [])
+        self._live.pop(pending.token, None)
+        self._waiting.pop(pending.token, None)
+        error = answer.error or self._keep(generation, pending, answer)
+        self._give_room_back(generation)
+        held = generation.held
+        if held is not None:
+            held.is_busy = False
+            if generation.is_copying:
+                generation.is_over = True
+            else:
+                self._sequences.retire(held)
+        self.look_again()
+        if error is not None:
+            return Answer(token=pending.token, error=error)
+        return Answer(
+            token=pending.token,
+            timing=answer.timing,
+            body={
+                "tokens": tokens,
+                "reason": generation.choosing.ends_with(tokens),
+                "prompt_tokens": generation.prompt_count,
+                "completion_tokens": generation.made,
+                "reused_tokens": generation.reused,
+                "first_token_ms": generation.first_token_ms,
+            },
+        )
+
+    # ---- those that wait for room --------------------------------------------------------------
+
+    def look_again(self) -> None:
+        """Schedule a look at the generations that wait: room was released."""
+        if not self._waiting:
+            self._pool.on_release = None
+        elif not self._is_looking:
+            self._is_looking = True
+            self._call_soon(self._look)
+
+    def _look(self) -> None:
+        """Try each caller's generations in the order in which they began. The first one without
+        room takes the cache of the youngest that waits, which computes its tokens again later. The
+        oldest always continues, so all end."""
+        self._sequences.expire()  # now: what it releases later in this look would be overlooked
+        behind, count, free_bytes = set[str](), len(self._waiting), self._pool.free_bytes
+        for one in sorted(self._waiting.values(), key=_began):
+            while one.token in self._waiting and one.caller not in behind:
+                if not self._goes_on(one) and not self._give_up_for(one):
+                    behind.add(one.caller)
+        self._is_looking = False
+        # A look does not see what it releases itself: a cache that was given up, or a spare that
+        # had to stay until the attempt to copy from it had failed.
+        if len(self._waiting) < count or self._pool.free_bytes > free_bytes or not self._waiting:
+            self.look_again()
+
+    def _goes_on(self, one: Pending) -> bool:
+        """Return whether the generation no longer waits."""
+        generation = _of(one)
+        try:
+            run = self._prepared(generation, one.token)
+        except QueueFull:
+            return False
+        del self._waiting[one.token]
+        event = NextRuns(runs=(run,))
+        if not self._copies(generation, one, event):
+            self._take(event)
+        return True
+
+    def _give_up_for(self, one: Pending) -> bool:
+        """Take the cache of the youngest generation that waits, if it is younger than this one.
+        Otherwise take this one's own if no other can make room: it may lie where it cannot grow."""
+        began = _began(one)[0]
+        waiting = self._waiting.values()
+        younger = [two for two in waiting if began < _began(two)[0] < math.inf]
+        if younger:
+            one = max(younger, key=_began)
+        elif began == math.inf or any(
+            two.caller == one.caller and two.token not in self._waiting
+            for two in self._live.values()
+        ):
+            return False
+        generation = _of(one)
+        held, generation.held, generation.number = generation.held, None, 0
+        if held is not None:
+            held.is_busy = False
+            self._sequences.retire(held)
+        return True
+
+
+def _of(pending: Pending) -> Generation:
+    return cast(Generation, pending.generation)
+
+
+def _began(one: Pending) -> tuple[float, int]:
+    """The order in which generations take room: those that have no cache come last."""
+    generation = _of(one)
+    return (math.inf if generation.held is None else generation.number), one.token

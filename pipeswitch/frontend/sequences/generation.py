@@ -1,0 +1,163 @@
+"""One generation: the ids so far, how the next are chosen, and the sequence that has their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from ...base.errors import InvalidInput
+from ...ipc.messages.worker import Choosing
+from ...programs.decoding.generating import seen_of
+from ...programs.decoding.generation import MAX_EOS, MOST_STEPS
+from ...programs.decoding.sampling import Options, Sampling, sampling_of
+from ...scheduler.events import Announce
+from ...wire.frames import RequestHeader
+from ..request_pool import Room
+from ..transport.clients import Client
+from .held import Held
+from .manager import longest
+from .prefixes import Tokens, tokens_of
+
+MAX_TOKENS: Final = 1 << 40  # no context is so long
+MAX_STOP_IDS: Final = 2 * MAX_EOS
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``generate``, beside who asks."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
+    so_far: tuple[int, ...] = ()  # tokens that came from a server that is gone
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
+    ignore_eos: bool = False  # the model's own end tokens end nothing
+    options: Options | None = None
+
+
+class Generation(msgspec.Struct, kw_only=True, eq=False):
+    """The state of one request of verb ``generate``."""
+
+    client: Client
+    caller: str
+    announced: Announce  # the version that it began with
+    ids: Tokens[int]  # the prompt and the tokens so far
+    prompt_count: int
+    most: int  # new tokens
+    piece: int  # ids of one run
+    stop: tuple[int, ...]
+    sampling: Sampling
+    began_at_ms: float = 0.0
+    first_token_ms: float = 0.0
+    held: Held | None = None  # None: it has no cache now
+    number: int = 0  # order among generations; the younger ones give up their caches first
+    count: int = 0  # ids of the current run
+    choosing: Choosing = Choosing()  # of the current run
+    reused: int = 0  # ids of the prompt that were not computed
+    room: Room | None = None  # for the inputs and the rows of a run
+    is_copying: bool = False
+    is_over: bool = False  # but its cache is still being copied
+
+    @property
+    def made(self) -> int:
+        """The number of new tokens so far."""
+        return len(self.ids) - self.prompt_count
+
+    @property
+    def rows(self) -> int:
+        """The number of rows to make room for at once. A generation that lost its cache asks for
+        more, so that it starts again only a few times."""
+        ahead = max(len(self.ids) // 2, MOST_STEPS) if self.made else 0
+        return min(len(self.ids) + ahead, self.prompt_count + self.most)
+
+    def next(self, used: int) -> Choosing:
+        """Begin the next run, of a sequence with ``used`` rows."""
+        self.count = min(len(self.ids) - used, self.piece)
+        is_piece, left = used + self.count < len(self.ids), self.most - self.made
+        how, options = self.sampling, self.sampling.options
+        needs_seen = options is not None and options.needs_seen
+        self.choosing = Choosing(
+            steps=1 if is_piece or self.count > 1 else min(MOST_STEPS, left),
+            temperature=how.temperature, top_p=how.top_p, seed=how.seed,
+            options=None if options is None else msgspec.to_builtins(options),
+            seen=seen_of(self.ids, self.prompt_count) if needs_seen and not is_piece else {},
+            stop=self.stop, left=left, is_piece=is_piece,
+        )  # fmt: skip
+        return self.choosing
+
+    def new_rows(self, tokens: int) -> int:
+        """The number of rows that a run leaves which chose so many tokens."""
+        return self.count + max(tokens - 1, 0)
+
+
+def facts_of(
+    announced: Announce, model: str, share_bytes: int
+) -> tuple[Mapping[str, Any], int, int]:
+    """Return what a bundle says of its tokens, the maximum number of tokens of a prompt with its
+    answer, and of one run.
+
+    Raises:
+        InvalidInput: the model generates no text, or the pool has no room for an answer.
+    """
+    facts = announced.manifest.extra.get("generation")
+    if not facts:
+        raise InvalidInput(
+            f'"{model}" generates no text', hint=f"pipeswitch register {model} hf:NAME --generate"
+        )
+    context, piece = longest(announced.manifest, share_bytes)
+    if context < 2:
+        raise InvalidInput(
+            f'the request pool has no room for an answer of "{model}"', hint="raise [server] pool"
+        )
+    return facts, context, piece
+
+
+def generation_of(
+    client: Client,
+    caller: str,
+    header: RequestHeader,
+    frames: Sequence[Any],
+    asked: GenerateRequest,
+    announced: Announce,
+    share_bytes: int,
+) -> Generation:
+    """Return the generation that a request asks for.
+
+    Args:
+        share_bytes: what one caller may hold of the request pool.
+
+    Raises:
+        InvalidInput: the model generates no text, the prompt does not fit it, or a setting is out
+            of its range.
+    """
+    facts, context, piece = facts_of(announced, header.model, share_bytes)
+    tensors, vocabulary = header.inputs, facts["vocabulary"]
+    is_ids = len(tensors) == 1 and (tensors[0].dtype, len(tensors[0].shape)) == ("int64", 1)
+    if not is_ids or len(frames[0]) != 8 * tensors[0].shape[0]:
+        raise InvalidInput("generate takes one input: the prompt's ids, int64 in one dimension")
+    if not 0 < (count := tensors[0].shape[0]) < context:
+        raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
+    if len(asked.so_far) >= (most := min(asked.max_tokens, context - count)):
+        raise InvalidInput(f"{len(asked.so_far)} tokens came already, of {most}")
+    sampling = sampling_of(asked)
+    sampling.check()
+    if sampling.options is not None:
+        sampling.options.check(vocabulary)
+    # A sender could still change its own bytes: they are read once.
+    ids = [*memoryview(bytes(frames[0])).cast("q"), *asked.so_far]
+    if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
+        raise InvalidInput(f"{odd[0]} is no token from 0 to {vocabulary - 1}")
+    own = () if asked.ignore_eos else tuple(facts["eos_ids"])
+    return Generation(
+        client=client,
+        caller=caller,
+        announced=announced,
+        ids=tokens_of(ids),
+        prompt_count=count,
+        most=most,
+        piece=piece,
+        stop=(*own, *asked.stop_ids),
+        sampling=sampling,
+    )
