@@ -274,12 +274,14 @@ class Client(Verbs):
             model: registered with ``generate``.
             prompt: a text, for the model's own tokenizer (the extra ``text``), or
                 token ids: then its tokens have no text.
-            max_new_tokens: at most so many; fewer where the model's context ends.
-            temperature: 0 takes the likeliest token.
-            top_p: of the likeliest tokens that have so much together; 1: of all.
-            seed: the same one gives the same tokens, whatever else the server does.
-            stop: texts that end the answer; they are not shown.
-            priority, version: as of ``infer``.
+            max_new_tokens: the maximum number of new tokens; the model's context may end it sooner.
+            temperature: the randomness of the choice; 0 takes the likeliest token.
+            top_p: sample from the smallest set of tokens whose probabilities sum to ``top_p``;
+                1 disables the filter.
+            seed: equal seeds give equal tokens, whatever else the server does.
+            stop: texts that end the answer; they are not part of it.
+            priority: as in ``infer``.
+            version: as in ``infer``.
 
         Returns:
             An iterator over tokens, each with ``id`` and ``text``; its ``text`` is all of it.
@@ -393,7 +395,11 @@ class Client(Verbs):
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
-            RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
+            RegistrationRefused: the model cannot be served; the error says why.
+            AlreadyExists: another model has this name.
+            HostStoreFull: the host store has no room for its weights.
+            OutOfDeviceMemory: it does not fit on the device.
+            PermissionDenied: this client may not register.
         """
         takes, signature = declared(inputs)
         state = state or {}  # an output alone replaces its input
@@ -504,7 +510,8 @@ class Client(Verbs):
             share: jobs of one group find each other's ``job.shared`` batches.
             devices: the server's devices that may train it, of one kind, by name or kind; none:
                 all of the first one's kind.
-            offload, activation_memory: of ``job.steps``, where the script does not name them.
+            offload: which saved activations leave the device, unless the script says it.
+            activation_memory: device memory for saved activations, unless the script says it.
 
         Raises:
             InvalidInput: there is no such script, or it is no Python; no such ``offload``.
