@@ -84,6 +84,7 @@ GatewayAddress = Annotated[
     str, _form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")
 ]
 Origin = Annotated[str, _form(_ORIGIN, "of the form https://app.example.com")]
+Alias = Annotated[str, _form(rf"[^=\s]+={NAME_PATTERN.pattern}", "of the form gpt-4o=chat")]
 RoleName = Literal["infer", "urgent", "register", "operate", "code"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
 
@@ -423,6 +424,7 @@ class GatewayConfig(Section, frozen=True):
     max_connections: HTTP connections at once; half from one address
     text_processes: maximum number of language models with a tokenizer that have a text process at
         once; others wait for their turn
+    aliases: other names of models for OpenAI's clients, such as gpt-4o=chat
     cluster: file with the table of the cluster's nodes, written by the node; the gateway routes
         requests by it
     """
@@ -439,6 +441,7 @@ class GatewayConfig(Section, frozen=True):
     nv_metrics: bool = False
     max_connections: Annotated[int, Meta(ge=2)] = 1024
     text_processes: Count = 8
+    aliases: tuple[Alias, ...] = ()
     cluster: str = ""
 
 
@@ -448,6 +451,7 @@ class ModelConfig(Section, frozen=True):
     name: what requests call it
     source: torchvision:…, hf:…, a bundle file, package.module:factory
     weights: FILE.safetensors, pretrained or random:SEED
+    generate: a causal language model (hf:…), with its cache as a sequence's state
     inputs: like x=8x3x224x224:float32
     priority: high, normal or low
     pin: keep on the device
@@ -465,6 +469,7 @@ class ModelConfig(Section, frozen=True):
     name: Name
     source: str
     weights: str = ""
+    generate: bool = False
     inputs: tuple[str, ...] = ()
     priority: Literal["high", "normal", "low"] = "normal"
     pin: bool = False

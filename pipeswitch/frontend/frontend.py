@@ -430,23 +430,34 @@ class Frontend:
     def _ask_generation(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
+        embeds = body.flag("embedding")
         body.done()
         announced = self.inference.find(header.model, version)
-        facts = announced.manifest.extra.get("generation")
+        facts = announced.manifest.extra.get("embedding" if embeds else "generation")
+        if not facts and embeds:
+            raise InvalidInput(
+                f'"{header.model}" embeds no texts',
+                hint="register an encoder, or hf:NAME#…Model for a decoder, whose source has a "
+                "tokenizer, without --generate",
+            )
         if not facts:
             raise InvalidInput(
                 f'"{header.model}" generates no text',
                 hint=f"pipeswitch register {header.model} hf:NAME --generate",
             )
         told = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        told["context"], told["piece"] = longest(announced.manifest, self.pool.share_bytes)
+        told["context"] = told["piece"] = facts["context"]
+        if not embeds:
+            told["context"], told["piece"] = longest(announced.manifest, self.pool.share_bytes)
         if told["context"] < 2:
             raise InvalidInput(
                 f'the request pool has no room for an answer of "{header.model}"',
                 hint="raise [server] pool",
             )
         digest = announced.manifest.digest
-        told |= {key: facts[key] for key in ("sampling", "has_tokenizer") if key in facts}
+        told |= {
+            key: facts[key] for key in ("sampling", "has_tokenizer", "pooling") if key in facts
+        }
         told |= {"version": announced.version, "digest": digest}
         file = self._state_directory / "models" / digest / BUNDLE_FILE
 

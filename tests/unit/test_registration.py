@@ -97,3 +97,10 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
     error = caught.value
     assert type(error).__name__ in ("InvalidInput", "RegistrationRefused")
     assert error.hint or name in error.message or "the tree" in error.message
+
+
+def test_a_language_model_may_be_registered_when_the_server_starts() -> None:
+    model = ModelConfig(name="m", source="hf:gpt2", weights="pretrained", generate=True, pin=True)
+    event = _configured(Token(1), model)
+    assert event.is_pinned
+    assert msgspec.msgpack.decode(event.spec, type=BuildSpec).generate

@@ -31,6 +31,8 @@ LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
+HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
+POOLINGS: Final = ("mean", "cls", "last")
 TOKENS: Final = "tokens"  # that a worker chose, [batch, steps]: they come instead of the logits
 MOST_STEPS: Final = 32  # that it may go on for
 
@@ -71,6 +73,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     special: dict[str, str] = {}  # what the template calls tokens, such as ``eos_token``
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
     sampling: dict[str, int | float] = {}  # what holds where a request does not say: ``DEFAULTS``
+    pooling: str = ""  # which hidden states are a text's embedding; empty: it generates text
     notes: tuple[str, ...] = ()  # settings of its author that are not followed, for people
 
     def numbers(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kept = msgspec.to_builtins(self)
         numbers = {key: kept[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
         numbers |= {"sampling": self.sampling} if self.sampling else {}
+        numbers |= {"pooling": self.pooling} if self.pooling else {}
         return numbers | ({} if self.tokenizer else {"has_tokenizer": False})
 
 
@@ -117,6 +121,10 @@ def check_generation(
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
     found = {one.name: (one.dtype, one.shape) for one in values}
+    if generation.pooling:
+        if generation.pooling not in POOLINGS or HIDDEN not in found:
+            _refuse(f"no pooling {generation.pooling[:40]!r} of an output {HIDDEN}")
+        return
     dtype, (*_, width) = found.get(CACHE, ("", (0,)))
     wanted = {
         "ids": ("int64", ("batch", "length")),
@@ -166,7 +174,7 @@ def _is_default(name: str, value: Any) -> bool:
     if name == "max_new_tokens":
         return type(value) is int and value >= 1
     try:
-        kind = Options if name in RARE else Sampling
+        kind: type[Options | Sampling] = Options if name in RARE else Sampling
         msgspec.convert({name: value}, kind).check()
     except (InvalidInput, msgspec.ValidationError):
         return False
