@@ -205,6 +205,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool
     choosing: Choosing | None = None
 
+    @property
+    def continues_answer(self) -> bool:
+        """A step of an answer that has begun, which waits where there is no room."""
+        return self.choosing is not None and self.choosing.waits
+
 
 def asked_of(body: Body) -> Asked | None:
     """None: it stands alone. Raises InvalidInput."""

@@ -174,7 +174,7 @@ def _is_default(name: str, value: Any) -> bool:
     if name == "max_new_tokens":
         return type(value) is int and value >= 1
     try:
-        kind: type[Options | Sampling] = Options if name in RARE else Sampling
+        kind: type[Options] | type[Sampling] = Options if name in RARE else Sampling
         msgspec.convert({name: value}, kind).check()
     except (InvalidInput, msgspec.ValidationError):
         return False
