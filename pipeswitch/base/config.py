@@ -84,6 +84,7 @@ GatewayAddress = Annotated[
     str, _form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")
 ]
 Origin = Annotated[str, _form(_ORIGIN, "of the form https://app.example.com")]
+Alias = Annotated[str, _form(rf"[^=\s]+={NAME_PATTERN.pattern}", "of the form gpt-4o=chat")]
 RoleName = Literal["infer", "urgent", "register", "operate", "code"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
 
@@ -423,6 +424,7 @@ class GatewayConfig(Section, frozen=True):
     max_connections: HTTP connections at once; half from one address
     text_processes: maximum number of language models with a tokenizer that have a text process at
         once; others wait for their turn
+    aliases: other names of models for OpenAI's clients, such as gpt-4o=chat
     cluster: file with the table of the cluster's nodes, written by the node; the gateway routes
         requests by it
     """
@@ -439,6 +441,7 @@ class GatewayConfig(Section, frozen=True):
     nv_metrics: bool = False
     max_connections: Annotated[int, Meta(ge=2)] = 1024
     text_processes: Count = 8
+    aliases: tuple[Alias, ...] = ()
     cluster: str = ""
 
 
@@ -455,7 +458,8 @@ class ModelConfig(Section, frozen=True):
     max_batch: largest dynamic batch; 0: 64
     batch: waiting requests are joined up to this batch; 0: never
     batch_delay: how long a request waits for others to join
-    precision: exact, fast (packed weights), bf16 or int8 (fewer bytes)
+    precision: exact, fast (packed weights), bf16 or int8 (fewer bytes); empty: fast with generate,
+        else exact
     max_error: largest error of that precision, relative to the largest output; 0: its default
     generate: a causal language model of hf:, with its cache as a sequence's state
     state: inputs that outputs become in a sequence, like h=h_out, or cache=rows+1 to append
@@ -475,7 +479,7 @@ class ModelConfig(Section, frozen=True):
     max_batch: Annotated[int, Meta(ge=0)] = 0
     batch: Annotated[int, Meta(ge=0)] = 0
     batch_delay_ms: Time = 0
-    precision: Literal["exact", "fast", "bf16", "int8"] = "exact"
+    precision: Literal["", "exact", "fast", "bf16", "int8"] = ""
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
     generate: bool = False
     state: tuple[str, ...] = ()

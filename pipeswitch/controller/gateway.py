@@ -245,6 +245,7 @@ class Gateway:
             needs_token=not is_local,
             nv_metrics=config.nv_metrics,
             text_processes=config.text_processes,
+            aliases=config.aliases,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,

@@ -113,6 +113,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
     service.text_processes = settings.text_processes
+    service.aliases = dict(one.split("=", 1) for one in settings.aliases if one)
     callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,

@@ -68,7 +68,10 @@ def made() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
-    with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
+    aliases = {"PIPESWITCH_GATEWAY__ALIASES": "gpt-4o=chat,gone=absent"}
+    with checked_server(
+        arena="64MiB", host_store="256MiB", http=True, environment=aliases
+    ) as checked:
         model, tokenizer = made()
         checked.client.register(
             "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
@@ -153,8 +156,14 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     unbound = ai.chat.completions.create(**{**asked, "messages": [long]})
     assert unbound.usage.prompt_tokens > 1000
     assert unbound.usage.total_tokens == CONTEXT  # it ends with the context
-    assert [one.id for one in ai.models.list()] == ["chat"]
+    assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o"]
     assert ai.models.retrieve("chat").id == "chat"
+    assert ai.models.retrieve("gpt-4o").id == "gpt-4o"
+    alias = {**asked, "model": "gpt-4o", "extra_body": {"keep_alive": "5m", "ttl": 60}}
+    other = ai.chat.completions.create(**alias, max_completion_tokens=30)
+    assert other.choices == whole.choices
+    with pytest.raises(openai.NotFoundError, match="absent"):
+        ai.chat.completions.create(**{**asked, "model": "gone"})
 
 
 def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> None:
@@ -187,7 +196,12 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (chat, {"model": "chat", "messages": [{"role": "tool"}]}, 400, None, "no role tool"),
         (chat, {"model": "chat", "messages": [{"role": "user", "content": [{}]}]}, 400,
          "messages", "content is text"),
-        ("/v1/embeddings", {}, 404, None, "/v1/models"),
+        ("/v1/embedings", {}, 404, None, "/v1/embeddings"),
+        ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "embeds no texts"),
+        ("/v1/embeddings", {"model": "chat", "input": [{}]}, 400, "input", "one text"),
+        ("/v1/embeddings", {"model": "chat"}, 400, None, "input"),
+        ("/v1/embeddings", {"model": "chat", "input": "a", "dimensions": 3}, 400, "dimensions",
+         "not done"),
     ):  # fmt: skip
         found, told, _ = post(running, path, body)
         assert (found, told["error"]["param"]) == (status, param), told

@@ -121,3 +121,10 @@ def test_the_file_knows_every_precision() -> None:
         )
         spec = msgspec.msgpack.decode(configured(Token(1), file).spec, type=BuildSpec)
         assert (spec.precision, spec.max_error) == (precision, 0.01)
+
+
+def test_a_language_model_may_be_registered_when_the_server_starts() -> None:
+    model = ModelConfig(name="m", source="hf:gpt2", weights="pretrained", generate=True, pin=True)
+    event = configured(Token(1), model)
+    assert event.is_pinned
+    assert msgspec.msgpack.decode(event.spec, type=BuildSpec).generate

@@ -61,6 +61,7 @@ class Service:
     ) -> None:  # fmt: skip
         """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
         self.text_processes = 8  # that run at once, at most
+        self.aliases: dict[str, str] = {}  # models by OpenAI's clients' names for them
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -252,11 +253,13 @@ class Service:
             self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
 
     async def generation(
-        self, caller: Standing, model: str, version: str, *, with_texts: bool = False
-    ) -> Facts:
+        self, caller: Standing, model: str, version: str, *, with_texts: bool = False,
+        embeds: bool = False,
+    ) -> Facts:  # fmt: skip
         """What is known of a language model; its tokenizer and template where they are wanted."""
         require(caller, "generation")
         body = {"version": number_of(model, version), "tokenizer": with_texts}
+        body |= {"embedding": True} if embeds else {}
         return msgspec.convert(await self._upstream.ask("generation", model, body=body), Facts)
 
     async def owner(self, model: str, version: str) -> str:

@@ -37,6 +37,7 @@ class GatewaySettings(Message, frozen=True):
     needs_token: bool = False
     nv_metrics: bool = False
     text_processes: int = 8
+    aliases: tuple[str, ...] = ()  # ALIAS=MODEL
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
     cluster: str = ""  # file of a cluster's table; empty: the server is alone

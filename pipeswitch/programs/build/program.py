@@ -23,7 +23,7 @@ from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
-from ..decoding.generation import PADS, STATE, Generation
+from ..decoding.generation import HIDDEN, PADS, STATE, Generation
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
 from ..graphs.operators import checked_by
@@ -143,7 +143,7 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
-    if spec.generate and bundle.generation is None:
+    if spec.generate and (bundle.generation is None or bundle.generation.pooling):
         raise RegistrationRefused(
             "generate", "the bundle is no language model's",
             hint="give the model itself, with generate=True",
@@ -253,7 +253,9 @@ def _export(
     made: list[Manifest] = []
 
     def verify(program: Program) -> None:
-        program.generation = loaded.generation
+        outputs = [one.name for one in program.graph.outputs]
+        embeds = loaded.generation is not None and loaded.generation.pooling
+        program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
         if program.graph.dims:
@@ -319,7 +321,8 @@ def _finish_graph(
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps nothing
     # A language model promises tokens, not bits, which a weight's place in memory may change.
-    is_same = checking.is_rounded if bundle.generation is not None else checking.same_bits
+    generates = bundle.generation is not None and not bundle.generation.pooling
+    is_same = checking.is_rounded if generates else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
@@ -337,7 +340,13 @@ def _finish_graph(
             "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"generation": generation.numbers(), "pads": PADS} if generation else {}),
+            **(
+                {"generation": generation.numbers(), "pads": PADS}
+                if generation and generates
+                else {"embedding": generation.numbers()}
+                if generation
+                else {}
+            ),
             **({"notes": generation.notes} if generation and generation.notes else {}),
         },
     )

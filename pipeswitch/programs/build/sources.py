@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...commits.weights import load_weights
-from ..decoding.generation import Generation
+from ..decoding.generation import VERSION, Generation, packed_tokenizer
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
@@ -154,8 +155,43 @@ def load_source(spec: BuildSpec) -> Loaded:
         [*examples.values()],
         loose,
         imported_before,
+        generation=_embedding(spec, module, inputs, dynamic),
         seed=seed,
     )
+
+
+def _embedding(
+    spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
+) -> Generation | None:
+    """Return how a model of texts embeds them; None: it does not, or has no tokenizer."""
+    is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
+    longest = dynamic.get("input_ids", {}).get(1)
+    if not is_text or not isinstance(longest, tuple) or (tokenizer := _tokenizer(spec)) is None:
+        return None
+    model: Any = module.model
+    is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
+    return Generation(
+        version=VERSION,
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        context=int(longest[-1]) + 1,  # as if one token were generated
+        tokenizer=packed_tokenizer(tokenizer.backend_tokenizer.to_str()),
+        pooling=_pooling(spec) or ("last" if is_causal else "mean"),
+    )
+
+
+def _pooling(spec: BuildSpec) -> str:
+    """Return the pooling that sentence-transformers' settings name; empty: none."""
+    from transformers.utils import cached_file
+
+    name = spec.source.partition(":")[2].partition("#")[0]
+    try:
+        path = cached_file(name, "1_Pooling/config.json",
+                           local_files_only=spec.weights != "pretrained")  # fmt: skip
+        said = json.loads(Path(path).read_text("utf-8"))
+    except Exception:  # a hub client's errors share no base class
+        return ""
+    names = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+    return next((one for key, one in names.items() if said.get(f"pooling_mode_{key}")), "")
 
 
 def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:

@@ -27,6 +27,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     bos_id: int | None = None
     chat_template: str = ""
     special: dict[str, str] = {}  # tokens that the template names
+    pooling: str = ""  # as of ``Generation``
     tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
     has_tokenizer: bool = True
     sampling: dict[str, int | float] = {}  # what its author has where a request does not say
