@@ -43,7 +43,7 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # far; "A smaller house", which pays for both, has given back 0.8 (tests 0.6), without the import
 # lists of its new rooms (0.2 and 0.2), and is under way.
 MOST_PRODUCT_LINES = 76_500
-MOST_TEST_LINES = 72_500
+MOST_TEST_LINES = 74_000
 
 
 def lines_of(*tops: str) -> int:
