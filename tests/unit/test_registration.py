@@ -67,7 +67,8 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     assert sdk.body == line.body
     file = ModelConfig(name="m", source=SOURCE, inputs=("x=8x1..9:float32",), max_batch=4, batch=2,
                        batch_delay_ms=3.0, devices=("cpu:0",), preprocess="a.b:c",
-                       raw=("text=1..64:bytes",), weights="random:1", generate=True, precision="exact")  # fmt: skip
+                       raw=("text=1..64:bytes",), weights="random:1", generate=True,
+                       precision="exact")  # fmt: skip
     assert configured(Token(1), file) == asked(sdk.body)
 
 
