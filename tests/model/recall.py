@@ -20,7 +20,7 @@ from .frozen import Kept, frozen_part, reader
 FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumbered
 # The other commands only inform.
 PERFORMED: Final = (
-    ev.Spawn, ev.Send, ev.Kill, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.CreateCommits,
+    ev.Spawn, ev.Send, ev.Kill, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.RunEnded, ev.CreateCommits,
     ev.DropCommits, ev.StartBuild, ev.Leave,
 )  # fmt: skip
 Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
