@@ -95,7 +95,7 @@ class Prepared(_Told, frozen=True):
 
 
 class NextRun(_Told, frozen=True):
-    """What a generation computes next; without ``inputs`` it waits: its cache has no room, or is
+    """What a generation computes next; without ``choosing`` it waits: its cache has no room, or is
     being copied."""
 
     token: Token

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..ipc.messages.base import JobName, ModelName
+from ..ipc.messages.worker import Choosing
 from ..scheduler import events as ev
 from .costs import Training
 from .device import require
@@ -27,6 +28,7 @@ class SimulatedClients:
     def __init__(self, scene: Scene, handle: Callable[[ev.Event], None]) -> None:
         self.open: set[ev.Token] = set()
         self.outcomes: Counter[str] = Counter()
+        self.left: dict[ev.Token, int] = {}  # tokens of generations that are to come
         self._scene, self._handle = scene, handle
         self.last_token = 0
 
@@ -70,9 +72,12 @@ class SimulatedClients:
         deadline_ms: float | None = None,
         caller: str = "",
         connection: str = "",
+        choosing: Choosing | None = None,
     ) -> ev.Token:
-        """A request; the deadline counts from now."""
+        """Send a request; the deadline counts from now. With ``choosing`` it is a generation."""
         token, now_ms = self.token(), self._scene.clock.now_ms
+        if choosing is not None:
+            self.left[token] = choosing.left
         program = self._scene.programs.get(model)
         self._handle(
             ev.InferArrived(
@@ -80,10 +85,20 @@ class SimulatedClients:
                 digest=program.manifest.digest if program is not None else "", priority=priority,
                 deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
                 inputs=(), reply_offset_bytes=0, reply_bytes=0, caller=caller,
-                connection=connection,
+                connection=connection, choosing=choosing,
             )
         )  # fmt: skip
         return token
+
+    def run_ended(self, command: ev.RunEnded) -> None:
+        """Let generations continue at once, as the frontend does."""
+        runs = []
+        for answer in command.answers:
+            require(answer.token in self.open, f"token {answer.token} goes on after its answer")
+            left = self.left[answer.token] - len(answer.body["tokens"])
+            self.left[answer.token] = left
+            runs.append(ev.NextRun(token=answer.token, choosing=Choosing(left=left)))
+        self._handle(ev.NextRuns(runs=tuple(runs)))
 
     def train(
         self, job: JobName, training: Training, *, priority: int = 1, devices: tuple[str, ...] = ()

@@ -180,6 +180,8 @@ class World:
         match command:
             case ev.Answer():
                 self.clients.answered(command)
+            case ev.RunEnded():
+                self.clients.run_ended(command)
             case ev.Send(ev.Address("daemon", index), message):
                 self._to_daemon(message, self.scenes[index])
             case ev.Send(ev.Address("worker")):

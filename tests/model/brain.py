@@ -69,7 +69,7 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
-    "replicas", "requests", "queue", "early", "jobs", "workers", "owner",
+    "replicas", "requests", "queue", "early", "between", "jobs", "workers", "owner",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served", "spent_us",  # are only shown
@@ -248,6 +248,7 @@ class Brain:
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
             state.accounts.freeze(owner.running, owner.pending, owner.yielded),
+            tuple(state.between),
         )
 
     def thaw(
@@ -277,12 +278,13 @@ class Brain:
         (requests, queue, jobs, workers, running, pending, yielded, holder,
          state.daemon.is_ready, state.daemon.is_given_up, arena, fleet.is_daemon_alive,
          fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
-         accounts) = frozen  # fmt: skip
+         accounts, between) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.accounts = Equal(state.accounts.is_shared)
         state.queue, state.early = Queue(core.judge, state.accounts), Queue()
         for token in queue:
             state.queue.add(state.requests[token])
+        state.between = {token: state.requests[token] for token in between}
         for token in early:
             state.early.add(state.requests[token])
         state.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}

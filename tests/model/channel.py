@@ -21,6 +21,7 @@ from pipeswitch.ipc.messages.daemon import (
 )
 from pipeswitch.ipc.messages.worker import (
     Back,
+    Choosing,
     Cleaned,
     CommitStep,
     EvictTask,
@@ -75,7 +76,7 @@ _CARRIED: Final = (
 )  # fmt: skip
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
     "groups": (GroupCopy, 1), "outputs": (SlabTensor, 1), "joined": (JoinedRequest, 1),
-    "joined_outputs": (SlabTensor, 2),
+    "joined_outputs": (SlabTensor, 2), "choosing": (Choosing, 0),
 }  # fmt: skip
 _OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their epochs are compared
 
@@ -101,13 +102,21 @@ _KINDS: Final = {kind.__name__: _Kind(kind) for kind in _CARRIED}
 
 
 def _packed(value: Any, depth: int) -> Any:
-    return tuple([_packed(part, depth - 1) for part in value]) if depth else astuple(value)
+    if depth:
+        return tuple([_packed(part, depth - 1) for part in value])
+    parts = astuple(value) if value is not None else ()
+    return tuple([_packed(one, 0) if isinstance(one, Choosing) else one for one in parts])
 
 
 def _unpacked(value: Any, kind: type, depth: int) -> Any:
     if depth:
         return tuple([_unpacked(part, kind, depth - 1) for part in value])
-    return kind(**dict(zip(kind.__struct_fields__, value, strict=True)))  # type: ignore[attr-defined]
+    if not value:
+        return None
+    fields = dict(zip(kind.__struct_fields__, value, strict=True))  # type: ignore[attr-defined]
+    if "choosing" in fields:
+        fields["choosing"] = _unpacked(fields["choosing"] or (), Choosing, 0)
+    return kind(**fields)
 
 
 @cache

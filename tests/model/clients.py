@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.ipc.messages.worker import RunInference
+from pipeswitch.ipc.messages.worker import Choosing, RunInference
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
@@ -44,6 +44,11 @@ class Clients(SimulatedClients):
         self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
         self.turns = ""  # the callers of the requests that were dispatched, in order
         self.waits: tuple[tuple[int, int], ...] = ()  # token, and how many turns were before it
+        # Of generations: runs that have ended, each with tokens and what is left of them; those
+        # that wait for room; how many still may.
+        self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
+        self.parked: tuple[tuple[int, int], ...] = ()
+        self.parks = scope.parks
 
     def token(self) -> ev.Token:
         token = ev.Token(self._next_token)
@@ -54,13 +59,16 @@ class Clients(SimulatedClients):
         return (
             tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
             self.cancels, self.hints, self.drains, self.pins, self.moves, self.deadlines,
-            self.cancelled, self.drained, self.turns, self.waits,
+            self.cancelled, self.drained, self.turns, self.waits, self.ended, self.parked,
+            self.parks, tuple(self.left.items()),
         )  # fmt: skip
 
     def thaw(self, frozen: Any) -> None:
         (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
          self.hints, self.drains, self.pins, self.moves, self.deadlines, self.cancelled,
-         self.drained, self.turns, self.waits) = frozen  # fmt: skip
+         self.drained, self.turns, self.waits, self.ended, self.parked, self.parks,
+         left) = frozen  # fmt: skip
+        self.left = dict(left)
         self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
@@ -82,6 +90,9 @@ class Clients(SimulatedClients):
             found += [("hint", index) for index in range(self._world.scope.models)]
         if self.pins:
             found.append(("pin",))
+        if self.ended:
+            found += [("next_runs", False)] + ([("next_runs", True)] if self.parks else [])
+        found += [("room", index) for index in range(len(self.parked))]
         if self.cancels:
             found += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
         now_ms = self._world.now_ms
@@ -111,7 +122,37 @@ class Clients(SimulatedClients):
         if caller:
             self.waits += ((self.asked, len(self.turns)),)
         deadline_ms = DEADLINE_MS if has_deadline else None
-        self.infer(model, deadline_ms=deadline_ms, caller=caller)
+        choosing = Choosing(left=scope.runs) if scope.runs else None
+        self.infer(model, deadline_ms=deadline_ms, caller=caller, choosing=choosing)
+
+    def run_ended(self, command: ev.RunEnded) -> None:
+        """The frontend hears of it later: other events may come before."""
+        found = []
+        for answer in command.answers:
+            require(answer.token in self.open, f"r{answer.token} goes on after its answer")
+            left = self.left[answer.token] - len(answer.body["tokens"])
+            require(left > 0, f"r{answer.token} goes on after its last token")
+            self.left = {**self.left, answer.token: left}
+            found.append((int(answer.token), left))
+        self.ended += (tuple(found),)
+
+    def do_next_runs(self, is_parked: bool) -> None:
+        """The frontend says what they compute next; one of them may have no room."""
+        (runs, *rest) = self.ended
+        self.ended = tuple(rest)
+        found = [ev.NextRun(token=ev.Token(t), choosing=Choosing(left=n)) for t, n in runs]
+        if is_parked:
+            self.parks -= 1
+            self.parked += (runs[0],)
+            found[0] = ev.NextRun(token=found[0].token)
+        self._world.handle(ev.NextRuns(runs=tuple(found)))
+
+    def do_room(self, index: int) -> None:
+        """One that waited for room has it, even if it was taken back meanwhile."""
+        token, left = self.parked[index]
+        self.parked = self.parked[:index] + self.parked[index + 1 :]
+        run = ev.NextRun(token=ev.Token(token), choosing=Choosing(left=left))
+        self._world.handle(ev.NextRuns(runs=(run,)))
 
     def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True

@@ -22,7 +22,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from pipeswitch.ipc.messages.worker import Choosing
 from pipeswitch.planning.streaming import Landings
+from pipeswitch.scheduler.state.records import Runs
 from pipeswitch.scheduler.state.states import StateMachine
 
 Add = Callable[[int], None]
@@ -75,6 +77,8 @@ class Codec:
             "new": kind.__new__,
             "StateMachine": StateMachine,
             "lands": lands,
+            "choosing": lambda t: t and Choosing(steps=t[0], left=t[1]),
+            "runs": lambda t: t and Runs(0.0, None, None, *t),
             "landings": lambda t: t and Landings(*t[:2], frozenset(t[2]), *t[3:]),
         }
         known = {part.__name__: part for part in parts}
@@ -109,6 +113,11 @@ class Codec:
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
         elif annotation == "Landings | None":
             self._value(name, f"lands(o.{name})", "landings({})")
+        elif annotation == "Choosing | None":
+            self._value(name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "choosing({})")
+        elif annotation == "Runs | None":  # the rest is only shown
+            shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
+            self._value(name, shown, "runs({})")
         elif annotation.startswith("StateMachine["):
             self._machine(name, annotation)
         else:

@@ -28,6 +28,7 @@ PREEMPTED = replace(FAULTLESS, steps=2, is_coarse=True)
 KILLED = replace(FAULTLESS, is_coarse=True, kills=1)
 DAEMON_KILLED = replace(FAULTLESS, is_coarse=True, daemon_kills=1)
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
+GENERATED = replace(FAULTLESS, runs=2, is_coarse=True)
 JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
@@ -81,6 +82,15 @@ def _forgets_deadlines(handle: Handle, event: ev.Event) -> list[ev.Command]:
     return handle(event)
 
 
+def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
+    found: list[ev.Command] = []
+    for command in handle(event):
+        if isinstance(command, ev.RunEnded):
+            found += [msgspec.structs.replace(one, more=False) for one in command.answers]
+        found.append(command)
+    return found
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Name of the bug, the scope in which it is found, and how it alters one event's commands."""
@@ -116,6 +126,8 @@ MUTANTS = (
     Mutant("a suspect is taken for dead before it is reaped",
            replace(PREEMPTED, steps=1, suspicions=1), _suspects_are_dead),
     Mutant("joined requests read each other's answers", JOINED, _exchanges_outputs),
+    Mutant("a generation is forgotten when its run has ended", GENERATED, _without(ev.RunEnded)),
+    Mutant("a generation is answered before its last token", GENERATED, _answers_early),
     Mutant("a request is begun after its deadline",
            replace(PREEMPTED, requests=2, deadlines=1), _forgets_deadlines),
 )  # fmt: skip

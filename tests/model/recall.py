@@ -20,8 +20,8 @@ from .frozen import Kept, frozen_part, reader
 FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumbered
 # The other commands only inform.
 PERFORMED: Final = (
-    ev.Spawn, ev.Send, ev.Kill, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.CreateCommits,
-    ev.DropCommits, ev.StartBuild, ev.Leave,
+    ev.Spawn, ev.Send, ev.Kill, ev.RaiseTurn, ev.Interrupt, ev.Answer, ev.RunEnded,
+    ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
 )  # fmt: skip
 Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
 # What follows: commands, what ``check`` says to it, and the state after it.

@@ -57,6 +57,8 @@ class Scope:
     daemon_restarts: int = 9  # more than can happen; 0: a device whose daemon dies is given up
     asks: str = ""  # the requests' models; empty: in turns
     callers: str = ""  # who sends each request; empty: one for all
+    runs: int = 0  # of each request, a generation of so many tokens; 0: they are no generations
+    parks: int = 0  # times that one has no room for its next run, for a while
     batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
     arena_mib: int = 8  # arrival words take 2, the slice 2

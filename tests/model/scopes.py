@@ -20,6 +20,10 @@ QUICK: Final = (
     Scope(name="drain", steps=2, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True),
     Scope(name="prefetch", steps=1, requests=1, models=2, groups=2, hints=1, is_coarse=True),
     Scope(name="join", steps=0, requests=3, models=1, batch=3, is_coarse=True),
+    Scope(name="generate", steps=1, requests=2, models=1, runs=2, cancels=1, parks=1,
+          is_coarse=True),
+    Scope(name="generate-kill", has_job=False, requests=2, models=2, runs=2, kills=1,
+          is_coarse=True),
     Scope(name="stream", has_job=False, requests=2, models=1, groups=6, model_mib=12, arena_mib=12,
           kills=1, is_coarse=True),
     Scope(name="aside", has_job=False, requests=4, asks="BABB", models=2, groups=4, model_mib=12,
@@ -37,6 +41,10 @@ QUICK: Final = (
     Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1, is_coarse=True),
 )  # fmt: skip
 FULL: Final = (
+    Scope(name="generate-daemon", steps=1, requests=2, models=1, runs=2, daemon_kills=1, drains=1,
+          is_coarse=True),
+    Scope(name="generate-join", steps=0, requests=3, models=1, runs=2, batch=2, kills=1, parks=1,
+          is_coarse=True),
     Scope(name="join-kill", steps=0, requests=4, models=1, batch=2, kills=1, is_coarse=True),
     Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
           is_coarse=True),

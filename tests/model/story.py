@@ -45,6 +45,11 @@ def describe(world: World, action: Action) -> str:
         return f"A client sends request r{world.clients.asked + 1}."
     if kind == "cancel":
         return f"The client of request r{rest[0]} takes it back."
+    if kind == "next_runs":
+        waits = "; the first one has no room" if rest[0] else ""
+        return f"The frontend says what the generations of a run compute next{waits}."
+    if kind == "room":
+        return f"A generation that waited has room: r{world.clients.parked[rest[0]][0]}."
     if kind == "hint":
         return f"A request for model {world.model_name(rest[0])} is announced."
     if kind in ("clock", "suspect", "passes"):
@@ -135,6 +140,8 @@ def order_of(world: World, command: Any) -> str | None:
             return f"a new process for {who}{where}"
         case ev.Answer(token=token, error=error):
             return f"answer token {token}: {'ok' if error is None else error}"
+        case ev.RunEnded(answers=answers):
+            return f"more to do: tokens {[int(one.token) for one in answers]}"
         case ev.CreateCommits():
             return "make the job's commit area"
         case ev.DropCommits():

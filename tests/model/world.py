@@ -41,7 +41,7 @@ from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
 NO_DAEMON: Final = frozen_part(freeze_daemon, None)
 OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "pin", "drain",
-                                "move"})  # fmt: skip
+                                "move", "next_runs", "room"})  # fmt: skip
 
 
 class World(simulator.World):

@@ -450,6 +450,9 @@ class Steps(Server):
             dims=(Dim("batch", 1, 8), Dim("length", 1, 512), Dim("past", 1, 512)),
         )  # fmt: skip
         self.clients.register(ModelName("lm"), replace(program, manifest=manifest, row_share=0.1))
+        self.clients.run_ended = lambda command: self.handle(  # type: ignore[method-assign]
+            ev.NextRuns(runs=tuple(map(self.next_run, command.answers)))
+        )
         self.run()
         self.step(past=1)
         self.run(self.now_ms + 100.0)
@@ -470,12 +473,6 @@ class Steps(Server):
         left = self.to_come[token]
         return Choosing(steps=min(left, self.run_of), left=left)
 
-    def perform(self, commands: list[ev.Command]) -> None:
-        super().perform(commands)
-        for command in commands:
-            if isinstance(command, ev.RunEnded):
-                self.handle(ev.NextRuns(runs=tuple(map(self.next_run, command.answers))))
-
     def next_run(self, answer: ev.Answer) -> ev.NextRun:
         assert answer.more
         count = len(answer.body["tokens"])
@@ -484,7 +481,9 @@ class Steps(Server):
         return self.run_for(answer.token)
 
     def run_for(self, token: ev.Token) -> ev.NextRun:
-        inputs = () if token in self.parked else inputs_of(self.past[token], 1)
+        if token in self.parked:
+            return ev.NextRun(token=token)
+        inputs = inputs_of(self.past[token], 1)
         return ev.NextRun(token=token, inputs=inputs, choosing=self.choosing(token), sequence=token)
 
     @property

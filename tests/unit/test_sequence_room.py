@@ -257,7 +257,7 @@ class Rig:
             self.computing[event.token] = event
         elif isinstance(event, ev.NextRuns):
             for run in event.runs:
-                if run.inputs and run.token in self.between:
+                if run.choosing and run.token in self.between:
                     self.between.remove(run.token)
                     self.computing[run.token] = run
         elif isinstance(event, ev.CancelAsked):

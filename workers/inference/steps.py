@@ -252,7 +252,7 @@ class Steps:
                 sampling = Sampling(temperature=how.temperature, top_p=how.top_p, seed=how.seed)
                 found[row] = next_token(values[row], sampling, upto[row])
             else:
-                seen = Counter(how.seen)  # zeros too: tokens of the prompt
+                seen = Counter(dict(how.seen))  # zeros too: tokens of the prompt
                 seen.update(step[row] for step in self._tokens)
                 found[row] = next_token(values[row], sampling_of(how), upto[row], seen)
         return found

@@ -77,12 +77,14 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         self.count = min(len(self.ids) - used, self.piece)
         is_piece, left = used + self.count < len(self.ids), self.most - self.made
         how, options = self.sampling, self.sampling.options
-        needs_seen = options is not None and options.needs_seen
+        seen: tuple[tuple[int, int], ...] = ()
+        if options is not None and options.needs_seen and not is_piece:
+            seen = tuple(seen_of(self.ids, self.prompt_count).items())
         self.choosing = Choosing(
             steps=1 if is_piece or self.count > 1 else min(MOST_STEPS, left),
             temperature=how.temperature, top_p=how.top_p, seed=how.seed,
             options=None if options is None else msgspec.to_builtins(options),
-            seen=seen_of(self.ids, self.prompt_count) if needs_seen and not is_piece else {},
+            seen=seen,
             stop=self.stop, left=left, is_piece=is_piece,
         )  # fmt: skip
         return self.choosing

@@ -90,7 +90,7 @@ class Choosing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_p: float = 1.0
     seed: int = 0
     options: dict[str, Any] | None = None
-    seen: dict[int, int] = {}  # earlier tokens, and how often each came in the answer
+    seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
     stop: tuple[int, ...] = ()  # tokens that end the generation
     left: int = 1  # tokens that may still come, with those of this run
     is_piece: bool = False  # more of the prompt follows: no token is chosen

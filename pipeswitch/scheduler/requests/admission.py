@@ -252,7 +252,7 @@ class Admission:
             state.refuse(request, TaskEvent.ERROR, _removed(request.model))
         elif model.state.state is ModelState.QUARANTINED:
             state.refuse(request, TaskEvent.ERROR, quarantined(model))
-        elif run.inputs:
+        elif run.choosing is not None:
             del state.between[request.token]
             request.inputs, request.choosing = run.inputs, run.choosing
             request.reply_offset_bytes = run.reply_offset_bytes
