@@ -143,6 +143,7 @@ def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_bac
     assert tools.is_bit_equal(client.infer(name, x, version=1).value, tools.eager(net, x))
     client.rollback(name)
     assert tools.is_bit_equal(client.infer(name, x).value, tools.eager(net, x))
+    client.unregister(name)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,6 @@ def test_a_version_from_a_file_is_refused_in_words_and_changes_nothing(
     error: Any,
 ) -> None:
     client, x, name = checked.client, torch.randn(2, 8), "from-file"
-    with contextlib.suppress(ModelNotFound):
-        client.unregister(name)
     client.register(name, net, example_inputs=x)
     state = other_weights(net, 6).state_dict()
     state.pop(options.get("lacks", ""), None)
@@ -174,6 +173,7 @@ def test_a_version_from_a_file_is_refused_in_words_and_changes_nothing(
     with pytest.raises(error):
         client.register(name, as_version=True, **{"weights": tmp_path / "it.pt", **options})
     assert tools.is_bit_equal(client.infer(name, x).value, tools.eager(net, x))
+    client.unregister(name)
 
 
 SMALL = """
