@@ -25,6 +25,7 @@ ROUNDS: Final = 7  # the fewest rounds of a timing; the minimum counts
 MAX_ROUNDS: Final = 40
 ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
 MIN_MS: Final = 0.2  # a round repeats a call until it takes this long
+COPY: Final = "aten.contiguous.default"
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed, and which of their arguments is the input."""
 
@@ -378,11 +379,12 @@ class _Fusing:
 
     def _numbered(self) -> Derived:
         graph = self._graph
-        kept = [
-            (position, self._calls.get(position, node))
-            for position, node in enumerate(graph.nodes)
-            if position not in self._gone
-        ]
+        kept: list[tuple[int, Node]] = []
+        for position, node in enumerate(graph.nodes):
+            if self._needs_copy(position):
+                kept.append((node.args[0]["v"], Node(COPY, node.args[:1])))
+            if position not in self._gone:
+                kept.append((self._value(position), self._calls.get(position, node)))
         arguments = [one for _, node in kept for one in (*node.args, *node.kwargs.values())]
         arguments += [{"v": value} for value in graph.results]
         order = list(dict.fromkeys(self._names_in(arguments)))
@@ -390,8 +392,6 @@ class _Fusing:
         moved = {value: value for value in range(len(graph.inputs))}
         for value, name in enumerate(graph.weights, len(graph.inputs)):
             moved[value] = numbers.get(name, -1)
-        for value, (position, _) in enumerate(kept, len(graph.inputs) + len(order)):
-            moved[self._value(position)] = value
 
         def argument_of(argument: Any) -> Any:
             match argument:
@@ -403,25 +403,41 @@ class _Fusing:
                     return [argument_of(one) for one in argument]
             return argument
 
-        nodes = tuple(
-            Node(
-                node.target,
-                tuple(argument_of(one) for one in node.args),
-                {key: argument_of(one) for key, one in node.kwargs.items()},
-            )
-            for _, node in kept
-        )
+        nodes = []
+        for number, (value, node) in enumerate(kept, len(graph.inputs) + len(order)):
+            arguments = tuple(argument_of(one) for one in node.args)
+            named = {key: argument_of(one) for key, one in node.kwargs.items()}
+            nodes.append(Node(node.target, arguments, named))
+            moved[value] = number
         packed = {name: layout for name in order if (layout := self._new.get(name, (0, None))[1])}
         derived = replace(
             graph,
             weights=tuple(order),
-            nodes=nodes,
+            nodes=tuple(nodes),
             results=tuple(moved[value] for value in graph.results),
             packed=packed,
         )
         plain = dict(zip(graph.weights, self._weights, strict=True))
         weights = [self._new[name][0] if name in self._new else plain[name] for name in order]
         return Derived(derived, weights, len(packed), self._plain_count)
+
+    def _needs_copy(self, position: int) -> bool:
+        """Whether a call takes another view of a value than channels-last memory allows."""
+        node = self._graph.nodes[position]
+        given = node.args[0] if node.args else None
+        if node.target != "aten.view.default" or not isinstance(given, dict) or "v" not in given:
+            return False
+        if not self._calls or not self._is_channels_last(given):
+            return False
+        for trace in self._traces:
+            value = torch.empty(trace.shapes[given["v"]], device="meta")
+            try:
+                value.to(memory_format=torch.channels_last).view(
+                    trace.shapes[self._value(position)]
+                )
+            except RuntimeError:
+                return True
+        return False
 
     def _names_in(self, argument: Any) -> Iterator[str]:
         match argument:
