@@ -63,9 +63,10 @@ def serving(
                 devices=devices[number : number + 1] if are_pinned else (),
             )  # fmt: skip
         for number, name in enumerate(FAST_TWINS if has_fast else ()):
-            weights = f"random:{seed + number}"
-            options = {"inputs": model.inputs, "precision": "fast"}
-            client.register(name, model.source, weights=weights, **options)
+            client.register(
+                name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
+                precision="fast",
+            )  # fmt: skip
         yield running, client
 
 

@@ -405,9 +405,9 @@ class _Fusing:
 
         nodes = []
         for number, (value, node) in enumerate(kept, len(graph.inputs) + len(order)):
-            arguments = tuple(argument_of(one) for one in node.args)
+            given = tuple(argument_of(one) for one in node.args)
             named = {key: argument_of(one) for key, one in node.kwargs.items()}
-            nodes.append(Node(node.target, arguments, named))
+            nodes.append(Node(node.target, given, named))
             moved[value] = number
         packed = {name: layout for name in order if (layout := self._new.get(name, (0, None))[1])}
         derived = replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -68,7 +69,7 @@ def derive(
     except RuntimeError as error:  # torch's: a call that takes only one memory layout
         path.unlink()
         return with_note(manifest, f"precision {name}: {str(error)[:200]}; it stays exact")
-    times = [least_ms([lambda g=g: plain(g), lambda g=g: fast(g)]) for g in inputs[:TIMED]]
+    times = [least_ms([partial(plain, one), partial(fast, one)]) for one in inputs[:TIMED]]
     plain_ms, ms = times[0]
     found_ms = " and ".join(
         f"{ours_ms:.2f} ms instead of {theirs_ms:.2f} at {values_text(values)}"
@@ -104,10 +105,10 @@ def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
 
     A language model is asked for one token of each sequence at a time.
     """
-    example: Values = dict(manifest.extra["example_dims"])
+    example: dict[str, int] = dict(manifest.extra["example_dims"])
     if is_decoder:
         example |= {"length": 1} if "length" in example else {}
-    shapes = [example]
+    shapes: list[Values] = [example]
     for dim in manifest.dims:
         if dim.name == BATCH and example[BATCH] != (several := min(SEVERAL, dim.high)):
             shapes.append({**example, BATCH: several})
