@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= demo-out
+# TORCH=https://download.pytorch.org/whl/cpu: without the gigabytes of CUDA
+TORCH  ?=
 MINUTES ?= 2
 SECONDS ?= 60
 JOBS   ?= 2
@@ -13,12 +15,12 @@ SOAKS  ?= test_training_kills test_durability test_server_soak test_hostile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
-LINTED := $(CODE) tests docs benchmarks
+LINTED := $(CODE) tests docs benchmarks lint/language.py
 
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu wheel clean
+.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -28,6 +30,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision --index-url $(TORCH))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,demo,bench]'
 	@touch $@
 
@@ -46,10 +49,11 @@ test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## ruff, its formatter, the bans, mypy.
+lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/ruff check --config lint/bans.toml $(CODE)
+	$(BIN)/python lint/language.py
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
@@ -85,6 +89,11 @@ reliability: $(STAMP)  ## The long tests of reliability one after the other, the
 
 gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+docs: $(STAMP)  ## The documentation as a site, with search, in out/site; a dead link is an error.
+	$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 wheel: $(STAMP)  ## What pip installs, in dist/.
 	rm -rf build dist  # what was deleted would be in it
