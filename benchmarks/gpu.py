@@ -82,6 +82,7 @@ STAGES = (
     _serving(60, "switch", "bert-base"),
     _serving(80, "training"),
     _serving(70, "soak"),
+    _serving(60, "precision"),
     _serving(60, "switch", "inception_v3"),
     _serving(90, "switch", "vit_l_16"),
 )

@@ -99,7 +99,8 @@ def served(
         running.client() as client,
     ):  # fmt: skip
         for number, folder in enumerate(place.folders):
-            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True)
+            client.register(f"lm-{number}", f"hf:{folder}", weights="pretrained", generate=True,
+                            precision="exact")  # fmt: skip
         yield running, client
 
 

@@ -455,7 +455,8 @@ class ModelConfig(Section, frozen=True):
     max_batch: largest dynamic batch; 0: 64
     batch: waiting requests are joined up to this batch; 0: never
     batch_delay: how long a request waits for others to join
-    precision: exact, or fast: packed weights and fused calls
+    precision: exact, fast (packed weights), bf16 or int8 (fewer bytes)
+    max_error: largest error of that precision, relative to the largest output; 0: its default
     preprocess: package.module:function that makes its inputs from raw ones
     raw: what clients send it, like text=1..64:bytes
     postprocess: package.module:function that makes the answer from its outputs
@@ -472,7 +473,8 @@ class ModelConfig(Section, frozen=True):
     max_batch: Annotated[int, Meta(ge=0)] = 0
     batch: Annotated[int, Meta(ge=0)] = 0
     batch_delay_ms: Time = 0
-    precision: Literal["exact", "fast"] = "exact"
+    precision: Literal["exact", "fast", "bf16", "int8"] = "exact"
+    max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
     preprocess: str = ""
     raw: tuple[str, ...] = ()
     postprocess: str = ""

@@ -102,11 +102,11 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 @click.option("--generate", is_flag=True,
               help="A causal language model (hf:NAME), with its cache as a sequence's state.",
 )  # fmt: skip
-@click.option("--precision", type=click.Choice(PRECISIONS), default="exact", show_default=True,
-              help="exact, or fast: packed weights and fused calls, which round differently.",
+@click.option("--precision", type=click.Choice(PRECISIONS),
+              help="exact; fast: packed weights, as --generate has it; bf16, int8: fewer bytes.",
 )  # fmt: skip
 @click.option("--max-error", type=click.FloatRange(0.0, 1.0), default=0.0,
-              help="Largest error of --precision fast, relative to the largest output.",
+              help="Largest error of --precision, relative to the largest output.",
 )  # fmt: skip
 @common.devices_option
 @common.json_option
@@ -170,6 +170,8 @@ def _registered(name: str, row: dict[str, Any]) -> str:
             f"{format_bytes(precision['plain_bytes'])}, error at most "
             f"{precision['max_error']:.1e} of the largest output"
         )
+        if precision["is_batch_invariant"]:
+            notes += "\n  a row has the same bits in any batch"
     return f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
 
 

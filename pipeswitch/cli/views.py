@@ -34,9 +34,9 @@ PS_SIZES: Final = {"activation_bytes": "ACTIVATIONS", "offloaded_bytes": "OFFLOA
                    "streamed_bytes": "STREAMED", "sequence_bytes": "KEPT"}  # fmt: skip
 PS_COUNTS: Final = {"sequences": "SEQUENCES", "tokens": "TOKENS", "tokens_per_s": "TOKENS/S"}
 COUNTS: Final = ("groups", "requests", *PS_COUNTS)
-PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "activation_bytes", "host",
-                     "offloaded_bytes", "streamed_bytes", *PS_COUNTS, "sequence_bytes", "prio",
-                     "last_used", "why")  # fmt: skip
+PS_COLUMNS: Final = ("name", "kind", "state", "precision", "worker", "on", "device",
+                     "activation_bytes", "host", "offloaded_bytes", "streamed_bytes", *PS_COUNTS,
+                     "sequence_bytes", "prio", "last_used", "why")  # fmt: skip
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED", **PS_SIZES, **PS_COUNTS}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
@@ -101,7 +101,7 @@ def table(
     titles: Mapping[str, str] | None = None,
 ) -> Table:
     """Rows by column name; a missing value is empty. Some columns are there with a value only."""
-    seldom = ("on", *PS_SIZES, *PS_COUNTS)
+    seldom = ("on", "precision", *PS_SIZES, *PS_COUNTS)
     columns = [one for one in columns if one not in seldom or any(one in row for row in rows)]
     view = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:

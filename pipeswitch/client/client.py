@@ -387,11 +387,11 @@ class Client(Verbs):
                 one program whose ``state`` is its cache. It says why one cannot be.
             tokenizer: with that, for a model itself: its fast tokenizer of transformers. ``hf:``
                 brings its own; without one, prompts and answers are ids.
-            precision: ``exact`` computes the module's bits; ``fast`` packs weights and fuses calls,
-                and its answers differ by rounding. Empty: ``exact``. The row's ``precision`` has
-                the measurements.
-            max_error: the largest error of ``fast``, relative to the module's largest output; the
-                registration is refused if the error is larger. 0: 0.001.
+            precision: ``exact`` (the module's bits), ``fast`` (packed weights), ``bf16``, ``int8``
+                (fewer bytes). Empty: ``fast`` with ``generate``, else ``exact``. The row's
+                ``precision`` has the measurements.
+            max_error: refuse an error larger than this share of the module's largest output. 0:
+                0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:

@@ -178,6 +178,7 @@ class Builds:
             task_memory_bytes=self._sizes.task_memory_bytes,
             is_sandboxed=self._sizes.is_sandboxed,
             is_owners=not command.tenant,
+            packs_weights=self._sizes.packs_weights,
         )
         environment = [self._memory.environment] if needs_more(spec) else []
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)

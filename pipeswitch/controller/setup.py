@@ -54,6 +54,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
         is_sandboxed=is_sandboxed,
         separates_tenants=_separates_tenants(config, devices, is_sandboxed=is_sandboxed),
+        packs_weights=all(one.kind.is_host for one in devices),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         log_bytes=config.log.max_bytes,
     )

@@ -38,6 +38,7 @@ class Sizes:
     task_memory_bytes: int
     is_sandboxed: bool
     separates_tenants: bool
+    packs_weights: bool
     link_bytes_per_s: float
     log_bytes: int
     options: bytes = b""  # the device kind's own

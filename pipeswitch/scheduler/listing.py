@@ -123,7 +123,7 @@ class Listing:
             "outputs": {v.name: _shown(v) for v in chain.outputs},
             "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
             "batch": list(chain.manifest.batch), "batching": None,
-            "precision": None,
+            "precision": None, "is_batch_invariant": None,
         }  # fmt: skip
 
     @staticmethod
@@ -154,6 +154,7 @@ class Listing:
             "batch": [1, 1],
             "batching": None,
             "precision": None,
+            "is_batch_invariant": None,
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
@@ -184,7 +185,8 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
-                "precision": msgspec.to_builtins(manifest.precision),
+                "precision": manifest.precision and manifest.precision.row(),
+                "is_batch_invariant": _is_batch_invariant(manifest),
             }
         streams = self._machine.stream_of(model)
         if streams is not None:
@@ -298,6 +300,7 @@ class Listing:
             "pid": pid,
             "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
             "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
+            **({"precision": manifest.precision.name} if manifest and manifest.precision else {}),
             **({"on": on.state.label} if on.state.label else {}),
         }
 
@@ -478,3 +481,10 @@ class Listing:
         kinds = ("slice", "scrub")
         slices = sum(region.owner.kind in kinds for region in device.arena.regions)
         return in_use + slices
+
+
+def _is_batch_invariant(manifest: Manifest) -> bool | None:
+    """Return whether each row of a batch has the bits of the row alone; None: not measured."""
+    if manifest.precision is not None:
+        return manifest.precision.is_batch_invariant
+    return None if manifest.batching is None else manifest.batching.is_exact

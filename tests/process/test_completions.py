@@ -70,7 +70,9 @@ def made() -> tuple[Any, Any]:
 def running() -> Iterator[Checked]:
     with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
         model, tokenizer = made()
-        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        checked.client.register(
+            "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
+        )
         yield checked
 
 
@@ -510,8 +512,10 @@ def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
         for number in range(3):
             with torch.no_grad():
                 next(model.parameters()).add_(0.01)
-            checked.client.register(f"m{number}", model, generate=True, tokenizer=tokenizer)
-        checked.client.register("ids", model, generate=True)
+            checked.client.register(
+                f"m{number}", model, generate=True, tokenizer=tokenizer, precision="exact"
+            )
+        checked.client.register("ids", model, generate=True, precision="exact")
         url = f"http://{checked.running.http_address}/v1"
 
         async def text(client: Any, name: str) -> str:
@@ -548,7 +552,9 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     settings.max_new_tokens, settings.no_repeat_ngram_size = 6, 3
     settings.top_k = 700  # all of them
     settings.eos_token_id = [end, 9999]
-    row = running.client.register("own", model, generate=True, tokenizer=tokenizer)
+    row = running.client.register(
+        "own", model, generate=True, tokenizer=tokenizer, precision="exact"
+    )
     found = ai.chat.completions.create(model="own", **asked)
     text = found.choices[0].message.content
     assert plain.choices[0].message.content.startswith(text)
@@ -570,7 +576,9 @@ def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bo
     options: Any = {"arena": "64MiB", "host_store": "256MiB", "http": True, "settles": False}
     with checked_server(**options) as checked:
         model, tokenizer = made()
-        checked.client.register("chat", model, generate=True, tokenizer=tokenizer)
+        checked.client.register(
+            "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
+        )
         asked: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 2000, "stream": True}
         if path != "/v1/completions":
             asked = {"text_input": PROMPT, "max_tokens": 2000}

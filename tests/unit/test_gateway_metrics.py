@@ -94,6 +94,7 @@ def facts() -> dict[str, Any]:
         {"name": name, "version": version, "share": share}
         for name, version, share in (("m", 1, 0), ("m", 2, 90), ("m", 3, 10), ("whole", 1, 100))
     ]
+    models[-1]["precision"] = {"name": "bf16"}
     rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)],
             "models": models}  # fmt: skip
     return {"stats": {**stats, **own}, **rows}
@@ -117,6 +118,8 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
         assert tuple(found[f"pipeswitch_{name}", one, "chat"] for one in versions) == values
     shares = {key[1:]: value for key, value in found.items() if "share_ratio" in key[0]}
     assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
+    forms = {tuple(sorted(key[1:])) for key in found if key[0] == "pipeswitch_model_info"}
+    assert forms >= {("1", "exact", "m"), ("1", "bf16", "whole")}
     assert told(metrics) == {}
 
 

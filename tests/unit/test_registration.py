@@ -18,6 +18,7 @@ from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
 from pipeswitch.controller.restore import _configured
 from pipeswitch.frontend.verbs import Rules, ask
+from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.events import RegisterAsked, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
@@ -58,7 +59,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     monkeypatch.setattr(Recorded, "__exit__", lambda *_: None)
     words = [SOURCE, "--input", "x=8x1..9:float32", "--max-batch", "4", "--batch", "2",
              "--batch-delay", "3ms", "--devices", "cpu:0", "--preprocess", "a.b:c",
-             "--raw", "text=1..64:bytes", "--json"]  # fmt: skip
+             "--raw", "text=1..64:bytes", "--precision", "exact", "--json"]  # fmt: skip
     done = CliRunner().invoke(main, ["register", "m", *words])
     assert done.exit_code == 0, done.output
     assert sdk.body == line.body
@@ -97,3 +98,22 @@ def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any])
     error = caught.value
     assert type(error).__name__ in ("InvalidInput", "RegistrationRefused")
     assert error.hint or name in error.message or "the tree" in error.message
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [({}, "exact"), ({"generate": True}, "fast"), ({"precision": "bf16"}, "bf16"),
+     ({"generate": True, "precision": "exact"}, "exact"), ({"precision": "int8"}, "int8")],
+)  # fmt: skip
+def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
+    given: dict[str, Any], precision: str
+) -> None:
+    spec = msgspec.msgpack.decode(asked({"source": "hf:gpt2", **given}).spec, type=BuildSpec)
+    assert spec.precision == precision
+
+
+def test_the_file_knows_every_precision() -> None:
+    for precision in PRECISIONS:
+        file = ModelConfig(name="m", source=SOURCE, precision=precision, max_error=0.01)
+        spec = msgspec.msgpack.decode(_configured(Token(1), file).spec, type=BuildSpec)
+        assert (spec.precision, spec.max_error) == (precision, 0.01)

@@ -13,6 +13,7 @@ import torch
 from pipeswitch.base import failpoints
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.base.failpoints import reach
+from pipeswitch.devices.cpu.packed import missing_half
 from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
@@ -179,6 +180,7 @@ def warm_up() -> None:
     """What torch reads and starts when it first computes, before the sandbox forbids it: all
     compute threads of this one; the libraries look at the processor."""
     checked_by()  # reads torch's version from a file
+    missing_half()  # asks Linux for the processor's matrix registers (AMX)
     fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()

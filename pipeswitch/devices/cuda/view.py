@@ -21,7 +21,7 @@ from .ladder import CudaOptions
 if TYPE_CHECKING:
     import torch
 
-    from ...programs.running.executor import BoundProgram
+    from ...programs.running.executor import BoundProgram, PackedKernels
     from .copies import CudaCopies
     from .graphs import DeviceProgram
     from .torch import CudaTorch
@@ -97,6 +97,12 @@ class CudaPoolView(PoolView):
     def program(self, bound: BoundProgram) -> DeviceProgram:
         """The program as this device runs it: inputs copied in, groups as graphs if allowed."""
         return self._program_maker(bound)
+
+    def kernels(self) -> PackedKernels:
+        """Implement ``PoolView``."""
+        from ..cpu.packed import UNPACKED
+
+        return UNPACKED
 
     def can_improve(self, program: BoundProgram) -> bool:
         """Whether shapes that ran eagerly could be captured."""

@@ -153,7 +153,7 @@ class Api:
                          "max_batch": ("integer", "With a bundle: the largest batch"),
                          "batch": ("integer", "With a bundle: up to which requests are joined"),
                          "batch_delay_ms": ("number", "With a bundle: for which one waits"),
-                         "precision": ("string", "With a bundle: exact or fast"),
+                         "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
                          "max_error": ("number", "With a bundle: of precision, at most")}),
             Route(method="DELETE", path="models/{model}", role=OPERATE,
                   run=self._verb("unregister", is_safe=False), what="Unregister"),

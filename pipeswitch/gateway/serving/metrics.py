@@ -35,6 +35,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
 }
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
+_EXACT: Final = {"name": "exact"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
     "nv_inference_request_success": ("success", "count", 1),
     "nv_inference_request_failure": ("fail", "count", 1),
@@ -134,6 +135,12 @@ class _Server:
         by_state = {(state,): count for state, count in sorted(states.items())}
         yield gauges("pipeswitch_workers", "By state", ["state"], by_state)
         yield self._shares(self.facts["models"])
+        yield gauges(
+            "pipeswitch_model_info", "1: the precision that a version computes in",
+            ["model", "version", "precision"],
+            {(row["name"], str(row["version"]), (row.get("precision") or _EXACT)["name"]): 1
+             for row in self.facts["models"] if "steps" not in row},
+        )  # fmt: skip
         yield from self._sequences(stats["sequences_by_model"])
         yield from self._jobs(self.facts["jobs"])
         if self._has_nv_names:

@@ -23,6 +23,7 @@ class BuildSettings(Message, frozen=True):
     task_memory_bytes: int = 0  # what a run may take for its intermediate values; 0: no limit
     is_sandboxed: bool = False  # where the program is a client's
     is_owners: bool = False  # what it fetches from a hub lands in the owner's caches
+    packs_weights: bool = True  # the devices read weights in the layout of this processor's kernels
 
 
 class BuildProgress(Message, frozen=True):

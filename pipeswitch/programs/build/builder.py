@@ -45,6 +45,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    from ...devices.cpu.packed import missing_half
     from .program import build
 
     torch.set_num_threads(settings.threads)
@@ -69,10 +70,13 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         reach("build.begin")
         if spec.source.startswith("hf:") and not settings.is_owners:
             os.chdir(work)  # ``hf:a/b`` would be the folder a/b of where the server runs
+        missing_half()  # asks Linux for the processor's matrix registers, which the sandbox forbids
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
         with _metered(settings, spec, work, channel):
-            manifest = build(spec, work, progress, settings.disk_bytes)
+            manifest = build(
+                spec, work, progress, settings.disk_bytes, packs_weights=settings.packs_weights
+            )
         _check_memory(manifest, settings.task_memory_bytes)
         reach("build.write")
     except (Exception, SystemExit) as error:  # a model's own code may raise anything

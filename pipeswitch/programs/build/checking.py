@@ -80,11 +80,12 @@ ROUNDING: Final = {
 """Of the largest number of an output: what other kernels for another batch may differ by."""
 
 
-def is_rounded(found: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether they differ by no more than other kernels do."""
+def is_rounded(found: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
+    """Return whether two tensors differ by no more than other kernels do, or than ``least`` of the
+    largest number."""
     if found.shape != own.shape or found.dtype is not own.dtype or found.dtype not in ROUNDING:
         return False
-    most = ROUNDING[own.dtype] * float(own.nan_to_num().abs().max())
+    most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
     return torch.allclose(found, own, rtol=0.0, atol=most, equal_nan=True)
 
 

@@ -53,7 +53,7 @@ from .export import export_module, write_program
 from .fresh import Fresh
 from .joining import with_batching
 from .module_mode import build_module
-from .precision import derive, with_note
+from .precision import derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
@@ -62,7 +62,14 @@ __all__ = ["BuildSpec", "build", "load_manifest"]
 Progress = Callable[[str, float], None]
 
 
-def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 0) -> Manifest:
+def build(
+    spec: BuildSpec,
+    out_dir: Path,
+    progress: Progress,
+    disk_bytes: int = 0,
+    *,
+    packs_weights: bool = True,
+) -> Manifest:
     """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
 
     Args:
@@ -71,6 +78,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
             and "pack" begin and end.
         disk_bytes: what may be written; 0: no limit.
+        packs_weights: its devices read weights in the layout of this processor's kernels.
 
     Raises:
         RegistrationRefused: the model cannot be served; says which part and why.
@@ -85,7 +93,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
-            manifest = _in_precision(manifest, spec, out_dir)
+            manifest = _in_precision(manifest, spec, out_dir, packs_weights)
         if (joined := joined_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *joined, out_dir)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
@@ -104,13 +112,20 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         ) from error
 
 
-def _in_precision(manifest: Manifest, spec: BuildSpec, out_dir: Path) -> Manifest:
-    why = "module mode has no graph to change" if manifest.mode == "module" else packed.missing()
+def _in_precision(
+    manifest: Manifest, spec: BuildSpec, out_dir: Path, packs_weights: bool
+) -> Manifest:
+    name = spec.precision
+    why = packed.missing() if name == "fast" else ""
+    if manifest.mode == "module":
+        why = "module mode has no graph to change"
+    elif name == "fast" and not packs_weights:
+        why = "its device packs no weights"
     if why:
-        return with_note(manifest, f"precision {spec.precision}: {why}; it stays exact")
-    return derive(
-        manifest, out_dir, spec.precision, spec.max_error, spec.bucket_bytes, packed.KERNELS
-    )
+        return stays_exact(manifest, name, why)
+    kernels = packed.KERNELS if packs_weights else packed.UNPACKED
+    limit, _ = joined_as(manifest, spec) or (0, 0.0)
+    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 
 
 def _build_bundle(

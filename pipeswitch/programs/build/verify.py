@@ -51,14 +51,14 @@ def compare(
 
 
 def acceptable_inputs(
-    specs: Sequence[ValueSpec], values: Values, plain: Plain
+    specs: Sequence[ValueSpec], values: Values, plain: Plain, seed: int = 0
 ) -> list[torch.Tensor]:
     """Made-up inputs that ``plain`` can run on.
 
     A signature gives integers no meaning: where random ones are no valid indices (a table of
     ten rows, the offsets of bags), zeros usually are, or ones (lengths of sequences).
     """
-    inputs = to_tensors(specs, values)
+    inputs = to_tensors(specs, values, seed)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
         return inputs
     constant = [

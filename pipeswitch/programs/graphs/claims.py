@@ -62,11 +62,12 @@ def check_claims(manifest: Manifest) -> None:
         if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
             _refuse("it has not the dimensions that would be padded")
     if manifest.precision is not None:
-        numbers = [
-            one for one in msgspec.structs.astuple(manifest.precision) if not isinstance(one, str)
-        ]
+        told = msgspec.structs.astuple(manifest.precision)
+        numbers = [one for one in told if isinstance(one, int | float)]
         if not all(math.isfinite(one) and one >= 0 for one in numbers):
             _refuse("what its precision costs is not a number")
+        for name, dtype, shape in manifest.precision.weights:
+            check_dtype_and_shape(f"weight {printable(name)[:80]!r}", dtype, shape)
     if manifest.batching is not None:
         limit, delay_ms = manifest.batching.limit, manifest.batching.delay_ms
         check_joinable(manifest, limit)

@@ -112,6 +112,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return batch_range(self.dims)
 
     @property
+    def plain_weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each weight as the module has it, whatever the precision."""
+        if self.precision is None:
+            return {spec.name: (spec.dtype, spec.shape) for spec in self.tensors}
+        return {name: (dtype, tuple(shape)) for name, dtype, shape in self.precision.weights}
+
+    @property
     def pads(self) -> Mapping[str, str]:
         """Dimensions along which zeros at the end change no answer, each with the input that says
         how much of it is real."""

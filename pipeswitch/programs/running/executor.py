@@ -19,7 +19,14 @@ from ..graphs.graph import CompiledGraph, Environment, GroupCall, behind_contrac
 from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
 from ..interface.nesting import argument_names, arguments
-from ..interface.packing import CONVOLUTION_ADD, LINEAR, LINEAR_ADD, TARGETS, PackedLayout
+from ..interface.packing import (
+    CONVOLUTION_ADD,
+    LINEAR,
+    LINEAR_ADD,
+    LINEAR_INT8,
+    TARGETS,
+    PackedLayout,
+)
 from .factories import keywords_of, split_arguments, without_cache
 from .loose import leave_behind, slots
 from .torch_settings import TorchSettings
@@ -77,6 +84,12 @@ class PackedKernels(Protocol):
     def wrap(self, data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """Wrap packed bytes in place as a weight; the bytes must outlive it."""
 
+    def packs_half(self) -> bool:
+        """Return whether bfloat16 weights can be packed."""
+
+    def computes_half(self) -> bool:
+        """Return whether products should be computed in bfloat16."""
+
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by the targets of ``packing``."""
 
@@ -93,15 +106,15 @@ def _check_packed(
         raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, made = len(graph.inputs), set[str]()
     for node in graph.nodes:
-        if node.target not in TARGETS:
-            continue
+        if node.target not in TARGETS or node.target == LINEAR_INT8:
+            continue  # an int8 weight is a plain tensor, and its kernel looks at all extents
         at = 2 if node.target in (LINEAR_ADD, CONVOLUTION_ADD) else 1
         index = node.args[at]["v"] - first
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
         layout = graph.packed.get(name)
-        if layout is None or layout.dtype != "float32":
+        if layout is None or layout.dtype not in ("float32", "bfloat16"):
             raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
-        zeros = torch.zeros(layout.shape)
+        zeros = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype))
         if node.target in (LINEAR, LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
@@ -118,7 +131,12 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a packed operator that refuses an input whose extents do not fit its weight's."""
 
     def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        weight = next(one for one in rest if one.layout is not torch.strided)
+        weight = next((w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided),
+                      None)  # fmt: skip
+        if weight is None:
+            return call(x, *rest)  # over int8: its kernel looks at all extents
+        if x.dtype is not weight.dtype:
+            raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
@@ -146,7 +164,7 @@ class GraphProgram:
 
         ``kernels``: operators over packed weights, if the graph has some.
         """
-        if graph.packed:
+        if graph.packed or kernels is not None:
             _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})
         self._kernels = kernels
         self._packed = {} if kernels is None else kernels.operators()

@@ -352,7 +352,7 @@ class Registry:
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
             batching=msgspec.to_builtins(manifest.batching),
-            precision=msgspec.to_builtins(manifest.precision),
+            precision=manifest.precision and manifest.precision.row(),
         )
 
     def cancel(self, event: ev.CancelAsked) -> None:

@@ -255,6 +255,7 @@ def _bill(
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
     made_ms = request.preprocess_ms or 0.0
+    form = None if replica.manifest is None else replica.manifest.precision
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
         preprocess_ms=made_ms,
@@ -274,6 +275,7 @@ def _bill(
         streamed=activation.streamed,
         device=device.label,
         placed=request.placed if device.label else "",
+        precision="" if form is None else form.name,
     )
 
 

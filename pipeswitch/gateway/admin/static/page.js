@@ -246,7 +246,7 @@ function showModels() {
     fill(element.querySelector(".pills"), [pill(now?.state ?? row.state), ...(row.pinned ? [pill("pinned")] : []),
       ...(row.versions.length > 1 ? [pill(`v${row.version}${row.share < 100 ? ` ${row.share} %` : ""}`)] : [])]);
     const { tokens } = model.sequences(inPs(row)), perS = model.tokensPerS(inPs(row)), did = tokens ? `${count(tokens)} tokens` : `${count(row.requests)} requests`;
-    element.querySelector(".what").textContent = `${size(row.bytes)} · ${did}${perS ? `, ${rate(perS)}/s` : ""}`;
+    element.querySelector(".what").textContent = `${size(row.bytes)}${row.precision ? ` ${row.precision.name}` : ""} · ${did}${perS ? `, ${rate(perS)}/s` : ""}`;
     const why = row.reason || (now?.why !== "pinned" && now?.why) || "";
     const told = element.querySelector(".why");
     told.textContent = why;
