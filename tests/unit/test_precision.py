@@ -321,6 +321,22 @@ def test_a_layout_that_a_builder_made_up_is_refused(how: str, tmp_path: Path) ->
         GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
 
 
+@pytest.mark.parametrize(
+    "shape", [(), (1, 8, 12), (1, 7, 12, 12), (0, 8, 12, 12), (1, 8, -5, 12), (1, 8, 1, 1 << 62)]
+)
+def test_a_layout_for_an_input_that_cannot_be_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
+    graph = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph
+    name = next(name for name in graph.packed if "third" in name)
+    layout = graph.packed[name]
+    assert layout.input_shape == (1, 8, 12, 12)
+    packed = dict(graph.packed) | {name: replace(layout, input_shape=shape, description=b"")}
+    with pytest.raises(RegistrationRefused):
+        GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
+
+
 # --- bfloat16 and int8 ------------------------------------------------------------------------
 
 
