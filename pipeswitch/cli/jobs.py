@@ -20,7 +20,18 @@ from . import common, views
 FIRST_LOOK_S: Final = 1.0
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+class ScriptCommand(click.Command):
+    """A command whose script has options of its own, behind ``--``; elsewhere they are refused."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = f"Options of the script follow --: -- {error.option_name}"
+            raise click.UsageError(f"{error.format_message()} {advice}", ctx) from None
+
+
+@click.command(cls=ScriptCommand)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--name", default="", help="Name of the job (default: the script's).")
@@ -78,7 +89,7 @@ def train(
                 task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=common.Group, invoke_without_command=True)
 @common.json_option
 @common.watch_option
 @click.pass_context
@@ -96,11 +107,12 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
 
     def shown(rows: list[dict[str, Any]]) -> Any:
         told = [
-            row | {"why": row["error"] or row["why"], "bytes": row["lease_bytes"]} for row in rows
+            {**row, "why": row["error"] or row["why"], "bytes": row["lease_bytes"]}
+            for row in views.busy_first(rows)
         ]
         name, *others = views.JOB_COLUMNS
         is_cluster = any("node" in row for row in rows)
-        return views.table(told, (name, *["node"] * is_cluster, *others))
+        return views.Listing(told, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
 
@@ -135,7 +147,7 @@ def jobs_show(
     elif as_json:
         views.print_json(rows)
     else:
-        views.console().print(views.table(printed(rows), columns))
+        views.console().print(views.Listing(printed(rows), columns))
 
 
 def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:

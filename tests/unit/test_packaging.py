@@ -209,7 +209,7 @@ def test_every_extra_that_something_names_exists() -> None:
     assert {one for names in named for one in names.split(",")} <= set(extras)
     install = re.search(r"^Extras: .*?\n\n", start, re.MULTILINE | re.DOTALL)
     assert install is not None
-    assert {name for name in extras if f"`{name}`" not in install[0]} == {"fuzz", "test"}
+    assert {name for name in extras if f"`{name}`" not in install[0]} == {"docs", "fuzz", "test"}
 
 
 def test_the_demos_job_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,14 +253,17 @@ def _bill(
     if not activation.was_resident:
         ended = replica.transmit_ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
-    compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    # The switch ends with the first group: what was waited for until then is in no other part.
+    waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
+    stall_ms = max(0.0, message.stall_ms - waited_ms)
+    compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
     made_ms = request.preprocess_ms or 0.0
     return Bill(
         queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
         preprocess_ms=made_ms,
         switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
         copy_ms=copy_ms,
-        stall_ms=message.stall_ms,
+        stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
         total_ms=now_ms - request.arrived_at_ms,
         resident=activation.was_resident,

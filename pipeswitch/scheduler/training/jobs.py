@@ -264,7 +264,7 @@ class Jobs:
             "lease_bytes": job.lease_bytes,
             "worker": job.slot,
             "error": job.error,
-            "why": job.why,
+            "why": job.why or behind(job, self.home(job).state),
             "tenant": job.tenant,
             "share": job.share,
             "log": job.last_log,
@@ -388,3 +388,11 @@ def activations_row(job: Job) -> dict[str, int]:
     told = job.activations if job.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}
+
+
+def behind(job: Job, device: DeviceState) -> str:
+    """Return how many requests a job that could train waits for, as a sentence."""
+    if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
+        return ""
+    count = len(device.owner.tasks) + len(device.queue) + len(device.early)
+    return f"waits behind {count} request{'s' * (count > 1)}" if count else ""
