@@ -32,12 +32,10 @@ NAMES: Final = (
     "request-path",
     "gateway",
     "crowd",
-    "overload",
     "training",
     "devices",
     "shared-input",
     "switchflow",
-    "replay",
     "generation",
     "peers",
 )

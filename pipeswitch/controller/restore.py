@@ -17,7 +17,9 @@ from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..scheduler.events import ChainAsked, RegisterAsked, Token
+from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name
+from ..scheduler.training.jobs import RestoredJob
 from ..wire.register_request import RegisterRequest
 from .entries import Entry
 from .server import Server
@@ -106,24 +108,17 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         log.error("job=%s %s", name, why)
         server.journal.losses.append(f"job {name} {why}")
     life = read_life(server.places.logs / f"job-{name}{SUFFIX}")
-    server.scheduler.machine.jobs.restore(
-        name,
-        entry["entry"],
-        tuple(entry["args"]),
-        entry["priority"],
+    found = RestoredJob(
         slot_bytes,
         step,
         is_paused=name in server.journal.holds,
-        tenant=entry["tenant"],
-        share=entry["share"],
-        devices=tuple(entry["devices"]),
         placed=server.journal.placed.get(name),
         restarts=life.restarts + life.is_running,
         steps_recomputed=life.steps_recomputed,
         last_step=life.step,
-        defaults=tuple((key, value) for key, value in entry["defaults"]),
         why=why,
     )
+    server.scheduler.machine.jobs.restore(JobSpec.from_row(name, entry), found)
 
 
 def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:

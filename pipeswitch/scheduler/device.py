@@ -130,7 +130,7 @@ class Device:
 
     def hears(self, source: Address) -> bool:
         """Return whether this is the daemon that lives now."""
-        return source == self.state.daemon and self.fleet.is_daemon_alive
+        return source == self.state.daemon.address and self.fleet.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:
         """What the daemon that lives says of this device."""

@@ -218,13 +218,13 @@ class Listing:
                 {
                     "name": replica.name,
                     "bytes": replica.model.manifest.total_bytes,
-                    "grouping": replica.plan_source,
-                    "grouping_why": replica.plan_why,
+                    "grouping": replica.grouping.source,
+                    "grouping_why": replica.grouping.why,
                     "streams": stream_of(device.state, replica),
                     **_functions(replica.model),
                     "profile": None
-                    if replica.profile is None
-                    else msgspec.to_builtins(replica.profile),
+                    if replica.grouping.profile is None
+                    else msgspec.to_builtins(replica.grouping.profile),
                 }
                 for replica in device.state.replicas.values()
                 if replica.model.manifest is not None
@@ -248,10 +248,10 @@ class Listing:
                     device,
                     "memory-daemon",
                     "daemon",
-                    "active" if state.is_daemon_ready else "starting",
-                    pid=state.daemon_pid,
+                    "active" if state.daemon.is_ready else "starting",
+                    pid=state.daemon.pid,
                     device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                    why="given up: it died too often" if state.is_given_up else "",
+                    why="given up: it died too often" if state.daemon.is_given_up else "",
                 )
             )
         rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
@@ -359,18 +359,19 @@ class Listing:
         worker = on.state.workers.get(job.slot) if job.slot is not None else None
         region = on.arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
-        host_bytes = 2 * job.commit_slot_bytes + self._machine.store.offloaded.get(job.name, 0)
+        host_bytes = 2 * job.memory.commit_slot_bytes
+        host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
         return activations_row(job) | self._row(
             on,
-            job.name,
+            job.spec.name,
             "job",
             words.get(job.state.state, job.state.state.value),
             worker=job.slot,
             device=f"{region.size_bytes if region else 0}",
             host=f"{host_bytes}",
-            prio=job.priority,
-            last_used_at_ms=job.last_ran_at_ms,
-            why=job.error or job.why or behind(job, on.state),
+            prio=job.spec.priority,
+            last_used_at_ms=job.timing.last_ran_at_ms,
+            why=job.progress.error or job.progress.why or behind(job, on.state),
             pid=worker.pid if worker is not None else 0,
             owners=(job.slice,),
         )
@@ -465,7 +466,7 @@ class Listing:
         """Seconds of each kind, with what is under way."""
         spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
         if device.owner.job is not None:
-            began_at_ms = device.jobs[device.owner.job].cycle_began_at_ms
+            began_at_ms = device.jobs[device.owner.job].timing.cycle_began_at_ms
             spent_us["train"] += round((self._core.now_ms - began_at_ms) * 1000.0)
         return {kind: us / 1e6 for kind, us in spent_us.items()}
 

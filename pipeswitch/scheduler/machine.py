@@ -59,7 +59,7 @@ class Machine:
         """Return the device that measures the model."""
         model = self.models.get(name)
         allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
-        return next((d for d in allowed if d.state.is_daemon_ready), (allowed or self.devices)[0])
+        return next((d for d in allowed if d.state.daemon.is_ready), (allowed or self.devices)[0])
 
     def use_profile(self, name: ModelName, profile: Profile) -> None:
         """Plan groups from the profile on each device with the identity of the measured one."""

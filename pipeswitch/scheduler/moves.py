@@ -32,7 +32,7 @@ class Moves:
                 target = self._target(device, job)
                 if target is not None and job.state.state is not TaskState.EVICTING:
                     job.leaves_for = target.state.index
-                    device.training.evict(job.name, "it moves to another device")
+                    device.training.evict(job.spec.name, "it moves to another device")
         return QUEUE | TURN | WORKERS | PLACES | JOBS if any(self._jobs) else 0
 
     def _target(self, device: Device, job: Job) -> Device | None:
@@ -41,11 +41,11 @@ class Moves:
             return None
         if job.sent_to:
             target = self._devices[self._jobs.names.index(job.sent_to)]
-            return target if target is not device and target.state.is_daemon_ready else None
+            return target if target is not device and target.state.daemon.is_ready else None
         after_ms = self._core.settings.move_after_ms
         if not after_ms or job.state.state is not TaskState.SUSPENDED or not device.state.is_busy:
             return None
-        due_ms = job.parked_at_ms + after_ms
+        due_ms = job.timing.parked_at_ms + after_ms
         if self._core.now_ms < due_ms:
             self._core.look_again(due_ms, JOBS)
             return None

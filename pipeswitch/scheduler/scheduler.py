@@ -313,7 +313,7 @@ class Scheduler:
         self.publishing.daemon_died(index)
         device.daemon_exited(event)
         self.registry.daemon_died(index)
-        if all(one.state.is_given_up for one in self.machine.devices):
+        if all(one.state.daemon.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
     def _policy_failed(self, name: str, why: str) -> None:

@@ -19,30 +19,50 @@ from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.fair_queue import Accounts, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
-from pipeswitch.scheduler.state.records import Activation, Job, Model, Replica, Request, Worker
+from pipeswitch.scheduler.state.records import (
+    Activation,
+    Grouping,
+    Job,
+    JobMemory,
+    JobProgress,
+    JobSpec,
+    JobTiming,
+    Model,
+    Replica,
+    Request,
+    Transfer,
+    Worker,
+)
 from pipeswitch.scheduler.state.regions import Owner, Region, Regions
 from pipeswitch.scheduler.state.states import OwnerState, Residency
 
 from .frozen import Add, Codec, Next, Still
 
 SHOWN_OF_JOB = (
-    "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
-    "parked_at_ms", "preempted_ms", "beside",
-    "missed_at", "blocked_at_ms", "beside_blocked",  # no scope has a hundred stops, or five steps
-    "reported_epoch", "reported_trained_ms", "steps_recomputed", "last_log", "steps_per_s",
-    "error", "why",
-    "steps_left", "trained_ms", "counted_from_ms",  # the default order does not read them
+    "progress.step", "progress.epoch_index", "progress.suspensions", "progress.evictions",
+    "progress.restarts", "progress.beside", "progress.reported_epoch", "progress.steps_recomputed",
+    "progress.last_log", "progress.steps_per_s", "progress.error", "progress.why",
+    "progress.missed_at",  # no scope has a hundred stops
+    "memory.blocked_at_ms", "memory.beside_blocked",  # nor five steps
+    "timing.last_ran_at_ms", "timing.parked_at_ms", "timing.preempted_ms",
+    "timing.reported_trained_ms",
+    # The default order does not read these.
+    "progress.steps_left", "timing.trained_ms", "timing.counted_from_ms",
     "born_epoch",  # tells the messages of an older job of that name; none has two jobs here
 )  # fmt: skip
+ORDERED_OF_JOB = ("place", "epoch", "memory.persist_epoch", "memory.copying_epoch")
 SHOWN_OF_REPLICA = (
-    "transmit_started_at_ms", "transmit_ended_at_ms",
-    "transmission",  # profiles are made of it, and nothing is measured in this world
+    "transfer.started_at_ms", "transfer.ended_at_ms",
+    "transfer.report",  # profiles are made of it, and nothing is measured in this world
 )  # fmt: skip
 
 MODEL = Codec(Model, drop=("reason", "last_batch"))
-REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
+REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA), parts=(Grouping, Transfer))
 REQUEST = Codec(Request)
-JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
+JOB = Codec(
+    Job, drop=SHOWN_OF_JOB, ordered=ORDERED_OF_JOB,
+    parts=(JobSpec, JobProgress, JobMemory, JobTiming),
+)  # fmt: skip
 WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
@@ -50,7 +70,6 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "owner",
-    "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served", "spent_us",  # are only shown
@@ -116,16 +135,24 @@ class _Records:
 
     def __init__(self, codec: Codec, *examples: tuple[Any, Any]) -> None:
         self._freeze, self._thaw = codec.freeze, codec.thaw
-        fields = codec.kind.__annotations__
-        names = [name for name in (*codec.drop, *codec.still) if name in fields]
-        known = set(codec.kind.__annotations__) - set(codec.still)
-        self._templates = {
-            key: {name: getattr(example, name) for name in names} for key, example in examples
-        }
-        self._still = {key: Still(example, *known) for key, example in examples}
+        self._templates: dict[Any, Any] = {}
+        self._still: dict[Any, list[tuple[str, Still]]] = {}
+        for key, example in examples:
+            self._templates[key], self._still[key] = {}, []
+            for path, kind in codec.parts.items():
+                part = getattr(example, path) if path else example
+                names, still = (
+                    {field for field in kind.__annotations__ if f"{path}.{field}".lstrip(".") in of}
+                    for of in ({*codec.drop, *codec.still}, codec.still)
+                )
+                self._templates[key][path] = {name: getattr(part, name) for name in names}
+                if still:
+                    known = set(kind.__annotations__) - still
+                    self._still[key].append((path, Still(part, *known)))
 
     def freeze(self, record: Any, e: Add, key: Any = None) -> Any:
-        self._still[key].check(record)
+        for path, still in self._still[key]:
+            still.check(getattr(record, path) if path else record)
         return self._freeze(record, e)
 
     def thaw(self, frozen: Any, n: Next, key: Any = None) -> Any:
@@ -164,15 +191,18 @@ class Brain:
         known = {
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
             "versions": ("models",), "admission": ("_models",),
+            "daemon": ("generation", "pid", "is_ready", "is_given_up"),
         }  # fmt: skip
         parts = [*vars(scheduler).items(), ("store", machine.store)]
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
-        parts += [part for device in machine.devices for part in vars(device).items()]
+        for device in machine.devices:
+            state = device.state
+            parts += [*vars(device).items(), ("daemon", state.daemon), ("", state.measurement)]
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
-        self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
+        self._jobs = _Records(JOB, (None, Job(JobSpec("", "", (), 1))))
         self._workers = _Records(WORKER, (None, Worker(0)))
         self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, (), "", 0.0, False)))
 
@@ -209,8 +239,8 @@ class Brain:
             None if owner.pending is None else tasks.freeze(owner.pending, e),
             None if owner.yielded is None else tasks.freeze(owner.yielded, e),
             (owner.state._value_, owner.job, tuple([(slot, e(-t)) for slot, t in promised])),
-            state.is_daemon_ready,
-            state.is_given_up,
+            state.daemon.is_ready,
+            state.daemon.is_given_up,
             _freeze_regions(device.arena.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
@@ -245,7 +275,7 @@ class Brain:
     ) -> None:
         core, state, fleet = self.scheduler.core, device.state, device.fleet
         (requests, queue, jobs, workers, running, pending, yielded, holder,
-         state.is_daemon_ready, state.is_given_up, arena, fleet.is_daemon_alive,
+         state.daemon.is_ready, state.daemon.is_given_up, arena, fleet.is_daemon_alive,
          fleet._daemon_deaths, fleet._daemon_respawn_at_ms, early, replicas,
          accounts) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
@@ -259,7 +289,7 @@ class Brain:
         state.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
         for worker, generation in zip(state.workers.values(), generations[1:], strict=True):
             worker.generation = generation
-        state.daemon_generation = generations[0]
+        state.daemon.generation = generations[0]
         state.owner = owner = DeviceOwner()
         owner.running = None if running is None else self._tasks.thaw(running, n)
         owner.pending = None if pending is None else self._tasks.thaw(pending, n)
@@ -278,7 +308,7 @@ class Brain:
         state.sending = {n: None for n, r in state.replicas.items() if r.is_being_sent}
 
 
-_COMMITTED_STEP = JOB.position("committed_step")
+_COMMITTED_STEP = JOB.position("memory.committed_step")
 
 
 class Sight(NamedTuple):

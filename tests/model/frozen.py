@@ -51,6 +51,7 @@ class Codec:
     Args:
         drop: fields that are only shown: no decision reads them.
         ordered: epochs that are compared by size somewhere; turns always are.
+        parts: classes of fields that are records themselves. Their fields are named with a dot.
 
     Attributes:
         still: the fields that must not change. ``thaw`` takes these and the dropped ones from
@@ -58,10 +59,12 @@ class Codec:
     """
 
     def __init__(
-        self, kind: type, *, drop: tuple[str, ...] = (), ordered: tuple[str, ...] = ()
-    ) -> None:
+        self, kind: type, *, drop: tuple[str, ...] = (), ordered: tuple[str, ...] = (),
+        parts: tuple[type, ...] = (),
+    ) -> None:  # fmt: skip
         self.kind = kind
         self.drop = drop
+        self.parts: dict[str, type] = {}  # by field; "": the record itself
         self.still: list[str] = []
         self._ordered = ordered
         self._plain: list[str] = []
@@ -69,20 +72,27 @@ class Codec:
         self._epochs_in: list[str] = []  # before the others, as they were taken out
         self._lines_in: list[str] = []
         self._names: dict[str, Any] = {
-            "kind": kind,
             "new": kind.__new__,
             "StateMachine": StateMachine,
             "lands": lands,
             "landings": lambda t: t and Landings(*t[:2], frozenset(t[2]), *t[3:]),
         }
-        for name, annotation in kind.__annotations__.items():
-            if name not in drop:
-                self._field(name, annotation)
+        known = {part.__name__: part for part in parts}
+        self._fields("", kind, known)
         self.freeze, self.thaw = self._compile()
 
     def position(self, name: str) -> int:
         """Where a plain field stands in what ``freeze`` gives."""
         return self._plain.index(f"o.{name}")
+
+    def _fields(self, path: str, kind: type, known: dict[str, type]) -> None:
+        self.parts[path.rstrip(".")] = kind
+        for field, annotation in kind.__annotations__.items():
+            name = path + field
+            if annotation in known:
+                self._fields(f"{name}.", known[annotation], known)
+            elif name not in self.drop:
+                self._field(name, annotation)
 
     def _field(self, name: str, annotation: str) -> None:
         if annotation in PLAIN:
@@ -90,7 +100,7 @@ class Codec:
         elif annotation in EPOCHS:
             is_ordered = annotation == "Turn" or name in self._ordered
             self._lines_out.append(f"e({'-' if is_ordered else ''}o.{name})")
-            self._epochs_in.append(f"d[{name!r}] = n()")
+            self._epochs_in.append(f"{_slot(name)} = n()")
         elif annotation in LISTS:
             self._value(name, f"tuple(o.{name})", "list({})")
         elif annotation.startswith("set["):
@@ -107,7 +117,7 @@ class Codec:
     def _value(self, name: str, out: str, into: str) -> None:
         index = len(self._plain)
         self._plain.append(out)
-        self._lines_in.append(f"d[{name!r}] = " + into.format(f"t[{index}]"))
+        self._lines_in.append(f"{_slot(name)} = " + into.format(f"t[{index}]"))
 
     def _machine(self, name: str, annotation: str) -> None:
         import pipeswitch.scheduler.state.records as records
@@ -122,25 +132,38 @@ class Codec:
             "ResidencyEvent": states.RESIDENCY_TRANSITIONS,
             "VersionEvent": states.VERSION_TRANSITIONS,
         }[event]
+        key = name.replace(".", "_")
         self._names |= {
-            f"s_{name}": {member.value: member for member in kind},
-            f"m_{name}": table,
+            f"s_{key}": {member.value: member for member in kind},
+            f"m_{key}": table,
         }
-        into = f"StateMachine({self.kind.__name__!r}, s_{name}[{{}}], m_{name})"
+        into = f"StateMachine({self.kind.__name__!r}, s_{key}[{{}}], m_{key})"
         self._value(name, f"o.{name}.state._value_", into)
 
     def _compile(self) -> tuple[Freeze, Thaw]:
         body = "\n    ".join(self._lines_out)
         parts = ", ".join(self._plain)
+        begin = []
+        for path, kind in self.parts.items():
+            self._names[f"kind_{path}"] = kind
+            begin.append(f"o_{path} = new(kind_{path})\n    d_{path} = o_{path}.__dict__")
+            begin.append(f"if template is not None: d_{path}.update(template[{path!r}])")
+            if path:
+                begin.append(f"{_slot(path)} = o_{path}")
         source = (
             f"def freeze(o, e):\n    {body}\n    return ({parts},)\n"
-            "def thaw(t, n, template=None):\n    o = new(kind)\n    d = o.__dict__\n"
-            "    if template is not None: d.update(template)\n    "
-            + "\n    ".join([*self._epochs_in, *self._lines_in])
-            + "\n    return o\n"
+            "def thaw(t, n, template=None):\n    "
+            + "\n    ".join([*begin, *self._epochs_in, *self._lines_in])
+            + "\n    return o_\n"
         )
         exec(compile(source, f"<codec of {self.kind.__name__}>", "exec"), self._names)
         return self._names["freeze"], self._names["thaw"]
+
+
+def _slot(name: str) -> str:
+    """Return the place of a field in the records that ``thaw`` makes."""
+    path, _, field = name.rpartition(".")
+    return f"d_{path}[{field!r}]"
 
 
 def lands(of: Landings | None) -> Any:

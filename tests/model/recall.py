@@ -125,7 +125,7 @@ class Recall:
 
         kept = frozen_part(freeze, self._brain)
         generations = tuple([
-            (state.daemon_generation, *[w.generation for w in state.workers.values()])
+            (state.daemon.generation, *[w.generation for w in state.workers.values()])
             for state in [device.state for device in machine.devices]
         ])  # fmt: skip
         return self._moment(kept, frozen[0], generations, core.last_epoch)

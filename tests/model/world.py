@@ -540,7 +540,7 @@ class World(simulator.World):
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
         require(state.owner.job is None and state.owner.running is None, "a task at rest")
         alive = [w for w in state.workers.values() if w.is_alive]
-        is_missing = len(alive) <= self.scope.standby and not state.is_given_up
+        is_missing = len(alive) <= self.scope.standby and not state.daemon.is_given_up
         require(not is_missing, "a worker is missing at rest")
 
 
@@ -566,7 +566,7 @@ def _leave_the_disk_out(jobs: Jobs) -> None:
 
     def adopted(*args: Any, **options: Any) -> Job:
         job = adopt(*args, **options)
-        job.persist_due_at_ms = math.inf
+        job.memory.persist_due_at_ms = math.inf
         return job
 
     jobs.adopt = adopted  # type: ignore[method-assign]

@@ -214,10 +214,10 @@ class World(simulator.World):
         One did not stop, and is paused; one waits for memory that pinned models have.
         """
         machine = self.scheduler.machine
-        paused = [job.name for job in machine.jobs if job.state.state.value == "paused"]
+        paused = [job.spec.name for job in machine.jobs if job.state.state.value == "paused"]
         for name in paused:
             self.clients.ask(name, "resume")
-        waits = any(job.lease_asked_bytes for job in machine.jobs)
+        waits = any(job.memory.lease_asked_bytes for job in machine.jobs)
         pinned = [model.base for model in machine.models.values() if model.want_pinned]
         for name in pinned if waits else ():
             self.handle(ev.PinAsked(token=self.token(), model=name, pin=False))
@@ -229,7 +229,7 @@ class World(simulator.World):
             not self.open
             and all(job.state.state.value in FINAL for job in jobs)
             and not any(
-                job.commit_slot_bytes for job in jobs
+                job.memory.commit_slot_bytes for job in jobs
             )  # a disk that was full is tried again
             and not self.moves()
             and not any(worker.script for worker in self.workers.values())
@@ -249,7 +249,10 @@ class World(simulator.World):
 
     def _describe(self, device: Device) -> str:
         state, turn = device.state, self.scenes[device.state.index].device.turn
-        jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in state.jobs.values()]
+        jobs = [
+            (j.spec.name, j.state.state.value, j.memory.lease_asked_bytes)
+            for j in state.jobs.values()
+        ]
         workers = [(w.slot, w.state.state.value, w.job) for w in state.workers.values()]
         return (
             f"owner={state.owner.story} tasks={state.owner.tasks} promised={state.owner.promised} "

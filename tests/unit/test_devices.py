@@ -132,7 +132,7 @@ def test_a_daemon_that_dies_takes_its_own_device_alone(machine: Machine) -> None
     first, second = machine.devices
     machine.ask(first, 1)
     machine.ask(second, 2)
-    first.daemon_exited(ev.Exited(first.state.daemon, -9))
+    first.daemon_exited(ev.Exited(first.state.daemon.address, -9))
     assert first.state.replicas["m"].residency.state is Residency.HOST
     assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
     assert second.state.owner.running is not None

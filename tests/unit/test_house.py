@@ -61,8 +61,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ base client cluster devices ipc job launch planning policies programs "
     "sandbox scheduler simulator watchdog wire",
     "demo": "__init__ base cli client job planning programs programs/build testing",
-    "benchmarks/": "base cli client devices ipc job planning programs programs/build scheduler "
-    "simulator testing wire",
+    "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
 
 # The same inside the scheduler: what it remembers lies below what decides. Files beside the folders

@@ -54,8 +54,8 @@ class Server(World):
     def trained_ms(self, name: str) -> float:
         state = self.scheduler.machine.devices[0].state
         job = state.jobs[JobName(name)]
-        running_ms = self.now_ms - job.cycle_began_at_ms if state.owner.job == name else 0.0
-        return job.trained_ms + running_ms
+        running_ms = self.now_ms - job.timing.cycle_began_at_ms if state.owner.job == name else 0.0
+        return job.timing.trained_ms + running_ms
 
 
 def test_the_servers_file_names_the_orders_that_there_are() -> None:

@@ -16,8 +16,9 @@ from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.state.records import Job
+from pipeswitch.scheduler.state.records import Job, JobSpec
 from pipeswitch.scheduler.state.states import TaskState
+from pipeswitch.scheduler.training.jobs import RestoredJob
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -71,7 +72,7 @@ class Server:
         regions = [one for d in self.scheduler.machine.devices for one in d.arena.regions]
         assert {region.owner.kind for region in regions} <= {"words", "model"}
         assert not self.clients.open
-        assert (self.job.state.state, self.job.step) == (TaskState.DONE, TRAINING.steps)
+        assert (self.job.state.state, self.job.progress.step) == (TaskState.DONE, TRAINING.steps)
         return self.job
 
 
@@ -80,16 +81,20 @@ def test_a_job_moves_by_an_eviction_and_computes_no_whole_step_again() -> None:
     for count, to in enumerate((1, 0, 1), 1):
         server.move(to)
         server.run(350.0)
-        assert (server.on, server.job.evictions) == (to, count)
+        assert (server.on, server.job.progress.evictions) == (to, count)
     job = server.finish()
-    assert (job.evictions, job.restarts, job.steps_recomputed) == (3, 0, 0)
+    assert (job.progress.evictions, job.progress.restarts, job.progress.steps_recomputed) == (
+        3,
+        0,
+        0,
+    )
 
 
 def test_a_job_that_its_device_is_asked_to_keep_is_not_evicted() -> None:
     server = Server()
     server.move(0)
     assert server.clients.outcomes["ok"] == 2
-    assert server.finish().evictions == 0
+    assert server.finish().progress.evictions == 0
 
 
 def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
@@ -99,12 +104,12 @@ def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
         if daemon is not None:
             daemon.end(-9)
         server.run(50.0)
-    assert not server.scheduler.machine.devices[1].state.is_daemon_ready
+    assert not server.scheduler.machine.devices[1].state.daemon.is_ready
     server.move(1)
     server.run(100.0)
-    assert (server.on, server.job.evictions) == (0, 0)
+    assert (server.on, server.job.progress.evictions) == (0, 0)
     job = server.finish()
-    assert (server.on, job.evictions, job.restarts) == (1, 1, 0)
+    assert (server.on, job.progress.evictions, job.progress.restarts) == (1, 1, 0)
 
 
 def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -> None:
@@ -129,7 +134,7 @@ def test_whatever_dies_during_a_move_the_last_commit_counts(victim: str) -> None
     else:
         server.world.daemons[int(victim == "new daemon")].end(-9)
     server.run(100.0)
-    assert server.job.restarts == (victim == "process")  # else it has unwound by then
+    assert server.job.progress.restarts == (victim == "process")  # else it has unwound by then
     server.finish()
     assert server.on == 1
 
@@ -181,8 +186,8 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
     (placed,) = (one for one in entries if one["kind"] == "placed")
     assert (job["devices"], placed["name"], placed["device"]) == (["cpu:1"], "j", "cpu:1")
     jobs = Server().scheduler.machine.jobs
-    jobs.restore(JobName("n"), "x.py", (), 1, 0, -1, placed=placed)
-    jobs.restore(JobName("o"), "x.py", (), 1, 0, -1, devices=("cpu:7", "cpu:0"))
+    jobs.restore(JobSpec(JobName("n"), "x.py", (), 1), RestoredJob(placed=placed))
+    jobs.restore(JobSpec(JobName("o"), "x.py", (), 1, devices=("cpu:7", "cpu:0")), RestoredJob())
     found = [jobs.get(JobName(name)) for name in "no"]
     assert [one.allowed for one in found if one is not None] == [("cpu:1",), ("cpu:0",)]
     assert [jobs.home(one).state.index for one in found if one is not None] == [1, 0]
@@ -208,7 +213,7 @@ def test_a_job_whose_device_requests_hold_goes_to_an_idle_one_after_a_while(
     if not is_idle:
         server.clients.train(JobName("k"), TRAINING)
     hold(server, 1000.0)
-    assert (server.on, server.job.evictions) == expected
+    assert (server.on, server.job.progress.evictions) == expected
     server.finish()
 
 
@@ -216,7 +221,7 @@ def test_a_job_that_its_user_sent_somewhere_stays_there() -> None:
     server = Server(move_after_ms=300.0)
     server.move(0)
     hold(server, 1000.0)
-    assert (server.on, server.job.evictions) == (0, 0)
+    assert (server.on, server.job.progress.evictions) == (0, 0)
     server.finish()
 
 

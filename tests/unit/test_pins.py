@@ -112,7 +112,7 @@ class Life:
         return outcome
 
     def job(self, name: str) -> Any:
-        return next(job for job in self.machine.jobs if job.name == name)
+        return next(job for job in self.machine.jobs if job.spec.name == name)
 
     def state(self, job: str) -> str:
         return self.job(job).state.state.value
@@ -129,7 +129,7 @@ def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
     for what, name in steps:
         life.do(what, name)
     life.rest()
-    assert {job.error for job in life.machine.jobs} <= {""}
+    assert {job.progress.error for job in life.machine.jobs} <= {""}
     for name in OTHERS:
         life.do("register", name)
     life.rest()
@@ -173,20 +173,20 @@ def test_a_job_waits_for_memory_that_was_pinned_since_it_trained() -> None:
     life = Life()
     life.train("job", 54, steps=100)
     job = life.job("job")
-    life.until(lambda: job.committed_step > 0)
+    life.until(lambda: job.memory.committed_step > 0)
     token = life.world.register("p3", 9 * MIB, pin=True)
     life.until(lambda: token not in life.world.open)
     assert life.ask("p3") == "ok"
-    life.until(lambda: "p3" in job.why)
+    life.until(lambda: "p3" in job.progress.why)
     life.train("small", 20)
     life.until(lambda: life.state("small") == "done")
     assert job.state.state not in TASK_FINAL
-    assert "p3" in job.why
-    evictions = job.evictions
+    assert "p3" in job.progress.why
+    evictions = job.progress.evictions
     life.do("unpin", "p3")
     life.rest()
-    assert life.state("job") == "done", job.error
-    assert job.evictions == evictions
+    assert life.state("job") == "done", job.progress.error
+    assert job.progress.evictions == evictions
 
 
 def test_a_job_that_has_not_trained_and_does_not_fit_beside_pinned_models_fails_at_once() -> None:

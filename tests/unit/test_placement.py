@@ -191,7 +191,7 @@ def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> Non
     assert server.world.left is None
     assert not server.world.clients.open
     assert server.world.clients.outcomes["ok"] == 4 + 4 + 8
-    assert server.scheduler.machine.devices[1].state.is_given_up
+    assert server.scheduler.machine.devices[1].state.daemon.is_given_up
     assert {device for device, _ in server.placed("abcd")} == {"cpu:0"}
 
 
@@ -233,7 +233,7 @@ def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -
     assert any(worker.job == "j" for worker in first.workers.values())
     server.world.run()
     assert list(second.jobs) == ["k", "j"]
-    assert (job.state.state, job.step) == (TaskState.DONE, 60)
+    assert (job.state.state, job.progress.step) == (TaskState.DONE, 60)
 
 
 def test_a_job_of_a_name_begins_when_the_process_of_the_one_before_is_gone_from_any_device() -> (
@@ -276,8 +276,14 @@ def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
     server.world.clients.ask(JobName("j"), "resume")
     server.world.run()
     job = first.jobs[JobName("j")]
-    assert (job.state.state, job.step, job.steps_recomputed) == (TaskState.DONE, 60, 0)
-    assert job.ended_at_ms - began_ms < 60 * 100.0 + 200.0  # a step begun twice for each move
+    assert (job.state.state, job.progress.step, job.progress.steps_recomputed) == (
+        TaskState.DONE,
+        60,
+        0,
+    )
+    assert (
+        job.timing.ended_at_ms - began_ms < 60 * 100.0 + 200.0
+    )  # a step begun twice for each move
     assert server.move("j", "cpu:1") == "InvalidInput"  # it is over
 
 

@@ -130,7 +130,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     orders = [type(order).__name__ for order in world.daemon._lanes["to-host"]]
     assert orders == ["CommitCopy", "Scrub"]
     world.apply(("daemon_works",))
-    assert job.committed_step == 1
+    assert job.memory.committed_step == 1
     assert job.slot is not None
     world.apply(("moves", job.slot))
     assert world.workers[job.slot].script.saved == (1, 1, 1)

@@ -88,16 +88,16 @@ def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: R
     rig.rest()
     (saved,) = rig.commands(ev.SaveProfile)
     model = rig.state.replicas["a"]
-    assert model.plan_source == "planned"
-    assert model.plan == saved.profile.checks[-1].plan
-    assert len(model.manifest.groups) == len(model.plan)
+    assert model.grouping.source == "planned"
+    assert model.grouping.plan == saved.profile.checks[-1].plan
+    assert len(model.manifest.groups) == len(model.grouping.plan)
     answer = rig.commands(ev.Answer)[-1]
     assert answer.body["profile"]["digest"] == saved.profile.digest
     rig.said.clear()
     rig.world.infer("a")
     rig.rest()
     (run,) = rig.sent(RunInference)
-    assert (run.plan, run.is_timed) == (model.plan, False)
+    assert (run.plan, run.is_timed) == (model.grouping.plan, False)
 
 
 def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -> None:
@@ -129,7 +129,7 @@ def test_a_model_is_not_measured_while_a_request_or_a_job_uses_the_device(rig: R
     assert "pipeswitch jobs pause j" in error.hint
     rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.DONE)
     rig.profile()
-    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].grouping.source == "planned"
 
 
 def test_a_paused_job_is_in_nobodys_way(rig: Rig) -> None:
@@ -140,7 +140,7 @@ def test_a_paused_job_is_in_nobodys_way(rig: Rig) -> None:
     rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.PAUSED)
     rig.rest()
     rig.profile()
-    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].grouping.source == "planned"
 
 
 @pytest.mark.parametrize("other", ["a", "b", "job"])
@@ -161,8 +161,8 @@ def test_what_comes_to_use_the_device_ends_a_measurement_and_is_served(
     else:
         assert token not in rig.world.open
     model = rig.state.replicas["a"]
-    assert (model.plan_source, model.plan) == ("buckets", ())
-    assert rig.state.measuring is None
+    assert (model.grouping.source, model.grouping.plan) == ("buckets", ())
+    assert rig.state.measurement.model is None
 
 
 def test_one_model_is_measured_at_a_time(rig: Rig) -> None:
@@ -171,21 +171,21 @@ def test_one_model_is_measured_at_a_time(rig: Rig) -> None:
     assert isinstance(rig.refused(rig.world.profile("b")), DeviceBusy)
     rig.rest()
     assert first not in rig.world.open
-    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].grouping.source == "planned"
 
 
 def test_a_measurement_whose_client_goes_leaves_the_groups_of_before(rig: Rig) -> None:
     rig.register("a")
     measurement = rig.world.profile("a")
     rig.until(lambda: len(rig.world.runs) == 3)
-    assert len(rig.state.replicas["a"].plan) > 1
+    assert len(rig.state.replicas["a"].grouping.plan) > 1
     rig.world.handle(ev.CancelAsked(token=measurement))
     assert isinstance(rig.refused(measurement), Cancelled)
     rig.rest()
-    assert rig.state.replicas["a"].plan == ()
+    assert rig.state.replicas["a"].grouping.plan == ()
     assert not rig.commands(ev.SaveProfile)
     rig.profile()
-    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].grouping.source == "planned"
 
 
 def test_a_model_that_is_unregistered_or_a_drain_ends_its_measurement(rig: Rig) -> None:
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_while_it_is_measured_costs_one_run(rig: Rig) -> None
     rig.until(lambda: rig.state.owner.running is not None)
     rig.world.workers[rig.state.owner.running.slot].end(-9)
     rig.rest()
-    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].grouping.source == "planned"
 
 
 def test_of_several_devices_one_measures_and_all_alike_use_the_profile() -> None:
@@ -218,7 +218,7 @@ def test_of_several_devices_one_measures_and_all_alike_use_the_profile() -> None
     runs = [c for c in rig.commands(ev.Send) if isinstance(c.message, RunInference)]
     assert {command.target.device for command in runs} == {0}
     devices = rig.world.scheduler.machine.devices
-    assert {one.state.replicas["a"].plan_source for one in devices} == {"planned"}
+    assert {one.state.replicas["a"].grouping.source for one in devices} == {"planned"}
 
 
 def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(
@@ -232,7 +232,7 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
         rig.said.clear()
         found = (Found("a.json", one),)
         register_with(rig, found)
-        assert rig.state.replicas["a"].plan_source == source
+        assert rig.state.replicas["a"].grouping.source == source
         assert len(rig.commands(ev.Warn)) == warnings
         rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
         rig.rest()
@@ -245,9 +245,9 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     rig.until(lambda: model.users)
     rig.world.scheduler.machine.devices[0].plans.want(model, (), "buckets", "test")
     rig.world.pass_time(0.0)
-    assert model.plan == profile.checks[-1].plan
+    assert model.grouping.plan == profile.checks[-1].plan
     rig.rest()
-    assert model.plan == ()
+    assert model.grouping.plan == ()
     assert model.residency.state is Residency.HOST  # its next request is cold, once
 
 
@@ -258,7 +258,7 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
     rig.profile()
     model = rig.state.replicas["a"]
     assert model.residency.state is Residency.PINNED
-    assert model.plan_source == "planned"
+    assert model.grouping.source == "planned"
 
 
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
@@ -275,7 +275,7 @@ def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     assert "arrival words" in rig.commands(ev.Answer)[-1].error.message
     arena.words.release(Owner("words"))
     rig.profile()
-    assert model.plan_source == "planned"
+    assert model.grouping.source == "planned"
 
 
 def measured(rig: Rig) -> Profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -59,9 +60,10 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.models.publishing import MOST_COPIES
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.state.records import Replica
+from pipeswitch.scheduler.state.records import JobSpec, Replica
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import ModelState, Residency, TaskState, WorkerState
+from pipeswitch.scheduler.training.jobs import RestoredJob
 from pipeswitch.scheduler.training.training import (
     FORGIVEN_AFTER,
     MOST_MISSED,
@@ -130,7 +132,7 @@ class Rig:
         self.scheduler.check()
 
     def daemon(self, message: Any) -> None:
-        self.handle(ev.Received(self.state.daemon, message))
+        self.handle(ev.Received(self.state.daemon.address, message))
 
     def worker(self, slot: int, message: Any) -> None:
         self.handle(ev.Received(self.state.address(slot), message))
@@ -139,7 +141,7 @@ class Rig:
         self.handle(ev.Exited(self.state.address(slot), status))
 
     def daemon_exits(self) -> None:
-        self.handle(ev.Exited(self.state.daemon, -9))
+        self.handle(ev.Exited(self.state.daemon.address, -9))
 
     def daemon_returns(self) -> None:
         """The workers of the one that died are reaped, and the next one is ready."""
@@ -285,7 +287,7 @@ class Rig:
 
     def flip(self, job: Any, number: int, step: int) -> None:
         """The memory daemon answers."""
-        self.daemon(StepCommitted(job=job.name, epoch=job.epoch, number=number, step=step,
+        self.daemon(StepCommitted(job=job.spec.name, epoch=job.epoch, number=number, step=step,
                                       copy_ms=1.0))  # fmt: skip
 
     def committed(self, job: Any, number: int, step: int) -> None:
@@ -295,7 +297,7 @@ class Rig:
 
     def written(self, job: Any, step: int) -> None:
         """It is on disk."""
-        self.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=step))
+        self.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=step))
 
     def scrubbed(self) -> None:
         """What was given back is zeroed."""
@@ -910,14 +912,14 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
     rig.daemon(DaemonReady(pid=1))
-    assert not rig.state.is_daemon_ready
+    assert not rig.state.daemon.is_ready
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
     rig.register("a")
     registering = rig.ask_register("b")
     job = rig.train("cifar")
-    waiting = rig.job_asked(job.name, "wait")
+    waiting = rig.job_asked(job.spec.name, "wait")
     token = rig.infer("a")
     for _ in range(rig.core.settings.max_daemon_restarts + 1):
         rig.daemon_exits()
@@ -1100,11 +1102,11 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
     rig, keeper, other = starved()
 
     def steps(count: int) -> None:
-        values = {"step": keeper.step + count, "left": 100}
+        values = {"step": keeper.progress.step + count, "left": 100}
         rig.worker(keeper.slot, JobReport(epoch=keeper.epoch, kind="progress", values=values))
 
     def why(job: Any) -> str:
-        return str(rig.answers[rig.job_asked(job.name, "show")].body["job"]["why"])
+        return str(rig.answers[rig.job_asked(job.spec.name, "show")].body["job"]["why"])
 
     due_ms = STARVED_CYCLES * rig.core.settings.training_cycle_ms
     if comes_late:
@@ -1113,7 +1115,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
     assert not rig.sent(EvictTask), "a long step holds its activations until its end"
     assert why(other) == ""
     steps(1)
-    assert "job keeper keeps" in other.why
+    assert "job keeper keeps" in other.progress.why
     while not comes_late and rig.now_ms < due_ms:
         assert not rig.sent(EvictTask), "only when it has waited for some cycles"
         rig.tick(rig.scheduler.next_wakeup_ms())
@@ -1183,7 +1185,7 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
     trained = [(span.begin_ms, span.end_ms) for span in spans if span.name == "train cifar"]
     assert trained == [(0.0, 1000.0), (1000.0, 2000.0), (2000.0, 2500.0)]
     assert rig.scheduler.listing.stats()["device_s"]["train"] == 2.5
-    assert job.parked_at_ms == 2500.0
+    assert job.timing.parked_at_ms == 2500.0
 
 
 def test_a_lower_priority_job_does_not_interrupt_a_higher_one(rig: Rig) -> None:
@@ -1216,7 +1218,7 @@ def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     rig.park(one)
     rig.lease(two, 40)
     assert not rig.sent(EvictTask)
-    assert "memory" in two.why
+    assert "memory" in two.progress.why
     rig.park(two)  # it does not keep the device while it waits
     assert one.state.state is TaskState.RUNNING
     rig.tick(6000.0)
@@ -1230,7 +1232,7 @@ def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None
     rig.lease(one, 20)
     rig.tick(100_000.0)
     rig.lease(one, 40)  # its next loop needs more
-    assert one.start_ms == 500.0
+    assert one.timing.start_ms == 500.0
 
 
 def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: Rig) -> None:
@@ -1369,7 +1371,7 @@ def test_a_script_that_does_not_unwind_is_counted_and_one_that_is_cancelled_is_n
     job = rig.start_training()
     rig.job_asked("cifar", "cancel")
     rig.tick(rig.core.settings.evict_grace_ms)
-    assert job.stops_missed == 1
+    assert job.progress.stops_missed == 1
     rig.worker_exits(job.slot)
     assert job.state.state is TaskState.CANCELLED
 
@@ -1416,9 +1418,9 @@ def test_steps_that_are_lost_are_counted_once_however_the_process_ended(rig: Rig
         assert [order.last_step for order in rig.sent(RunJob)] == [9]
         rig.scrubbed()
         rig.lease(job)
-        assert (job.steps_recomputed, job.step) == (lost, 4)
+        assert (job.progress.steps_recomputed, job.progress.step) == (lost, 4)
     rig.worker(int(job.slot), JobReport(epoch=job.epoch, kind="unseen", values={"steps": 3}))
-    assert job.steps_recomputed == 13, "it knows better than its last report"
+    assert job.progress.steps_recomputed == 13, "it knows better than its last report"
 
 
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
@@ -1426,10 +1428,10 @@ def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig
     rig.commit(job, 1, step=7)
     (copy,) = rig.sent(CommitCopy)
     assert (copy.number, copy.step, copy.epoch) == (1, 7, job.epoch)
-    assert job.committed_step == -1
-    job.deaths_without_progress = 2
+    assert job.memory.committed_step == -1
+    job.progress.deaths_without_progress = 2
     rig.flip(job, 1, step=7)
-    assert (job.committed_step, job.deaths_without_progress) == (7, 0)
+    assert (job.memory.committed_step, job.progress.deaths_without_progress) == (7, 0)
     assert rig.sent(StepCommitted), "the worker is told"
     (row,) = rig.scheduler.listing.jobs()
     assert row["step"] == 7, "though the script has not told of it yet"
@@ -1446,7 +1448,7 @@ def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig)
             rig.commit(job, repeated, step=number)
             assert not rig.sent(CommitCopy)
     assert rig.core.counts["stale_messages"] == 6
-    assert not job.copying_epoch, "nothing is waited for"
+    assert not job.memory.copying_epoch, "nothing is waited for"
 
 
 def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
@@ -1468,7 +1470,7 @@ def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Ri
     rig.daemon_exits()
     rig.commit(job, 1, step=1)
     assert not rig.sent(CommitCopy)
-    assert (job.commit_number, job.copying_epoch) == (0, 0)
+    assert (job.memory.commit_number, job.memory.copying_epoch) == (0, 0)
     assert not rig.core.counts["stale_messages"], "it was not late"
     assert rig.state.workers[job.slot].kill_reason, "who waits for the answer is ended"
 
@@ -1482,13 +1484,13 @@ def test_the_first_commit_goes_to_disk_at_once_and_each_one_that_the_disk_has_ti
     rig.committed(job, 2, 2)
     assert not rig.sent(PersistCommit), "one at a time"
     rig.now_ms += 10.0
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=1))
     assert not rig.sent(PersistCommit), "it took 10 ms: the disk rests for twenty times as long"
     due_ms = rig.scheduler.next_wakeup_ms()
     assert due_ms == pytest.approx(rig.now_ms + 200.0)
     rig.tick(due_ms)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=2))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=2))
     rig.committed(job, 3, 3)
     assert rig.sent(PersistCommit), "written within an instant: so is the next one"
 
@@ -1497,7 +1499,7 @@ def test_a_disk_that_takes_no_commit_is_asked_again_after_the_interval(rig: Rig)
     job = rig.start_training()
     rig.committed(job, 1, 1)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=-1, error="disk full"))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=-1, error="disk full"))
     due_ms = rig.now_ms + rig.core.settings.commit_every_ms
     rig.tick(due_ms - 1.0)
     assert not rig.sent(PersistCommit)
@@ -1514,7 +1516,7 @@ def test_what_a_job_wants_on_disk_at_once_is_written_right_behind_the_write_unde
     rig.now_ms += 1000.0
     rig.committed(job, 2, 2)
     rig.job_asked("cifar", "export")
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=1))
     assert rig.sent(PersistCommit), "not after twenty seconds"
 
 
@@ -1526,7 +1528,7 @@ def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> N
     new = rig.train("cifar")
     assert new is not old
     rig.flip(old, 1, step=500)
-    assert new.committed_step == -1
+    assert new.memory.committed_step == -1
 
 
 def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_disk(
@@ -1539,7 +1541,7 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     rig.job_ends(job, "preempted")
     assert rig.answers[token].body["job"]["state"] == "paused"
     rig.written(job, 2)
-    assert job.persisted_step == 2
+    assert job.memory.persisted_step == 2
 
 
 def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server(rig: Rig) -> None:
@@ -1550,7 +1552,9 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
     assert rig.out.index(hold) < rig.out.index(rig.answers[token])
 
     again = Rig()
-    again.scheduler.machine.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
+    again.scheduler.machine.jobs.restore(
+        JobSpec("cifar", "x.py", (), 2), RestoredJob(is_paused=True)
+    )
     again.tick(1.0)
     assert again.state.jobs["cifar"].state.state is TaskState.PAUSED
     assert not again.sent(RunJob)
@@ -1562,7 +1566,7 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
 def failed(rig: Rig, step: int = 7) -> tuple[Any, Any]:
     """A job that failed behind its commit of step 4, which is on disk; its record."""
     job = rig.start_training()
-    job.defaults = (("offload", "all"),)
+    job.spec = replace(job.spec, defaults=(("offload", "all"),))
     rig.committed(job, 1, step=4)
     slot = rig.job_ends(job, "failed", step=step)
     (journal,) = rig.commands(ev.Journal)
@@ -1585,7 +1589,7 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
     assert (row["error"], row["why"], row["committed_step"]) == ("", "", 4)
-    assert (job.steps_recomputed, job.step) == (3, 4)
+    assert (job.progress.steps_recomputed, job.progress.step) == (3, 4)
     kinds = [one.entry["kind"] for one in rig.commands(ev.Journal)]
     assert kinds == ["job", "hold-over"], "the next server goes on with it, too"
 
@@ -1606,7 +1610,7 @@ def test_a_failed_job_whose_commit_is_in_memory_or_that_has_none_starts_again_at
     assert not rig.commands(ev.LoadCommits)
     rig.worker_exits(slot, 0)
     assert rig.sent(RunJob)
-    assert (job.committed_step, job.steps_recomputed) == (5, 2)
+    assert (job.memory.committed_step, job.progress.steps_recomputed) == (5, 2)
 
 
 @pytest.mark.parametrize("outcome", ["done", "cancelled"])
@@ -1625,7 +1629,7 @@ def test_a_failed_job_whose_commit_finds_no_room_stays_as_it_is(rig: Rig) -> Non
     rig.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(1 << 40, 4, 9)))
     assert isinstance(rig.error(token), errors.HostStoreFull)
     assert job.state.state is TaskState.FAILED
-    assert job.persisted_step == 4
+    assert job.memory.persisted_step == 4
     assert not rig.commands(ev.Journal)
 
 
@@ -1634,12 +1638,12 @@ def test_a_job_that_failed_under_another_server_starts_again_with_what_it_was_gi
 ) -> None:
     job, record = failed(rig)
     again = Rig()
-    again.scheduler.machine.jobs.restore_ended(job.name, json.loads(json.dumps(record)), 4)
+    again.scheduler.machine.jobs.restore_ended(job.spec.name, json.loads(json.dumps(record)), 4)
     again.job_asked("cifar", "resume")
     (load,) = again.commands(ev.LoadCommits)
     again.handle(msgspec.structs.replace(load.asked, loaded=ev.LoadedCommit(MIB, 4, 9)))
     (order,) = again.sent(RunJob)
-    assert (order.entry, order.defaults) == (job.entry, job.defaults)
+    assert (order.entry, order.defaults) == (job.spec.entry, job.spec.defaults)
 
 
 def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
@@ -1659,7 +1663,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     job = rig.start_training()
     rig.daemon_exits()
     rig.worker_exits(job.slot)
-    assert job.deaths_without_progress == 0
+    assert job.progress.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
     assert not rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
 
@@ -2004,7 +2008,7 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
     assert not rig.commands(ev.Leave), "its last commit is not on disk yet"
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=4))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=4))
     assert [command.status for command in rig.commands(ev.Leave)] == [0]
     assert rig.error(token) is None
     assert isinstance(rig.error(waiting), errors.ServerUnavailable)
@@ -2273,7 +2277,7 @@ def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: 
     assert not rig.commands(ev.DropCommits), "its only copy"
     asked = rig.job_asked("cifar", "export")
     assert asked not in rig.answers
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
     assert rig.answers[asked].body["job"]["persisted_step"] == 3
     assert rig.commands(ev.DropCommits)
     assert rig.scheduler.machine.store.regions.free_bytes > free_bytes
@@ -2285,7 +2289,7 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
     rig.committed(job, 1, 3)
     rig.job_ends(job, "failed")
     asked = rig.job_asked("cifar", "export")
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=-1, error="disk full"))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=-1, error="disk full"))
     assert "disk full" in rig.error(asked).message
     assert not rig.commands(ev.DropCommits)
     due_ms = rig.scheduler.next_wakeup_ms()
@@ -2300,12 +2304,12 @@ def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig
     old = rig.start_training()
     rig.committed(old, 1, 3)
     rig.job_ends(old, "done")
-    assert old.is_persisting
+    assert old.memory.is_persisting
     assert rig.train("cifar") is old
-    rig.daemon(CommitPersisted(job=old.name, epoch=old.epoch, step=3))
+    rig.daemon(CommitPersisted(job=old.spec.name, epoch=old.epoch, step=3))
     new = rig.state.jobs["cifar"]
     assert new is not old
-    removed = rig.out.index(ev.RemoveJob(job=old.name))
+    removed = rig.out.index(ev.RemoveJob(job=old.spec.name))
     accepted = next(i for i, c in enumerate(rig.out) if isinstance(c, ev.Journal))
     assert removed < accepted
     assert rig.answers[rig.last_token].body["job"]["state"] == "queued"
@@ -2339,7 +2343,7 @@ def test_only_a_job_that_is_over_is_removed(rig: Rig) -> None:
     assert "running" in rig.error(rig.job_asked("cifar", "rm")).message
     rig.job_ends(job, "failed")
     assert rig.error(rig.job_asked("cifar", "rm")) is None
-    assert ev.RemoveJob(job=job.name) in rig.out
+    assert ev.RemoveJob(job=job.spec.name) in rig.out
     assert isinstance(rig.error(rig.job_asked("cifar", "show")), errors.ModelNotFound)
     assert isinstance(rig.error(rig.job_asked("cifar", "rm")), errors.ModelNotFound)
 
@@ -2365,7 +2369,7 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig) -> None:
     again = Rig()
     again.scheduler.machine.jobs.restore_ended("cifar", entry["record"], 5)
     row = again.answers[again.job_asked("cifar", "show")].body["job"]
-    assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.error, 5)
+    assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.progress.error, 5)
     assert again.error(again.job_asked("cifar", "export")) is None
     assert not again.sent(RunJob)
     with pytest.raises(ValueError, match="no end"):
@@ -2400,7 +2404,7 @@ def net_and_job(rig: Rig) -> Any:
 
 
 def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
-    return rig.ask(ev.PublishAsked, model="net", job=job.name, step=step)
+    return rig.ask(ev.PublishAsked, model="net", job=job.spec.name, step=step)
 
 
 def publication(rig: Rig) -> Any:
@@ -2412,7 +2416,7 @@ def publication(rig: Rig) -> Any:
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
     """The daemon has copied the commit; the order to build."""
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=step))
     (build,) = rig.commands(ev.StartBuild)
     return build
 
@@ -2486,7 +2490,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
         "name": "net 2", "source": "models/digest net/program.bundle", "weights": order.directory,
         "part": "",
     }  # fmt: skip
-    assert not job.is_persisting
+    assert not job.memory.is_persisting
     assert versions_of(rig) == [(1, True), (2, False)]
     comes(rig, build)
     assert rig.answers[token].body["version"] == 2
@@ -2553,7 +2557,7 @@ def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> 
     assert "step 3" in rig.error(ask_publish(rig, job, step=2)).message
     token = ask_publish(rig, job, step=3)
     (order,) = rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=4))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=4))
     assert "step 4" in rig.error(token).message
     assert ev.DropPublished(directory=order.directory) in rig.out
 
@@ -2654,7 +2658,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
 def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
     job = net_and_job(rig)
     rig.job_ends(job, "done")
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
     ask_publish(rig, job)
     (build,) = rig.commands(ev.StartBuild)
     assert msgspec.msgpack.decode(build.spec)["weights"] == "commits/cifar"
@@ -2735,7 +2739,7 @@ def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> 
 def is_copied(rig: Rig, job: Any, step: int) -> str:
     """The daemon has copied the commit; its folder."""
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=step))
     return str(order.directory)
 
 
@@ -2757,7 +2761,7 @@ def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> No
     assert weights_of(built) == folders
     assert [build.model for build in built] == ["net@2", "net@3", "net@4", "net@5"]
     assert versions_of(rig) == [(4, False), (5, True)]
-    assert job.why == ""
+    assert job.progress.why == ""
 
 
 def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) -> None:
@@ -2803,7 +2807,7 @@ def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig:
     script_publishes(rig, job, step=5)
     rig.committed(job, 2, 5)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=5))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=5))
     comes(rig, first)
     rig.out = rig.seen
     comes(rig, copied(rig, job, step=5))
@@ -2819,7 +2823,7 @@ def test_a_publication_waits_until_its_model_is_there(rig: Rig) -> None:
     assert "building" in script_publishes(rig, job, step=3).message, "no shapes to compare with"
     token = ask_publish(rig, job)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=3))
     rig.built("net", 10, build.epoch)
     assert token not in rig.answers
     rig.stored("net", build.epoch)
@@ -2831,10 +2835,10 @@ def test_a_script_publishes_over_models_of_its_owner_alone(rig: Rig) -> None:
     rig.register("ada.m")
     job = trained(rig)
     answer = script_publishes(rig, job, step=3, model="ada.m")
-    assert (answer.error, job.why) == ("PermissionDenied", "")
+    assert (answer.error, job.progress.why) == ("PermissionDenied", "")
     assert script_publishes(rig, job, step=3, model="mine").error == "ModelNotFound"
     assert not rig.scheduler.publishing._lines
-    job.tenant = "ada"
+    job.spec = replace(job.spec, tenant="ada")
     assert not script_publishes(rig, job, step=3, model="ada.m").error
 
 
@@ -2862,7 +2866,7 @@ def test_a_script_whose_worker_died_is_not_told_of_its_copy(rig: Rig) -> None:
     script_publishes(rig, job, step=3)
     (order,) = rig.sent(PersistCommit)
     rig.worker_exits(job.slot)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=3))
     assert not [m for m in rig.sent(PublishCopied) if m.epoch != job.epoch]
     assert rig.commands(ev.StartBuild)
 
@@ -2871,7 +2875,7 @@ def test_a_publication_ends_with_its_job(rig: Rig) -> None:
     job = net_and_job(rig)
     script_publishes(rig, job, step=9)
     rig.job_ends(job, "failed")
-    assert "ended before step 9" in job.why
+    assert "ended before step 9" in job.progress.why
     assert not rig.scheduler.publishing._lines
 
 
@@ -2889,33 +2893,33 @@ def unregister(rig: Rig, model: str = "net") -> ev.Token:
 def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> None:
     registers(rig, "ada")
     job = trained(rig)
-    job.tenant = "ada"
+    job.spec = replace(job.spec, tenant="ada")
     assert not script_publishes(rig, job, step=9).error
     assert rig.error(unregister(rig)) is None
     registers(rig, "bob")
     rig.committed(job, 2, 9)
     order = publication(rig)
-    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=9))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=order.epoch, step=9))
     assert not rig.commands(ev.StartBuild)
     assert ev.DropPublished(directory=order.directory) in rig.out
     assert versions_of(rig) == [(1, True)]
-    assert "another model now" in job.why
+    assert "another model now" in job.progress.why
 
 
 def over(rig: Rig) -> Any:
     """A job that is done, whose state is on disk."""
     job = trained(rig)
     rig.job_ends(job, "done")
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    rig.daemon(CommitPersisted(job=job.spec.name, epoch=job.epoch, step=3))
     return job
 
 
 def replaced(rig: Rig, job: Any) -> Any:
     """Another job has its name now."""
     rig.handle(ev.TrainAsked(
-        token=rig.token(), job=job.name, entry="e:f", args=(), priority=2))  # fmt: skip
-    assert rig.state.jobs[job.name] is not job
-    return rig.state.jobs[job.name]
+        token=rig.token(), job=job.spec.name, entry="e:f", args=(), priority=2))  # fmt: skip
+    assert rig.state.jobs[job.spec.name] is not job
+    return rig.state.jobs[job.spec.name]
 
 
 def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
@@ -2928,7 +2932,7 @@ def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
     assert "no job" in rig.error(token).message
     rig.handle(exited(build.epoch, -9))
     assert versions_of(rig) == [(1, True)]
-    assert new.why == ""
+    assert new.progress.why == ""
 
 
 def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) -> None:
@@ -3016,18 +3020,18 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         ask_publish(rig, job)
         other = copied(rig, job)
     if stage == "waits":
-        rig.state.is_daemon_ready = False
+        rig.state.daemon.is_ready = False
     token = ask_publish(rig, job, step=3)
     build = copied(rig, job) if stage == "builds" else None
     orders = rig.sent(PersistCommit)
     if stage == "copied":
-        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+        rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))
     rig.handle(ev.CancelAsked(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
-    rig.state.is_daemon_ready = True
+    rig.state.daemon.is_ready = True
     if stage == "copies":
         assert not rig.commands(ev.DropPublished), "the daemon still writes there"
-        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+        rig.daemon(CommitPersisted(job=job.spec.name, epoch=orders[0].epoch, step=3))
         assert rig.commands(ev.DropPublished)
     for one in filter(None, (build, other)):
         rig.handle(exited(one.epoch, -9))
@@ -3042,7 +3046,7 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
     job = over(rig)  # of its name: that one's files go before the new one's come
     for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
         token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)
-        name = job.name if is_paused else "large"
+        name = job.spec.name if is_paused else "large"
         rig.handle(ev.TrainAsked(token=token, job=name, entry="t.py", args=(), priority=1,
                                  resumes=True, is_paused=is_paused, loaded=loaded))  # fmt: skip
         if not is_paused:
@@ -3053,4 +3057,4 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
                  if isinstance(one, ev.RemoveJob | ev.CreateCommits | ev.Journal)]  # fmt: skip
         assert kinds == [ev.RemoveJob, ev.CreateCommits, ev.Journal, ev.Journal]
         made = rig.state.jobs[name]
-        assert (made.state.state, made.persisted_step) == (TaskState.PAUSED, 7)
+        assert (made.state.state, made.memory.persisted_step) == (TaskState.PAUSED, 7)

@@ -142,7 +142,7 @@ def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int
             world.clock.at(second * 1000.0 + 17.0, lambda: world.clients.infer(MODEL))
         world.run(200_000.0)
         found = world.scheduler.machine.devices[0].state.jobs.values()
-        return [job.committed_step for job in found]
+        return [job.memory.committed_step for job in found]
 
     alone, steps = trained_steps(1), trained_steps(3)
     assert sum(steps) >= 0.9 * alone[0]

@@ -217,7 +217,7 @@ def test_a_small_model_and_a_job_stay_beside_one_that_streams() -> None:
         assert all(world.answers[token][1].error is None for token in tokens)
     assert world.answers[tokens[0]][1].timing.resident
     job = world.scheduler.machine.devices[0].state.jobs[JOB]
-    assert (job.evictions, job.steps_recomputed) == (0, 0)
+    assert (job.progress.evictions, job.progress.steps_recomputed) == (0, 0)
 
 
 def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does() -> None:
@@ -379,7 +379,7 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     rig.park(job, rig.state.owner.pending.turn)
     rig.arrived("large")
     rig.done()
-    assert (job.evictions, job.lease_bytes) == (0, 20 * MIB)
+    assert (job.progress.evictions, job.memory.lease_bytes) == (0, 20 * MIB)
 
 
 # -- a pass lets others in ------------------------------------------------------------------------

@@ -345,11 +345,11 @@ def test_who_computes_for_long_rests_as_long_while_others_ask_and_jobs_train_the
     server.loop("attacker", "long", 4)
     assert server.pass_ms(span_ms)["attacker"] >= 0.9 * span_ms, "nobody else is there"
     job = server.scheduler.machine.devices[0].state.jobs[JobName("job")]
-    step, server.think_ms = job.step, 20.0
+    step, server.think_ms = job.progress.step, 20.0
     server.loop("modest", "a")
     assert 0.4 <= server.pass_ms(span_ms)["attacker"] / span_ms <= 0.6
     first_ms, *took_ms = server.took_ms["modest"]
     assert first_ms <= 2 * MODELS["long"] + RUN_MS
     assert max(took_ms) <= MODELS["long"] + RUN_MS
     assert sorted(took_ms)[len(took_ms) * 9 // 10] <= 2 * RUN_MS
-    assert job.step - step >= 0.3 * span_ms
+    assert job.progress.step - step >= 0.3 * span_ms

@@ -39,9 +39,9 @@ class Commits:
     def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
         """An area that was loaded from disk; without room for it the job starts from the top."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
-            job.commit_slot_bytes = slot_bytes
-            job.step = job.committed_step = job.persisted_step = step
-        return bool(job.commit_slot_bytes)
+            job.memory.commit_slot_bytes = slot_bytes
+            job.progress.step = job.memory.committed_step = job.memory.persisted_step = step
+        return bool(job.memory.commit_slot_bytes)
 
     def take_over(self, job: Job, loaded: LoadedCommit, *, is_on_disk: bool = False) -> None:
         """Give a job the area that was loaded for it.
@@ -51,11 +51,11 @@ class Commits:
         """
         if not self.restore(job, loaded.slot_bytes, loaded.step):
             raise HostStoreFull(
-                f'no room for the commits of job "{job.name}"', hint="a larger --host-store",
+                f'no room for the commits of job "{job.spec.name}"', hint="a larger --host-store",
                 requested_bytes=2 * loaded.slot_bytes,
             )  # fmt: skip
         self._core.emit(
-            CreateCommits(job=job.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor,
+            CreateCommits(job=job.spec.name, slot_bytes=loaded.slot_bytes, loaded=loaded.descriptor,
                           is_on_disk=is_on_disk)
         )  # fmt: skip
         self._tell_daemon(job)
@@ -66,8 +66,8 @@ class Commits:
         Raises:
             HostStoreFull: no room for two images.
         """
-        core = self._core
-        if job.commit_slot_bytes >= state_bytes:
+        core, name = self._core, job.spec.name
+        if job.memory.commit_slot_bytes >= state_bytes:
             return
         store, owner = self._store.regions, job.commits
         old = store.release(owner) if store.get(owner) is not None else None
@@ -75,30 +75,29 @@ class Commits:
             if old is not None:
                 store.reserve(owner, old.size_bytes, at_bytes=old.offset_bytes)
             raise HostStoreFull(
-                f'the commits of job "{job.name}" need {2 * state_bytes} bytes, the host store '
+                f'the commits of job "{name}" need {2 * state_bytes} bytes, the host store '
                 f"has {store.largest_free_bytes}",
                 hint="unregister a model or start with a larger --host-store",
                 requested_bytes=2 * state_bytes,
                 largest_free_bytes=store.largest_free_bytes,
             )
-        job.commit_slot_bytes = state_bytes
-        core.emit(CreateCommits(job=job.name, slot_bytes=state_bytes))
+        job.memory.commit_slot_bytes = state_bytes
+        core.emit(CreateCommits(job=name, slot_bytes=state_bytes))
         self._tell_daemon(job)
 
     def leaves(self, job: Job) -> None:
         """Another device's daemon copies what it commits from now on."""
-        if job.commit_slot_bytes:
-            self._device.tell_daemon(CloseCommits(job=job.name))
+        if job.memory.commit_slot_bytes:
+            self._device.daemon.tell(CloseCommits(job=job.spec.name))
 
     def enters(self, job: Job) -> None:
         """It was another device's."""
-        if job.commit_slot_bytes:
+        if job.memory.commit_slot_bytes:
             self._tell_daemon(job)
 
     def _tell_daemon(self, job: Job) -> None:
-        self._device.tell_daemon(
-            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
-        )
+        name, slot_bytes = job.spec.name, job.memory.commit_slot_bytes
+        self._device.daemon.tell(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
 
     def commit(self, worker: Worker, message: CommitStep) -> None:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges.
@@ -107,17 +106,17 @@ class Commits:
         message that comes late or again would have a torn image copied.
         """
         job = self._device.job_of(worker, message.epoch)
-        if job is None or message.number <= job.commit_number:
+        if job is None or message.number <= job.memory.commit_number:
             self._core.counts["stale_messages"] += 1
             return
         region = self._arena.regions.get(job.slice)
-        if region is None or not self._device.is_daemon_ready:
+        if region is None or not self._device.daemon.is_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
-        job.commit_number = message.number
-        job.copying_epoch, job.copying_number = job.epoch, message.number
-        self._device.tell_daemon(
+        job.memory.commit_number = message.number
+        job.memory.copying_epoch, job.memory.copying_number = job.epoch, message.number
+        self._device.daemon.tell(
             CommitCopy(
-                job=job.name,
+                job=job.spec.name,
                 epoch=job.epoch,
                 number=message.number,
                 step=message.step,
@@ -132,18 +131,18 @@ class Commits:
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
         told = (message.epoch, message.number)
-        if job is None or told != (job.copying_epoch, job.copying_number):
+        if job is None or told != (job.memory.copying_epoch, job.memory.copying_number):
             core.counts["stale_messages"] += 1  # of an older job of this name, or told again
             return
-        job.copying_epoch, job.copying_number = NO_COPY
+        job.memory.copying_epoch, job.memory.copying_number = NO_COPY
         if not message.error:
             if core.is_draining:  # there is no later
-                job.persist_due_at_ms = core.now_ms
-            job.committed_step = max(job.committed_step, message.step)
-            job.deaths_without_progress = 0
+                job.memory.persist_due_at_ms = core.now_ms
+            job.memory.committed_step = max(job.memory.committed_step, message.step)
+            job.progress.deaths_without_progress = 0
             core.counts["commits"] += 1
             copy_ms = message.copy_ms
-            device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
+            device.publish("job.committed", job=job.spec.name, step=message.step, copy_ms=copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
             self._device.send(job.slot, message, "signal")
 
@@ -152,21 +151,24 @@ class Commits:
         of a job that was put aside at once."""
         core, device = self._core, self._device
         for job in device.jobs.values():
-            if job.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
+            memory = job.memory
+            if memory.is_persisting or not device.daemon.is_ready or not self.is_unsaved(job):
                 continue
-            if core.now_ms < job.persist_due_at_ms:
-                core.look_again(job.persist_due_at_ms, JOBS)
+            if core.now_ms < memory.persist_due_at_ms:
+                core.look_again(memory.persist_due_at_ms, JOBS)
                 continue
-            job.is_persisting = True
-            job.persist_epoch = job.epoch
-            job.persist_began_at_ms, job.persist_due_at_ms = core.now_ms, math.inf
-            directory = f"{core.settings.commits_dir}/{job.name}"
-            device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
+            memory.is_persisting = True
+            memory.persist_epoch = job.epoch
+            memory.persist_began_at_ms, memory.persist_due_at_ms = core.now_ms, math.inf
+            name = job.spec.name
+            directory = f"{core.settings.commits_dir}/{name}"
+            device.daemon.tell(PersistCommit(job=name, epoch=job.epoch, directory=directory))
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
         """Its newest commit is in the host store, and not on disk."""
-        return job.commit_slot_bytes > 0 and job.committed_step > job.persisted_step
+        memory = job.memory
+        return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
@@ -175,40 +177,42 @@ class Commits:
             return
         self._has_written(job, is_well=not message.error)
         if message.error:
-            self._device.publish("job.persist_failed", job=job.name, error=message.error)
+            self._device.publish("job.persist_failed", job=job.spec.name, error=message.error)
             self._not_saved(job, message.error)
         else:
-            job.persisted_step = max(job.persisted_step, message.step)
+            job.memory.persisted_step = max(job.memory.persisted_step, message.step)
 
     def _has_written(self, job: Job, *, is_well: bool) -> None:
         """When the next write may begin, unless somebody wants it at once."""
         now_ms = self._core.now_ms
-        job.is_persisting = False
-        if job.persist_due_at_ms == math.inf:
-            took_ms = now_ms - job.persist_began_at_ms
+        job.memory.is_persisting = False
+        if job.memory.persist_due_at_ms == math.inf:
+            took_ms = now_ms - job.memory.persist_began_at_ms
             pause_ms = DISK_SHARE * took_ms if is_well else self._core.settings.commit_every_ms
-            job.persist_due_at_ms = now_ms + pause_ms
+            job.memory.persist_due_at_ms = now_ms + pause_ms
 
     def _not_saved(self, job: Job, reason: str) -> None:
-        job.why = f"commit not on disk: {reason}"
-        self._core.refuse_all(ServerUnavailable(f"job {job.name}: {job.why}"), job.exporters)
+        job.progress.why = f"commit not on disk: {reason}"
+        error = ServerUnavailable(f"job {job.spec.name}: {job.progress.why}")
+        self._core.refuse_all(error, job.exporters)
 
     def save_last(self, job: Job) -> None:
         """Of a job that is over the newest commit goes to disk, and then leaves the host store.
 
         A disk that does not take it is asked again: there is no other copy.
         """
-        if job.state.state in TASK_FINAL and not job.is_persisting and not self.is_unsaved(job):
+        is_over = job.state.state in TASK_FINAL
+        if is_over and not job.memory.is_persisting and not self.is_unsaved(job):
             self.forget(job)
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
         for job in self._device.jobs.values():
-            if job.persist_epoch == epoch and job.is_persisting:
+            if job.memory.persist_epoch == epoch and job.memory.is_persisting:
                 self._has_written(job, is_well=False)
                 self._not_saved(job, reason)
-            if job.copying_epoch == epoch:
-                job.copying_epoch, job.copying_number = NO_COPY
+            if job.memory.copying_epoch == epoch:
+                job.memory.copying_epoch, job.memory.copying_number = NO_COPY
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
     def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
@@ -218,34 +222,34 @@ class Commits:
 
     def forget(self, job: Job) -> None:
         """Its area is given back; its file on disk stays."""
-        if job.commit_slot_bytes:
+        if job.memory.commit_slot_bytes:
             self._store.regions.release(job.commits)
             self.leaves(job)
-            job.commit_slot_bytes = 0
-            self._core.emit(DropCommits(job=job.name))
+            job.memory.commit_slot_bytes = 0
+            self._core.emit(DropCommits(job=job.spec.name))
 
     def daemon_died(self) -> None:
         """Slices are gone with the device; commits are not."""
         for job in self._device.jobs.values():
-            job.lease_bytes = job.lease_asked_bytes = 0
-            if job.is_persisting:
+            job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
+            if job.memory.is_persisting:
                 self._has_written(job, is_well=False)
-            job.copying_epoch, job.copying_number = NO_COPY
+            job.memory.copying_epoch, job.memory.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:
         for job in self._device.jobs.values():
-            if job.commit_slot_bytes:
+            if job.memory.commit_slot_bytes:
                 self._tell_daemon(job)
             if job.exporters or job.state.state in TASK_FINAL:  # the daemon before was asked
-                job.persist_due_at_ms = self._core.now_ms
+                job.memory.persist_due_at_ms = self._core.now_ms
 
     @property
     def is_quiet(self) -> bool:
         """No commit is on its way to host or disk, or due to be."""
         now_ms = self._core.now_ms
         return not any(
-            job.copying_epoch
-            or job.is_persisting
-            or (self.is_unsaved(job) and job.persist_due_at_ms <= now_ms)
+            job.memory.copying_epoch
+            or job.memory.is_persisting
+            or (self.is_unsaved(job) and job.memory.persist_due_at_ms <= now_ms)
             for job in self._device.jobs.values()
         )

@@ -78,7 +78,7 @@ class Slices:
             return
         self._core.touched |= PLACES
         region = self._arena.regions.release(owner)
-        if not self._device.is_daemon_ready:
+        if not self._device.daemon.is_ready:
             return  # the memory went with its owner
         epoch = self._core.next_epoch()
         taken = self._arena.regions.reserve(
@@ -88,7 +88,7 @@ class Slices:
         self._scrub(epoch, taken)
 
     def _scrub(self, epoch: Epoch, region: Region) -> None:
-        self._device.tell_daemon(
+        self._device.daemon.tell(
             Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
@@ -154,9 +154,9 @@ class Leases:
             return
         if grows:  # the script asks only when it has moved out
             self._slices.release(job.slice)
-        job.lease_asked_bytes = max(1, message.slice_bytes)
-        if not job.lease_bytes:  # a later phase of the script asks again
-            job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
+        job.memory.lease_asked_bytes = max(1, message.slice_bytes)
+        if not job.memory.lease_bytes:  # a later phase of the script asks again
+            job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: HostRequest) -> None:
         """Answered at once, also to a job that is to leave: it may be in the middle of a layer."""
@@ -165,7 +165,7 @@ class Leases:
             return  # it is being killed
         assert job.slot is not None
         try:
-            self._store.charge(job.name, max(0, message.size_bytes))
+            self._store.charge(job.spec.name, max(0, message.size_bytes))
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
@@ -187,24 +187,25 @@ class Leases:
             A job that must leave before the next can have its slice, and why.
         """
         device = self._device
-        if device.queue.requests or not device.is_daemon_ready:
+        if device.queue.requests or not device.daemon.is_ready:
             return
-        asks = [
-            job for job in device.jobs.values() if job.lease_asked_bytes and job.slot is not None
-        ]
+        jobs = device.jobs.values()
+        asks = [one for one in jobs if one.memory.lease_asked_bytes and one.slot is not None]
         order = JOB_ORDERS[device.settings.training]
-        for job in sorted(asks, key=lambda job: (job.priority, *order.rank(job.view(0.0)))):
-            if not job.lease_asked_bytes or job.slot is None:  # it was told to leave for another
+        for job in sorted(asks, key=lambda job: (job.spec.priority, *order.rank(job.view(0.0)))):
+            memory = job.memory
+            if not memory.lease_asked_bytes or job.slot is None:  # it was evicted for another job
                 continue
             try:
                 held = self._arena.regions.get(job.slice)  # asked again: the same one
-                region = held or self._slices.lease(job.slice, job.lease_asked_bytes)
+                region = held or self._slices.lease(job.slice, memory.lease_asked_bytes)
             except OutOfDeviceMemory as error:
-                if job.committed_step >= 0 and job.lease_asked_bytes <= self._arena.leasable_bytes:
-                    names = ", ".join(device.pinned)
-                    job.why = f"waits for memory that pinned models have: pipeswitch unload {names}"
+                may_fit = memory.lease_asked_bytes <= self._arena.leasable_bytes
+                if memory.committed_step >= 0 and may_fit:
+                    hint = f"pipeswitch unload {', '.join(device.pinned)}"
+                    job.progress.why = f"waits for memory that pinned models have: {hint}"
                     continue
-                job.lease_asked_bytes = 0
+                memory.lease_asked_bytes = 0
                 self._refuse(job, error)
                 continue
             if region == "soon":
@@ -212,23 +213,23 @@ class Leases:
             if region is None:
                 leaves = self.who_leaves_for(job)
                 if leaves is not None:
-                    yield leaves, f"memory for job {job.name}"
+                    yield leaves, f"memory for job {job.spec.name}"
                 continue
-            job.lease_asked_bytes = 0
-            job.lease_bytes, job.why = region.size_bytes, ""
+            memory.lease_asked_bytes = 0
+            memory.lease_bytes, job.progress.why = region.size_bytes, ""
             if held is None:
-                least_ms = LEAST_STARTS * job.start_ms
-                job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
+                least_ms = LEAST_STARTS * job.timing.start_ms
+                job.timing.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
             granted = LeaseGranted(
                 epoch=job.epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes
             )
-            self._device.send(job.slot, granted, "signal", commits_of=job.name)
+            self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
         """Return whether a job waits for memory other than that of pinned models."""
-        return self._arena.can_ever_hold(job.lease_asked_bytes)
+        return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
         """A suspended job that holds memory, less important or with its turn behind it.
@@ -243,12 +244,13 @@ class Leases:
             for other in device.jobs.values()
             if self._arena.regions.get(other.slice) is not None
             and other.state.state is TaskState.SUSPENDED
-            and (other.priority, min(0.0, -other.turn_left_ms)) >= (job.priority, 0.0)
+            and (other.spec.priority, min(0.0, -other.timing.turn_left_ms))
+            >= (job.spec.priority, 0.0)
             and other is not job
         ]
-        leaves = max(may_leave, key=lambda other: (other.priority, -other.place), default=None)
+        leaves = max(may_leave, key=lambda other: (other.spec.priority, -other.place), default=None)
         if leaves is None:
-            job.why = "waits for memory: the jobs that have it train a while first"
+            job.progress.why = "waits for memory: the jobs that have it train a while first"
         return leaves
 
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:

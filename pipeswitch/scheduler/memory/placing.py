@@ -35,7 +35,7 @@ class Placing:
         if len(self.states) == 1:
             return self.states[0], ""
         for state in self.states:
-            if state.measuring == model.name:
+            if state.measurement.model == model.name:
                 return state, "it is measured there"
         living = self._living(model.devices)
         able = [state for state in living if self.has_place(state, model.name, request.size_bytes)]
@@ -60,14 +60,14 @@ class Placing:
             return others, state.index != home, state.index
 
         places = _ready(self._living(job.allowed))
-        if all(state.is_given_up for state in places):  # those of its kind can go on with it
+        if all(state.daemon.is_given_up for state in places):  # those of its kind can go on with it
             names = [state.settings.device for state in self.states]
             places = _ready(self._living(limit(kinds_of(job.allowed), names)))
         return min(places, key=order).index
 
     def _living(self, names: tuple[str, ...]) -> list[DeviceState]:
         allowed = [one for one in self.states if not names or one.settings.device in names]
-        return [one for one in allowed if not one.is_given_up] or allowed
+        return [one for one in allowed if not one.daemon.is_given_up] or allowed
 
     def _place(self, state: DeviceState, model: Model, request: Request) -> Place:
         replica = state.replicas[model.name]
@@ -118,7 +118,7 @@ class Placing:
 
 
 def _ready(states: list[DeviceState]) -> list[DeviceState]:
-    return [one for one in states if one.is_daemon_ready] or states
+    return [one for one in states if one.daemon.is_ready] or states
 
 
 def kind_of(name: str) -> str:

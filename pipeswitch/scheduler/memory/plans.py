@@ -52,7 +52,7 @@ class Plans:
             self._warn(replica, problems[0])
 
     def _warn(self, replica: Replica, why: str) -> None:
-        replica.plan_why = why
+        replica.grouping.why = why
         text = f'model "{replica.name}": {why}; its groups are byte buckets '
         self._core.emit(Warn(text=text + f"(pipeswitch profile {replica.name})"))
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
@@ -61,7 +61,7 @@ class Plans:
         """Plan from it, and let that plan be in force as soon as the model is off the device; one
         that streams keeps its groups, and has its passes predicted."""
         if replica.landings is not None:
-            replica.profile = profile
+            replica.grouping.profile = profile
             return True
         try:
             plan = plan_of(profile)
@@ -69,7 +69,7 @@ class Plans:
             self._warn(replica, f"no plan could be made from its profile: {error}")
             return False
         batch = profile.batches[0].batch
-        replica.profile, replica.profile_plan = profile, plan
+        replica.grouping.profile, replica.grouping.planned = profile, plan
         replica.predicted_ms = {
             one.batch: predict(profile, plan, one.batch) for one in profile.batches
         }
@@ -79,7 +79,7 @@ class Plans:
 
     def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
         """In force as soon as it can be cut."""
-        replica.next_plan = (plan, source, why)
+        replica.grouping.next = (plan, source, why)
         self._wanted[replica.name] = None
         self._core.touched |= MEASURED
 
@@ -87,12 +87,13 @@ class Plans:
         """Cut anew what can be; not the model that is being measured."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
-            if replica is None or replica.next_plan is None:
+            if replica is None or replica.grouping.next is None:
                 del self._wanted[name]
-            elif name != self._device.measuring:
-                plan, source, why = replica.next_plan
+            elif name != self._device.measurement.model:
+                grouping = replica.grouping
+                plan, source, why = replica.grouping.next
                 if self._cut(replica, plan):
-                    replica.plan_source, replica.plan_why, replica.next_plan = source, why, None
+                    grouping.source, grouping.why, grouping.next = source, why, None
                     groups = len(replica.manifest.groups) if replica.manifest else 0
                     self._device.publish(
                         "model.planned", model=replica.name, source=source, groups=groups, why=why
@@ -105,26 +106,26 @@ class Plans:
         A model on the device is evicted first: the arrival words of the new groups have not
         risen. Its next request is cold, once.
         """
-        if plan == replica.plan:
+        if plan == replica.grouping.plan:
             return True
         if not self._residents.is_idle(replica):
             return False
         if replica.residency.state is not Residency.HOST:
             self._residents.evict(replica, "its groups are cut anew")
         if not self._residents.cut_anew(replica, plan):
-            replica.plan_why = "no arrival words are left for its planned groups"
-            replica.next_plan = None
+            replica.grouping.why = "no arrival words are left for its planned groups"
+            replica.grouping.next = None
             return False
         return True
 
 
 def plan_row(replica: Replica) -> dict[str, Any]:
     """What ``show`` says of a model's groups."""
-    profile = replica.profile
+    profile = replica.grouping.profile
     return {
-        "grouping": replica.plan_source,
-        "grouping_why": replica.plan_why,
-        "plan": list(replica.plan),
+        "grouping": replica.grouping.source,
+        "grouping_why": replica.grouping.why,
+        "plan": list(replica.grouping.plan),
         "profile": "" if profile is None else profile.measured_at,
         "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
     }
@@ -140,9 +141,10 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
         return None
     known = state.predictions.predict(replica.name, max(1, replica.model.last_batch))
     says = "about {:.0f} ms a pass"
-    if replica.profile is not None:
-        costs, plan = costs_of(replica.profile), plan_in_force(replica.built)
-        took_ms = pass_ms(plan, costs, replica.landings) + replica.profile.overheads.wake_ms
+    profile = replica.grouping.profile
+    if profile is not None:
+        costs, plan = costs_of(profile), plan_in_force(replica.built)
+        took_ms = pass_ms(plan, costs, replica.landings) + profile.overheads.wake_ms
     elif known.load_ms:
         took_ms = max(known.load_ms, known.compute_ms)
     else:
@@ -160,6 +162,6 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
     """As it is modelled, or as the fastest of the last copies was; 0: there was none."""
-    sent = [one for r in state.replicas.values() if (one := r.transmission) is not None]
+    sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

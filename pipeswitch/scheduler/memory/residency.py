@@ -66,7 +66,7 @@ class Residents:
         for replica in self._device.replicas.values():
             self._device.move(replica, ResidencyEvent.DEVICE_LOST, "daemon exited")
             replica.users = 0
-            replica.is_prefetch = False
+            replica.transfer.is_prefetch = False
 
     def cut_anew(self, replica: Replica, plan: Plan) -> bool:
         """Other groups over the same bytes, for a model whose bytes are in the host store only.
@@ -84,7 +84,7 @@ class Residents:
                 self._arena.words.reserve(replica.owner, old.size_bytes, at_bytes=old.offset_bytes)
                 return False
             replica.first_word = words.offset_bytes
-        replica.manifest, replica.plan = manifest, plan
+        replica.manifest, replica.grouping.plan = manifest, plan
         self._core.edition += 1
         self._core.touched |= WORKERS
         return True
@@ -100,9 +100,9 @@ class Residents:
         landings = replica.landings
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_epoch = core.next_epoch()
-        replica.transmit_started_at_ms = core.now_ms
-        replica.transmit_ended_at_ms = 0.0
-        device.tell_daemon(
+        replica.transfer.started_at_ms = core.now_ms
+        replica.transfer.ended_at_ms = 0.0
+        device.daemon.tell(
             TransmitModel(
                 model=replica.name,
                 epoch=replica.residency_epoch,
@@ -178,7 +178,7 @@ class Residents:
             return
         if not replica.is_being_sent:
             return
-        replica.transmit_ended_at_ms = message.ended_at_ms
+        replica.transfer.ended_at_ms = message.ended_at_ms
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
         groups = replica.manifest.groups if replica.manifest is not None else ()
@@ -196,8 +196,8 @@ class Residents:
                 self._pass_ended(replica)
             elif replica.model.want_pinned:
                 self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
-            replica.is_prefetch = False
-            replica.transmission = message
+            replica.transfer.is_prefetch = False
+            replica.transfer.report = message
             took_ms = message.ended_at_ms - message.started_at_ms
             device.predictions.sent(replica.name, took_ms, core.now_ms)
             device.queue.changed(replica.name)
@@ -211,9 +211,9 @@ class Residents:
         2. A worker does: it is killed, and the place is free when it is reaped (``unused``).
         """
         core, device = self._core, self._device
-        replica.is_prefetch = False
+        replica.transfer.is_prefetch = False
         self._device.move(replica, ResidencyEvent.ABANDONED, cause)
-        replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
+        replica.transfer.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not replica.users:
             self._release_broken(replica, cause)  # 1.
         for activation in device.owner.tasks:
@@ -241,7 +241,7 @@ class Residents:
         if replica.users:
             return
         if replica.residency.state is Residency.TRANSMITTING:
-            self._device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))  # 1.
+            self._device.daemon.tell(CancelTransmit(epoch=replica.residency_epoch))  # 1.
         elif replica.kept_groups:
             self._device.move(replica, ResidencyEvent.RING_FREED, cause)  # 2.
             self._arena.regions.release(replica.rest)
@@ -265,21 +265,21 @@ class Residents:
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
             or replica.landings is not None  # its copy would wait in the ring for its request
-            or device.measuring == name  # its copy is timed with the request that needs it
+            or device.measurement.model == name  # its copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
             return False
         if (
             device.queue
             or device.owner.pending is not None
-            or not device.is_daemon_ready
+            or not device.daemon.is_ready
             or core.is_draining
         ):
             return False
         if replica.residency.state is Residency.ABANDONED:
             return False
-        replica.is_prefetch = self._send(replica, "prefetch hint")
-        return replica.is_prefetch
+        replica.transfer.is_prefetch = self._send(replica, "prefetch hint")
+        return replica.transfer.is_prefetch
 
     def _send(self, replica: Replica, cause: str) -> bool:
         """Send a model although no request waits for it. Return False if there is no room now."""
@@ -294,19 +294,19 @@ class Residents:
         device = self._device
         for name in list(device.sending):
             replica = device.replicas[name]
-            if not replica.is_prefetch:
+            if not replica.transfer.is_prefetch:
                 continue
             if not replica.users and not device.queue.count(replica.name):
-                replica.is_prefetch = False
+                replica.transfer.is_prefetch = False
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
-                device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
+                device.daemon.tell(CancelTransmit(epoch=replica.residency_epoch))
 
     def bring_pinned(self) -> int:
         """Pinned models that are not on the device come back when nothing waits for the link."""
         core, device = self._core, self._device
         if not core.pins:
             return 0
-        if device.queue or device.owner.pending is not None or not device.is_daemon_ready:
+        if device.queue or device.owner.pending is not None or not device.daemon.is_ready:
             return QUEUE | TURN | PLACES
         for name in core.pins:
             replica = device.replicas.get(name)
@@ -314,13 +314,13 @@ class Residents:
                 replica is not None
                 and replica.model.want_pinned
                 and replica.landings is None
-                and device.measuring != name
+                and device.measurement.model != name
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state is Residency.HOST
             ):
-                if core.now_ms < replica.retry_at_ms:
-                    core.look_again(replica.retry_at_ms, PLACES)
+                if core.now_ms < replica.transfer.retry_at_ms:
+                    core.look_again(replica.transfer.retry_at_ms, PLACES)
                     continue
                 self._send(replica, "pinned")
         return QUEUE | TURN | PLACES | MEASURED

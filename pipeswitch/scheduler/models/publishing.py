@@ -91,7 +91,7 @@ class Publishing:
         try:
             if self._core.is_draining:
                 raise ServerUnavailable("the server is draining")
-            model = self.model_for(message.model, job.tenant)
+            model = self.model_for(message.model, job.spec.tenant)
             if model.manifest is None:
                 raise _not_ready(model)
             given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
@@ -104,7 +104,7 @@ class Publishing:
                 hint=wire["hint"], data=wire["data"],
             )  # fmt: skip
         else:
-            self._accept(message.model, job.name, message.step, message.part, None)
+            self._accept(message.model, job.spec.name, message.step, message.part, None)
         device.send(worker.slot, answer, "signal")
 
     def _check(self, event: PublishAsked) -> None:
@@ -114,10 +114,11 @@ class Publishing:
         if job is None:
             raise _no_job(event.job)
         self.model_for(event.model, None)
-        if job.committed_step < 0:
-            raise InvalidInput(f'job "{job.name}" has not committed yet', hint="pipeswitch jobs ls")
-        if event.step not in (-1, job.committed_step):
-            raise _other_step(job, event.step, job.committed_step)
+        if job.memory.committed_step < 0:
+            what = f'job "{job.spec.name}" has not committed yet'
+            raise InvalidInput(what, hint="pipeswitch jobs ls")
+        if event.step not in (-1, job.memory.committed_step):
+            raise _other_step(event.job, event.step, job.memory.committed_step)
 
     def model_for(self, name: ModelName, tenant: str | None) -> Model:
         """The model that a publication is to follow, when that is ready.
@@ -178,17 +179,17 @@ class Publishing:
         job = self._job_of(one)
         if job is None:
             self._end(one, _no_job(one.job))
-        elif job.committed_step < one.step:
+        elif job.memory.committed_step < one.step:
             if job.state.state in TASK_FINAL:
-                self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
-        elif not job.commit_slot_bytes:
+                self._end(one, InvalidInput(f'job "{job.spec.name}" ended before step {one.step}'))
+        elif not job.memory.commit_slot_bytes:
             one.stage = "copied"
-        elif (device := self._machine.jobs.home(job).state).is_daemon_ready:
+        elif (device := self._machine.jobs.home(job).state).daemon.is_ready:
             one.stage, one.epoch = "copies", self._core.next_epoch()
             one.device = device.index
-            one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
-            device.tell_daemon(
-                PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
+            one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.epoch}"
+            device.daemon.tell(
+                PersistCommit(job=job.spec.name, epoch=one.epoch, directory=one.directory)
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
@@ -202,7 +203,7 @@ class Publishing:
         elif message.error:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {message.error}"))
         elif not one.is_script and one.step not in (-1, message.step) and job is not None:
-            self._end(one, _other_step(job, one.step, message.step))
+            self._end(one, _other_step(one.job, one.step, message.step))
         else:
             one.stage = "copied"
             self._tell_script(one)
@@ -276,7 +277,7 @@ class Publishing:
         if one.token is not None:
             core.refuse(one.token, error)
         if job is not None and one.is_script and not isinstance(error, Cancelled):
-            job.why = f'not published as "{one.name}": {error.message}'
+            job.progress.why = f'not published as "{one.name}": {error.message}'
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
     def _job_of(self, one: Publication) -> Job | None:
@@ -322,8 +323,8 @@ def _no_job(name: JobName) -> ModelNotFound:
     return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
 
 
-def _other_step(job: Job, asked: int, there: int) -> InvalidInput:
+def _other_step(name: JobName, asked: int, there: int) -> InvalidInput:
     return InvalidInput(
-        f'job "{job.name}" keeps its newest commit, of step {there}; step {asked} is not there',
-        hint=f"pipeswitch register NAME --from-job {job.name}",
+        f'job "{name}" keeps its newest commit, of step {there}; step {asked} is not there',
+        hint=f"pipeswitch register NAME --from-job {name}",
     )

@@ -243,12 +243,12 @@ class Registry:
         one that had it died."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
-        ready = (d.state for d in self._machine.devices if d.state.is_daemon_ready)
+        ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
         device = next(ready, None)
         registration.storing = None if device is None else device.index
         if device is None:
             return
-        device.tell_daemon(
+        device.daemon.tell(
             StoreModel(
                 model=model.name,
                 epoch=registration.build_epoch,

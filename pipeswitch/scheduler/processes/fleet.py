@@ -38,16 +38,16 @@ class Fleet:
 
     def _spawn_daemon(self) -> None:
         device = self._device
-        device.daemon_generation += 1
-        device.is_daemon_ready = False
+        device.daemon.generation += 1
+        device.daemon.is_ready = False
         self.is_daemon_alive = True
         self._daemon_respawn_at_ms = None
-        self._core.emit(Spawn(device.daemon))
+        self._core.emit(Spawn(device.daemon.address))
 
     def daemon_ready(self, pid: int) -> None:
         device = self._device
-        device.is_daemon_ready = True
-        device.daemon_pid = pid
+        device.daemon.is_ready = True
+        device.daemon.pid = pid
         device.publish("worker.daemon_ready", pid=pid)
 
     def daemon_died(self, status: int) -> None:
@@ -60,8 +60,8 @@ class Fleet:
         A device whose daemon died too often is given up.
         """
         core, device = self._core, self._device
-        device.is_daemon_ready = False
-        device.daemon_pid = 0
+        device.daemon.is_ready = False
+        device.daemon.pid = 0
         self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
@@ -69,7 +69,7 @@ class Fleet:
         for worker in device.workers.values():
             device.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
-            device.is_given_up = True
+            device.daemon.is_given_up = True
             if device.label:  # else the server leaves, and says why
                 text = f"device {device.label} is given up: its memory daemon died too often"
                 core.emit(Warn(text=text))
@@ -96,7 +96,7 @@ class Fleet:
             else:
                 core.look_again(self._daemon_respawn_at_ms, WORKERS)
             return WORKERS
-        if not device.is_daemon_ready:
+        if not device.daemon.is_ready:
             return WORKERS
         self._spawn_missing()
         if core.settings.prepares:
@@ -184,7 +184,7 @@ class Fleet:
         workers are free, one of them always stays ready for the next request.
         """
         core, device = self._core, self._device
-        if device.queue or device.owner.pending is not None or device.measuring is not None:
+        if device.queue or device.owner.pending is not None or device.measurement.model is not None:
             return
         free = [one for one in device.workers.values() if one.state.state in WORKER_FREE]
         ready = [worker for worker in free if worker.preparing is None]
@@ -210,7 +210,7 @@ class Fleet:
                     digest=replica.manifest.digest,
                     directory=core.settings.program_dir(replica.manifest.digest),
                     arena_offset_bytes=replica.home_bytes,
-                    plan=replica.plan,
+                    plan=replica.grouping.plan,
                     landings=replica.landings.offsets if replica.landings else (),
                     is_code=replica.is_code,
                 ),

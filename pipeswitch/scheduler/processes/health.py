@@ -54,7 +54,7 @@ class Health:
         core, device = self._core, self._device
         self._probe = probe = Probe(core.next_epoch(), core.now_ms)
         question = Ping(epoch=probe.epoch)
-        device.tell_daemon(question)
+        device.daemon.tell(question)
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
@@ -69,7 +69,7 @@ class Health:
             worker = self._device.workers[slot]
             if worker.generation != generation or not worker.is_alive:
                 del probe.workers[slot]
-        if not self._device.is_daemon_ready:
+        if not self._device.daemon.is_ready:
             probe.daemon_ms = None
             return True  # dead: nothing else matters
         took = [ms for _, ms in probe.workers.values()]
@@ -82,7 +82,7 @@ class Health:
         self._probe = None
         silent = [slot for slot, (_, ms) in probe.workers.items() if ms is None]
         why = ""
-        if not device.is_daemon_ready:
+        if not device.daemon.is_ready:
             why = "the memory daemon is not there"
         elif probe.daemon_ms is None:
             why = f"the memory daemon was silent for {SILENT_AFTER_MS:.0f} ms"

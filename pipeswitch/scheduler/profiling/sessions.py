@@ -79,7 +79,7 @@ class Profiling:
             predict,
         )
         self._session = Session(event.token, device, replica, measurement)
-        device.state.measuring = replica.name
+        device.state.measurement.model = replica.name
         self._core.touched |= MEASURED
         device.state.publish("model.profiling", model=replica.name, batches=list(batches))
 
@@ -175,9 +175,9 @@ class Profiling:
         state = session.device.state
         if state.served == served_count:
             return
-        if state.served != served_count + 1 or len(state.measured) != 1:
+        if state.served != served_count + 1 or len(state.measurement.runs) != 1:
             raise _busy("another client's requests use")
-        trial, measured = session.measurement.next, state.measured[0]
+        trial, measured = session.measurement.next, state.measurement.runs[0]
         assert trial is not None
         if _is_copied_still(session.replica, measured):
             return
@@ -206,7 +206,7 @@ class Profiling:
         if not _is_at_rest(state) or session.replica.is_being_sent:
             return
         self._place(session, trial)
-        state.measured.clear()
+        state.measurement.runs.clear()
         session.served_count = state.served
         kind = "cold" if trial.is_cold else "resident"
         body = {
@@ -221,7 +221,7 @@ class Profiling:
     def _place(session: Session, trial: Trial) -> None:
         """Set the model's groups, and evict it for a cold run."""
         replica, residents = session.replica, session.device.residents
-        has_other_groups = replica.plan != trial.plan
+        has_other_groups = replica.grouping.plan != trial.plan
         is_there = replica.residency.state is not Residency.HOST
         if is_there and (trial.is_cold or has_other_groups):
             residents.evict(replica, "profile")
@@ -251,12 +251,12 @@ class Profiling:
     def _end(self, session: Session) -> None:
         """The model gets the groups again that it had before."""
         state, replica = session.device.state, session.replica
-        self._session = state.measuring = None
-        state.measured.clear()
+        self._session = state.measurement.model = None
+        state.measurement.runs.clear()
         self._core.touched |= MEASURED
-        if replica.next_plan is None:
-            why = replica.plan_why
-            session.device.plans.want(replica, replica.profile_plan, replica.plan_source, why)
+        grouping = replica.grouping
+        if grouping.next is None:
+            session.device.plans.want(replica, grouping.planned, grouping.source, grouping.why)
 
 
 def _check_idle(state: DeviceState) -> None:
@@ -276,7 +276,8 @@ def _check_no_job(state: DeviceState) -> None:
     """
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
-            raise _busy(f'job "{job.name}" uses', hint=f"pipeswitch jobs pause {job.name}")
+            name = job.spec.name
+            raise _busy(f'job "{name}" uses', hint=f"pipeswitch jobs pause {name}")
 
 
 def _busy(who: str, hint: str = "run it while no client sends requests") -> errors.DeviceBusy:
@@ -288,7 +289,7 @@ def _is_at_rest(state: DeviceState) -> bool:
     rests = (WorkerState.STANDBY, WorkerState.DEAD)
     workers = state.workers.values()
     return (
-        state.is_daemon_ready
+        state.daemon.is_ready
         and any(worker.state.state is WorkerState.STANDBY for worker in workers)
         and all(one.state.state in rests and one.preparing is None for one in workers)
     )
@@ -303,7 +304,7 @@ def _is_copied_still(replica: Replica, measured: MeasuredRun) -> bool:
 
 def _run_of(replica: Replica, trial: Trial, measured: MeasuredRun) -> Run | None:
     """Return the run's times, or None if the run had another batch or residency than planned."""
-    activation, done, sent = measured.activation, measured.message, replica.transmission
+    activation, done, sent = measured.activation, measured.message, replica.transfer.report
     if activation.batch != trial.batch or activation.was_resident == trial.is_cold:
         return None
     begins_ms, ends_ms = done.group_begins_at_ms, done.group_ends_at_ms

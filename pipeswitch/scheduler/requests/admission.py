@@ -211,7 +211,7 @@ class Admission:
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
         if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
-            places = [state for state in states if state.may_serve(model) and not state.is_given_up]
+            places = [one for one in states if one.may_serve(model) and not one.daemon.is_given_up]
             waiting, own = min(forecast.waiting_ms(state, name, caller) for state in places)
             limit = round(core.settings.max_queue_time_ms)
             if waiting and not left(limit, waiting, own):
@@ -221,7 +221,7 @@ class Admission:
     def _lost(self, model: Model) -> ServerUnavailable | None:
         """Why it is served no more: each device that may is given up."""
         for state in self._states:
-            if not state.is_given_up and state.may_serve(model):
+            if not state.daemon.is_given_up and state.may_serve(model):
                 return None
         return ServerUnavailable(
             f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
@@ -259,12 +259,12 @@ class Admission:
         states = self._states
         for state in states if len(states) > 1 else ():
             self._avoid_pinned(state)
-        ready = [state.is_daemon_ready for state in states]
+        ready = [state.daemon.is_ready for state in states]
         wants = QUEUE | PLACES if len(states) > 1 else 0
         if all(ready) or not any(ready):
             return wants
         for state in states:
-            if not state.is_daemon_ready and not state.has_processes:
+            if not state.daemon.is_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
                     lost = self._lost(self._models[request.model])
                     if lost is not None:

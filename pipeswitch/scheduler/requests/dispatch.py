@@ -200,7 +200,7 @@ class Dispatch:
         first, if the policy lets it overtake.
         """
         device = self._device
-        if not device.is_daemon_ready:
+        if not device.daemon.is_ready:
             return
         if device.queue.unchecked:
             self._refuse_the_impossible()
@@ -325,19 +325,19 @@ class Dispatch:
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
             return
-        if not device.is_daemon_ready:
+        if not device.daemon.is_ready:
             return
         for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
             if replica.is_on_device or replica.landings is not None:
                 continue
-            if self._core.now_ms < replica.retry_at_ms:
-                self._core.look_again(replica.retry_at_ms, PLACES)
+            if self._core.now_ms < replica.transfer.retry_at_ms:
+                self._core.look_again(replica.transfer.retry_at_ms, PLACES)
                 continue
             window = self._arena.find_place(replica, for_request=False)
             if window is not None and not self._arena.obstacles(window):
                 self._residents.transmit(replica, window, "it is next")
-                replica.ahead_epoch = replica.residency_epoch
+                replica.transfer.ahead_epoch = replica.residency_epoch
             return
 
     def _has_worker(self) -> bool:
@@ -366,7 +366,7 @@ class Dispatch:
         if obstacles:
             return False
         self._residents.transmit(replica, window, f"request {request.request_id}")
-        replica.ahead_epoch = replica.residency_epoch
+        replica.transfer.ahead_epoch = replica.residency_epoch
         return True
 
     def _is_link_busy(self) -> bool:
@@ -419,7 +419,7 @@ class Dispatch:
             return False  # for ``promised`` see ``DeviceOwner.next_task``
         if device.queue.requests:
             return False
-        if not device.is_daemon_ready:
+        if not device.daemon.is_ready:
             return False
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
@@ -427,7 +427,7 @@ class Dispatch:
         may_wait = batching is not None and (batching.delay_ms or replica.away.requests)
         if may_wait or request.due_ms <= core.now_ms:
             return False
-        if replica.ahead_epoch != NO_EPOCH:
+        if replica.transfer.ahead_epoch != NO_EPOCH:
             return False  # it was sent ahead: that is a switch, and billed as one
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
@@ -459,7 +459,8 @@ class Dispatch:
         batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
         is_switch = is_sent or (
-            replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
+            replica.transfer.ahead_epoch != NO_EPOCH
+            and replica.transfer.ahead_epoch == replica.residency_epoch
         )
         core.touched |= QUEUE | TURN
         note_end(device, request)
@@ -475,7 +476,7 @@ class Dispatch:
         """They wait no more: the worker computes them, when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.built, requests[0]
         name, is_code = replica.name, manifest.mode == "module"
-        replica.ahead_epoch = NO_EPOCH
+        replica.transfer.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -483,7 +484,7 @@ class Dispatch:
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1
-        replica.is_prefetch = False
+        replica.transfer.is_prefetch = False
         activation = Activation(
             epoch=epoch,
             slot=worker.slot,
@@ -522,10 +523,10 @@ class Dispatch:
                 inputs=request.inputs,
                 reply_offset_bytes=request.reply_offset_bytes,
                 reply_bytes=request.reply_bytes,
-                plan=replica.plan,
+                plan=replica.grouping.plan,
                 landings=replica.landings.offsets if replica.landings is not None else (),
                 joined=tuple(map(_joined, requests[1:])),
-                is_timed=device.measuring == name,
+                is_timed=device.measurement.model == name,
                 is_code=is_code,
                 choosing=request.choosing,
                 sequence=request.sequence,

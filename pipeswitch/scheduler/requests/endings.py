@@ -45,8 +45,8 @@ class Endings:
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
-        if device.measuring == replica.name:
-            device.measured.append(MeasuredRun(activation, message))
+        if device.measurement.model == replica.name:
+            device.measurement.runs.append(MeasuredRun(activation, message))
             core.touched |= MEASURED
         if len(requests) > 1:
             replica.model.failed_joins = 0
@@ -251,8 +251,8 @@ def _bill(
 ) -> Bill:
     copy_ms = 0.0
     if not activation.was_resident:
-        ended = replica.transmit_ended_at_ms or message.ended_at_ms
-        copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
+        ended = replica.transfer.ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     # The switch ends with the first group: what was waited for until then is in no other part.
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
     stall_ms = max(0.0, message.stall_ms - waited_ms)

@@ -77,7 +77,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
         replica = device.replicas[name]
         if replica.is_on_device and replica.landings is None:
             is_coming = replica.is_being_sent
-            comes_ms[name] = replica.transmit_started_at_ms + load_ms[name] if is_coming else 0.0
+            comes_ms[name] = replica.transfer.started_at_ms + load_ms[name] if is_coming else 0.0
     counts, ends_ms = Counter[tuple[ModelName, int]](), dict[Token, float]()
     while True:
         if device.settings.look_ahead and len(comes_ms) < len(load_ms):
@@ -194,7 +194,7 @@ def absent_until_ms(device: DeviceState, request: Request) -> float:
 
 def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
     """Return how long the device would wait for the model of a request that has its turn next."""
-    arrives_ms = device.replicas[request.model].transmit_started_at_ms + _sent_ms(device, request)
+    arrives_ms = device.replicas[request.model].transfer.started_at_ms + _sent_ms(device, request)
     own_ms, _ = _run_ms(device, request.model, request.batch)
     return arrives_ms - own_ms - free_at_ms(device)
 
@@ -287,7 +287,7 @@ def _link_free_at_ms(device: DeviceState) -> float:
     free_ms = device.core.now_ms
     for name in device.sending:
         load_ms = device.predictions.safe(name, 1).load_ms
-        free_ms = max(free_ms, device.replicas[name].transmit_started_at_ms + load_ms)
+        free_ms = max(free_ms, device.replicas[name].transfer.started_at_ms + load_ms)
     return free_ms
 
 
@@ -301,7 +301,7 @@ def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
         replica = device.replicas[task.model]
         if replica.is_being_sent:
             load_ms = device.predictions.safe(task.model, task.batch).load_ms
-            free_ms = max(free_ms, replica.transmit_started_at_ms + load_ms)
+            free_ms = max(free_ms, replica.transfer.started_at_ms + load_ms)
     return free_ms
 
 

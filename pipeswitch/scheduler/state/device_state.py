@@ -24,6 +24,39 @@ WORD_BYTES = 4  # of one group's arrival
 
 
 @dataclass
+class Daemon:
+    """The memory daemon of one device: the process that lives, or that died last."""
+
+    core: Core
+    index: int  # of its device
+    generation: int = 0
+    pid: int = 0
+    is_ready: bool = False
+    is_given_up: bool = False  # it died too often
+
+    @property
+    def address(self) -> Address:
+        return Address("daemon", self.index, generation=self.generation)
+
+    def tell(self, message: Message, commits_of: JobName | None = None) -> None:
+        """Send it a message; to one that is not ready, nothing.
+
+        What a new daemon must know is sent again when it is ready, so that nothing reaches it
+        twice and nothing is ordered from memory it has not taken yet.
+        """
+        if self.is_ready:
+            self.core.emit(Send(self.address, message, commits_of=commits_of))
+
+
+@dataclass
+class Measurement:
+    """The model that a device measures, and its runs, for ``Profiling`` to take."""
+
+    model: ModelName | None = None
+    runs: list[MeasuredRun] = field(default_factory=list)
+
+
+@dataclass
 class DeviceState:
     """State shared by the parts of one device (``Device``)."""
 
@@ -39,12 +72,8 @@ class DeviceState:
     jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     owner: DeviceOwner = field(default_factory=DeviceOwner)  # of its turn
-    measuring: ModelName | None = None  # the model that is being measured
-    measured: list[MeasuredRun] = field(default_factory=list)  # its runs, for Profiling to take
-    daemon_generation: int = 0
-    daemon_pid: int = 0
-    is_daemon_ready: bool = False
-    is_given_up: bool = False  # its daemon died too often
+    measurement: Measurement = field(default_factory=Measurement)
+    daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
     sending: dict[ModelName, None] = field(default_factory=dict)  # to which the daemon may write
@@ -52,13 +81,14 @@ class DeviceState:
     spent_us: Counter[str] = field(default_factory=Counter)  # of its time, by kind
 
     def __post_init__(self) -> None:
+        self.daemon = Daemon(self.core, self.index)
         self.accounts = Accounts(self.settings.weights, self.core.judge.max_wait_ms)
         self.queue = Queue(self.core.judge, self.accounts)
 
     @property
     def is_ready(self) -> bool:
         """The daemon owns its memory and a worker can take a request."""
-        return self.is_daemon_ready and any(
+        return self.daemon.is_ready and any(
             worker.state.state in WORKER_SERVES for worker in self.workers.values()
         )
 
@@ -87,11 +117,6 @@ class DeviceState:
     def has_processes(self) -> bool:
         """A worker of it is not reaped yet: it may still write what it could ever write."""
         return any(worker.is_alive for worker in self.workers.values())
-
-    @property
-    def daemon(self) -> Address:
-        """Return the address of the memory daemon that lives or died last."""
-        return Address("daemon", self.index, generation=self.daemon_generation)
 
     def address(self, slot: Slot) -> Address:
         """Return the address of the process in a worker's slot."""
@@ -209,15 +234,6 @@ class DeviceState:
         if self.core.settings.separates_tenants and worker.tenant is None:
             worker.tenant = tenant
             self.send(worker.slot, BindTenant(tenant=tenant, is_code=is_code))
-
-    def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
-        """Send to the memory daemon; to one that is not ready, nothing.
-
-        What a new daemon must know is sent again when it is ready, so that nothing reaches it
-        twice and nothing is ordered from memory it has not taken yet.
-        """
-        if self.is_daemon_ready:
-            self.core.emit(Send(self.daemon, message, commits_of=commits_of))
 
     def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
         """Send SIGKILL once; the worker's memory is reused after ``Exited``.

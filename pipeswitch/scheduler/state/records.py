@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
@@ -127,6 +128,30 @@ class Away:
 
 
 @dataclass
+class Grouping:
+    """How a model's layers are grouped on a device, and why."""
+
+    plan: Plan = ()  # empty: as built
+    source: str = "buckets"
+    why: str = "it has no profile"
+    next: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
+    profile: Profile | None = None  # the one the plan was made from
+    planned: Plan = ()  # what it planned
+
+
+@dataclass
+class Transfer:
+    """The last copy of a model to a device."""
+
+    started_at_ms: float = 0.0
+    ended_at_ms: float = 0.0
+    report: TransmitEnded | None = None  # of the last complete one
+    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
+    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
+    retry_at_ms: float = 0.0  # after one that broke off
+
+
+@dataclass
 class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
@@ -134,12 +159,8 @@ class Replica:
     name: ModelName = field(init=False)  # of that
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
-    plan: Plan = ()  # empty: as built
-    plan_source: str = "buckets"
-    plan_why: str = "it has no profile"
-    next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
-    profile: Profile | None = None  # the one its plan was made from
-    profile_plan: Plan = ()
+    grouping: Grouping = field(default_factory=Grouping)
+    transfer: Transfer = field(default_factory=Transfer)
     kept_groups: int = 0  # of a model that streams: groups that stay between two passes
     kept_bytes: int = 0  # bytes of those groups that the last transfer did not send
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
@@ -150,12 +171,6 @@ class Replica:
     first_word: int = -1
     residency_epoch: Epoch = NO_EPOCH
     computed_epoch: Epoch = NO_EPOCH  # residency epoch of the last copy that computed
-    transmit_started_at_ms: float = 0.0
-    transmit_ended_at_ms: float = 0.0
-    transmission: TransmitEnded | None = None  # the last complete one
-    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
-    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
-    retry_at_ms: float = 0.0  # after a transmission that broke off
     away: Away = field(default_factory=Away)
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
@@ -201,7 +216,7 @@ class Replica:
     def version(self) -> Version:
         """What a worker must have loaded to run it; it has a manifest."""
         assert self.manifest is not None
-        return (self.manifest.digest, self.plan)
+        return (self.manifest.digest, self.grouping.plan)
 
     @property
     def is_on_device(self) -> bool:
@@ -265,119 +280,179 @@ class Request:
 Wanted = Literal["run", "pause", "cancel", "drain"]
 
 
-@dataclass
-class Job:
-    """A training job from its acceptance to its end."""
+@dataclass(frozen=True)
+class JobSpec:
+    """A training job as its user submitted it."""
 
     name: JobName
     entry: str
     args: tuple[str, ...]
     priority: int
-    tenant: str = ""  # whose it is; empty: the server's owner's
-    share: str = ""  # the group whose input it shares; empty: none
-    devices: tuple[str, ...] = ()  # that may train it; none named: all
-    sent_to: str = ""  # the one of them that its user moved it to
-    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
-    state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    leaves_for: int | None = None  # index of the device for which it was evicted
-    born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
-    epoch: Epoch = NO_EPOCH  # of its current dispatch
-    turn: Turn = NO_TURN
-    stops_at_boundary: bool = False  # the stop asked for may wait for a step boundary
-    is_away: bool = False  # as it gave its turn up, until it says that it can compute again
-    beside: dict[str, object] = field(default_factory=dict)  # whom, and how long after its turn's
-    # beginning this one's last one began
-    is_blocked: bool = False  # it needs memory for activations that the others have
-    blocked_at_ms: float = 0.0  # since when, or since another job left for it
-    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # steps of others by then
+    tenant: str = ""  # empty: the server's owner
+    share: str = ""  # the group of jobs that read the same input; empty: none
+    devices: tuple[str, ...] = ()  # that may train it; empty: all
+    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
+
+    @classmethod
+    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
+        """Read what the journal has of a job.
+
+        Raises:
+            ValueError, TypeError, KeyError: not a job of ours.
+        """
+        return cls(
+            name,
+            str(row["entry"]),
+            tuple(map(str, row["args"])),
+            int(row["priority"]),
+            str(row["tenant"]),
+            str(row.get("share", "")),
+            tuple(map(str, row.get("devices", ()))),
+            tuple((str(key), str(value)) for key, value in row.get("defaults", ())),
+        )
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The job in the journal (``from_row``)."""
+        return {
+            "name": self.name, "entry": self.entry, "args": list(self.args),
+            "priority": self.priority, "tenant": self.tenant, "share": self.share,
+            "devices": list(self.devices), "defaults": list(self.defaults),
+        }  # fmt: skip
+
+    @property
+    def group(self) -> str:
+        """The jobs of one tenant that share its input; empty: none."""
+        return f"{self.tenant}/{self.share}" if self.share else ""
+
+
+@dataclass
+class JobProgress:
+    """How far a job is, what interrupted it, and what its user is told."""
+
+    step: int = 0
+    epoch_index: int = 0
+    steps_per_s: float = 0.0
+    steps_left: int = -1  # until its script ends, by its last report; -1: not known
+    reported_epoch: Epoch = NO_EPOCH  # dispatch of its last report
+    steps_recomputed: int = 0
+    suspensions: int = 0
+    evictions: int = 0
+    restarts: int = 0  # after its worker crashed
+    deaths_without_progress: int = 0
     stops_missed: int = 0  # graces in a row that it used up: it did not stop, or did not leave
     missed_at: int = 0  # suspensions by the last one
-    slot: Slot | None = None
-    wanted: Wanted = "run"  # what to do when it has unwound
-    waiters: list[Token] = field(default_factory=list)
-    answer_on_change: list[Token] = field(default_factory=list)
-    exporters: list[Token] = field(default_factory=list)  # wait for its newest commit on disk
-    movers: list[Token] = field(default_factory=list)  # wait until it is placed where they asked
+    beside: dict[str, object] = field(default_factory=dict)  # the job whose turn began before its
+    # last one, and how long before
+    last_log: dict[str, object] = field(default_factory=dict)
+    error: str = ""
+    why: str = ""
+
+
+@dataclass
+class JobMemory:
+    """A job's memory on the device, and its commits in the host store and on disk."""
+
+    lease_bytes: int = 0
+    lease_asked_bytes: int = 0  # waiting for memory
+    activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
+    is_blocked: bool = False  # it needs memory for activations that other jobs have
+    blocked_at_ms: float = 0.0  # since when, or since another job left for it
+    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # steps of others by then
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
+    commit_number: int = 0  # last commit of this dispatch that the daemon was sent
+    copying_epoch: Epoch = NO_EPOCH  # dispatch whose commit the daemon copies now
+    copying_number: int = 0  # number of that commit
     persisted_step: int = -1
     is_persisting: bool = False
     persist_epoch: Epoch = NO_EPOCH  # names the write under way
-    copying_epoch: Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
-    copying_number: int = 0  # of that commit
-    commit_number: int = 0  # of this dispatch's commits: the last that the daemon was told of
     persist_began_at_ms: float = 0.0  # the last write to disk
-    persist_due_at_ms: float = 0.0  # the next one may begin
-    step: int = 0
-    epoch_index: int = 0
-    lease_bytes: int = 0
-    lease_asked_bytes: int = 0  # waiting for memory
+    persist_due_at_ms: float = 0.0  # earliest start of the next one
+
+
+@dataclass
+class JobTiming:
+    """When a job got and lost the device, and for how long it had it."""
+
     dispatched_at_ms: float = 0.0
-    start_ms: float = 0.0  # from there until it asks for memory: what an eviction costs it
+    start_ms: float = 0.0  # from its dispatch to its lease request: the cost of an eviction
     turn_left_ms: float = 0.0  # of training, before another job may take its memory
-    place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
     cycle_began_at_ms: float = 0.0
     cycle_left_ms: float = 0.0
     stop_asked_at_ms: float = 0.0
     evict_asked_at_ms: float = 0.0
     last_ran_at_ms: float = 0.0
-    suspensions: int = 0
-    parked_at_ms: float = 0.0  # last, and how long it has waited in place for requests in all
-    preempted_ms: float = 0.0
-    evictions: int = 0
-    restarts: int = 0  # after a crash of its worker
-    deaths_without_progress: int = 0
-    reported_epoch: Epoch = NO_EPOCH  # the dispatch that its last report was of
-    reported_trained_ms: float = 0.0  # what it had had of the device's time by then
-    steps_recomputed: int = 0
-    last_log: dict[str, object] = field(default_factory=dict)
-    activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
-    steps_per_s: float = 0.0
-    steps_left: int = -1  # until its script ends, as that said last; -1: not known
-    away_ms: float = -1.0  # of a step, as it said last: it fetched, and others could compute
+    parked_at_ms: float = 0.0  # when it was suspended last
+    preempted_ms: float = 0.0  # all that it waited in place for requests
+    away_ms: float = -1.0  # of a step, by its last report: it fetched, and others could compute
     trained_ms: float = 0.0  # of the device's time
     counted_from_ms: float = 0.0  # of that, when a job came to its device last
-    error: str = ""
-    why: str = ""
+    reported_trained_ms: float = 0.0  # of that, by its last report
     ended_at_ms: float = 0.0  # by the calendar, once it is over
 
+
+@dataclass
+class Job:
+    """A training job from its acceptance to its end."""
+
+    spec: JobSpec
+    sent_to: str = ""  # the one of its devices that its user moved it to
+    progress: JobProgress = field(default_factory=JobProgress)
+    memory: JobMemory = field(default_factory=JobMemory)
+    timing: JobTiming = field(default_factory=JobTiming)
+    state: StateMachine[TaskState, TaskEvent] = field(init=False)
+    wanted: Wanted = "run"  # what to do when it has unwound
+    born_epoch: Epoch = NO_EPOCH  # epochs up to it name an older job of this name
+    epoch: Epoch = NO_EPOCH  # of its current dispatch
+    turn: Turn = NO_TURN
+    slot: Slot | None = None
+    place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
+    stops_at_boundary: bool = False  # the stop asked for may wait for a step boundary
+    is_away: bool = False  # it gave its turn up, and has not reported that it can compute again
+    leaves_for: int | None = None  # index of the device for which it was evicted
+    waiters: list[Token] = field(default_factory=list)
+    answer_on_change: list[Token] = field(default_factory=list)
+    exporters: list[Token] = field(default_factory=list)  # wait for its newest commit on disk
+    movers: list[Token] = field(default_factory=list)  # wait until it is placed where they asked
+
     def __post_init__(self) -> None:
-        self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
+        self.state = StateMachine(f"job {self.spec.name}", TaskState.QUEUED, TASK_TRANSITIONS)
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """The devices that it may be on now; none named: all."""
-        return (self.sent_to,) if self.sent_to else self.devices
+        return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
-        left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
+        """Return what job orders see.
+
+        Args:
+            now_ms: the end so far of the cycle that it is in; 0: it has not the device.
+        """
+        progress, timing = self.progress, self.timing
+        left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(
             self.place,
-            self.trained_ms
-            - self.counted_from_ms
-            + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
+            timing.trained_ms
+            - timing.counted_from_ms
+            + max(0.0, now_ms - timing.cycle_began_at_ms if now_ms else 0.0),
             max(0.0, 1000.0 * left_s),
-            self.commit_slot_bytes,
+            self.memory.commit_slot_bytes,
             self.born_epoch,
-            self.priority,
-            self.away_ms,
+            self.spec.priority,
+            timing.away_ms,
         )
 
     @property
-    def group(self) -> str:
-        """Of the jobs that share its input, of one tenant; empty: none."""
-        return f"{self.tenant}/{self.share}" if self.share else ""
-
-    @property
     def slice(self) -> Owner:
-        """Of its state's range on the device."""
-        return Owner("slice", self.name)
+        """Owner of its state's range on the device."""
+        return Owner("slice", self.spec.name)
 
     @property
     def commits(self) -> Owner:
-        """Of its commit area in the host store."""
-        return Owner("commits", self.name)
+        """Owner of its commit area in the host store."""
+        return Owner("commits", self.spec.name)
 
 
 @dataclass

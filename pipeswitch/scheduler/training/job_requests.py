@@ -10,7 +10,7 @@ from ..core import Core, takes
 from ..events import JobAsked, Journal, LoadCommits, Token, TrainAsked
 from ..memory import placing
 from ..memory.commits import Commits
-from ..state.records import Job
+from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
 from .jobs import Jobs
 
@@ -62,27 +62,26 @@ class JobRequests:
                 f'a job "{event.job}" is {old.state.state.value}',
                 hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
             )
-        if old is not None and old.is_persisting:  # into the folder that this one will have
+        if old is not None and old.memory.is_persisting:  # into the folder that this one will have
             self._after_others.append(event)
             return
         if old is not None:
             self._jobs.remove(old)
         # The process of an old job of that name may still be leaving: this one waits for it
         # in the queue (see Training).
-        job = self._jobs.adopt(
+        spec = JobSpec(
             event.job, event.entry, event.args, event.priority, event.tenant, event.share,
-            event.devices,
+            event.devices, event.defaults,
         )  # fmt: skip
-        job.defaults = event.defaults
+        job = self._jobs.adopt(spec)
         if event.loaded:
             try:
                 self._jobs.home(job).commits.take_over(job, event.loaded)
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
-        entry = {**_accepted(job), "devices": list(event.devices)}
-        core.emit(Journal(entry=entry, accepts=(event.token,)))
-        self._jobs.publish(job, "job.submitted", entry=job.entry)
+        core.emit(Journal(entry=_accepted(spec), accepts=(event.token,)))
+        self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as where it came from")
             self._jobs.changed(job)
@@ -127,27 +126,29 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
-            if not job.entry:  # it is listed so that its loss is seen
+            if not job.spec.entry:  # it is listed so that its loss is seen
                 raise errors.InvalidInput(
-                    f'the script of job "{job.name}" is not known: its journal entry was damaged',
-                    hint=f"pipeswitch jobs rm {job.name}, then pipeswitch train SCRIPT",
+                    f'the script of job "{event.job}" is not known: its journal entry was damaged',
+                    hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
                 )
-            if event.loaded is not None and not job.commit_slot_bytes:
-                failed_at = job.step  # a commit sets it back: the next dispatch counts what is lost
+            if event.loaded is not None and not job.memory.commit_slot_bytes:
+                # A commit sets the step back: the next dispatch counts what is lost.
+                failed_at = job.progress.step
                 self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)
-                job.step = max(failed_at, job.step)
-            elif job.persisted_step >= 0 and not job.commit_slot_bytes:
+                job.progress.step = max(failed_at, job.progress.step)
+            elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
                 self._core.emit(LoadCommits(asked=event))  # its area was given back
                 return
-            self._core.emit(Journal(entry=_accepted(job)))
-            job.error, job.ended_at_ms, job.deaths_without_progress = "", 0.0, 0
+            self._core.emit(Journal(entry=_accepted(job.spec)))
+            job.progress.error, job.timing.ended_at_ms = "", 0.0
+            job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
-            job.stops_missed = 0
-            job.why = ""
+            job.progress.stops_missed = 0
+            job.progress.why = ""
             self._jobs.count_anew(self._jobs.home(job))
-            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
+            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.spec.name}))
             self._jobs.publish(job, "job.resumed")
         if job.wanted == "pause":
             job.wanted = "run"
@@ -155,27 +156,27 @@ class JobRequests:
 
     def _export_asked(self, job: Job, token: Token) -> None:
         """Its newest commit shall be on disk, where clients read it."""
-        if job.committed_step < 0:
+        if job.memory.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
             raise errors.InvalidInput(
-                f'job "{job.name}" {why}: it has no state',
-                hint=f"pipeswitch jobs show {job.name}",
+                f'job "{job.spec.name}" {why}: it has no state',
+                hint=f"pipeswitch jobs show {job.spec.name}",
             )
         job.exporters.append(token)
-        job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
+        job.memory.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
     def _move_asked(self, job: Job, event: JobAsked) -> None:
         """Bind the job to that device (``Moves`` evicts it; ``rehome`` places it if it waits)."""
-        states = [home.state for home in self._jobs.homes if not home.state.is_given_up]
+        states = [home.state for home in self._jobs.homes if not home.state.daemon.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)
         if event.to not in names:
             raise errors.InvalidInput(
                 f'no device "{event.to}" here', hint=f"one of {', '.join(names)}"
             )
-        if job.devices and event.to not in job.devices:
+        if job.spec.devices and event.to not in job.spec.devices:
             raise errors.InvalidInput(
-                f'job "{job.name}" is limited to {", ".join(job.devices)}',
+                f'job "{job.spec.name}" is limited to {", ".join(job.spec.devices)}',
                 hint="train --devices names those that it may be moved to, of one kind",
             )
         job.sent_to = event.to
@@ -183,11 +184,11 @@ class JobRequests:
 
     def _answer_movers(self, job: Job) -> None:
         """It is where it was sent, or never will be."""
-        state = self._jobs.home(job).state
+        name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
-        if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
+        if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
             error = errors.ServerUnavailable(
-                f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
+                f'device {job.sent_to} is lost: job "{name}" stays on {state.settings.device}',
                 hint="its memory daemon died too often; restart the server",
             )
             self._core.refuse_all(error, job.movers)
@@ -196,14 +197,14 @@ class JobRequests:
             self._core.answer_all(job.movers, job=self._jobs.row(job))
 
     def _remove_asked(self, job: Job, token: Token) -> None:
-        if job.state.state not in TASK_FINAL or job.is_persisting:
+        if job.state.state not in TASK_FINAL or job.memory.is_persisting:
             is_over = job.state.state in TASK_FINAL
             what = "is being written to disk" if is_over else f"is {job.state.state.value}"
-            hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
-            raise errors.InvalidInput(f'job "{job.name}" {what}', hint=hint)
+            hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.spec.name}"
+            raise errors.InvalidInput(f'job "{job.spec.name}" {what}', hint=hint)
         row = self._jobs.row(job)
         self._jobs.remove(job)
-        self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
+        self._core.emit(Journal(entry={"kind": "job-over", "name": job.spec.name}))
         self._core.answer(token, job=row)
 
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
@@ -220,18 +221,15 @@ class JobRequests:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
 
 
-def _accepted(job: Job) -> dict[str, Any]:
+def _accepted(spec: JobSpec) -> dict[str, Any]:
     """Return the journal's entry of a job that is to run."""
-    return {
-        "kind": "job", "name": job.name, "entry": job.entry, "args": list(job.args),
-        "priority": job.priority, "tenant": job.tenant, "share": job.share,
-        "devices": list(job.devices), "defaults": list(job.defaults),
-    }  # fmt: skip
+    return {"kind": "job", **spec.row}
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:
     """Raises InvalidInput: it is over."""
     if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
-            f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
+            f'job "{job.spec.name}" is over: it is {job.state.state.value}',
+            hint="pipeswitch jobs ls",
         )

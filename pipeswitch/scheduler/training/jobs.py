@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import (
@@ -17,7 +18,7 @@ from ..events import CountSharers, Journal, RemoveJob
 from ..memory import placing
 from ..memory.commits import Commits
 from ..state.device_state import DeviceState
-from ..state.records import Job
+from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
@@ -30,6 +31,19 @@ class Home(NamedTuple):
 
     state: DeviceState
     commits: Commits
+
+
+class RestoredJob(NamedTuple):
+    """What a restarted server finds of a job that was not over."""
+
+    slot_bytes: int = 0  # of its commit area, loaded from disk; 0: none
+    step: int = -1  # of the commit in it
+    is_paused: bool = False
+    placed: Mapping[str, Any] | None = None  # its last device, if it ever moved
+    restarts: int = 0  # including the one that the server's end caused
+    steps_recomputed: int = 0  # excluding those that its next dispatch counts
+    last_step: int = 0  # of the process that ended with the server
+    why: str = ""  # note for the user about its restart; empty if nothing was damaged
 
 
 class Jobs:
@@ -59,7 +73,7 @@ class Jobs:
 
     def home(self, job: Job) -> Home:
         """Of a job on the books."""
-        return next(home for home in self.homes if home.state.jobs.get(job.name) is job)
+        return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
         """Count who shares what; let go of what is kept no longer."""
@@ -69,7 +83,7 @@ class Jobs:
     def _count_sharers(self) -> None:
         before = self._sharers
         self._sharers = Counter(
-            job.group for job in self if job.share and job.state.state not in TASK_FINAL
+            job.spec.group for job in self if job.spec.share and job.state.state not in TASK_FINAL
         )
         for group in before.keys() | self._sharers.keys():
             if before[group] != self._sharers[group]:
@@ -86,10 +100,10 @@ class Jobs:
         counts = self._counts()
         for home in self.homes:
             for job in list(home.state.jobs.values()):
-                is_waiting = job.state.state in WAITING or home.state.is_given_up
-                if not is_waiting or job.copying_epoch or job.is_persisting:
+                is_waiting = job.state.state in WAITING or home.state.daemon.is_given_up
+                if not is_waiting or job.memory.copying_epoch or job.memory.is_persisting:
                     continue
-                if self.has_process_of(job.name):
+                if self.has_process_of(job.spec.name):
                     continue
                 # One that was evicted for another device had better go there than stay.
                 preferred = home.state.index if job.leaves_for is None else job.leaves_for
@@ -113,14 +127,15 @@ class Jobs:
         home, target = self.home(job), self.homes[index]
         home.commits.leaves(job)
         self._core.touched = ALL
-        del home.state.jobs[job.name]
+        del home.state.jobs[job.spec.name]
         self._enters(job, target)
         target.commits.enters(job)
         self.publish(job, "job.placed")
         is_sent = job.sent_to == target.state.settings.device
         if job.state.state not in TASK_FINAL:
-            self._core.emit(Journal(entry={"kind": "placed", "name": job.name, "is_sent": is_sent,
-                                           "device": target.state.settings.device}))  # fmt: skip
+            entry = {"kind": "placed", "name": job.spec.name, "is_sent": is_sent,
+                     "device": target.state.settings.device}  # fmt: skip
+            self._core.emit(Journal(entry=entry))
 
     def has_process_of(self, name: JobName) -> bool:
         """Whether a process of a job lives, on any device, be it one that is about to leave.
@@ -131,23 +146,19 @@ class Jobs:
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
 
-    def adopt(
-        self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
-        share: str = "", devices: tuple[str, ...] = (), sent_to: str = "", on: str = "",
-    ) -> Job:  # fmt: skip
-        """Put a job on the books (a new one, or one the journal remembers, which was ``on``)."""
+    def adopt(self, spec: JobSpec, *, sent_to: str = "", on: str = "") -> Job:
+        """Add a job: a new one, or one of the journal, whose last device was ``on``."""
         core = self._core
-        devices = placing.limit(devices, self.names)
-        job = Job(name, entry, args, priority, tenant, share, devices, sent_to)
+        job = Job(replace(spec, devices=placing.limit(spec.devices, self.names)), sent_to)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
-        job.cycle_left_ms = core.settings.training_cycle_ms
+        job.timing.cycle_left_ms = core.settings.training_cycle_ms
         index = self.names.index(on) if on in self.names else self.place(job, None, self._counts())
         self._enters(job, self.homes[index])
         return job
 
     def _enters(self, job: Job, home: Home) -> None:
-        home.state.jobs[job.name] = job
+        home.state.jobs[job.spec.name] = job
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
@@ -155,35 +166,22 @@ class Jobs:
         the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
         for job in state.jobs.values():
-            now_ms = self._core.now_ms if state.owner.job == job.name else 0.0
-            job.counted_from_ms += job.view(now_ms).share_ms
+            now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
+            job.timing.counted_from_ms += job.view(now_ms).share_ms
 
-    def restore(
-        self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
-        slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
-        devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
-        restarts: int = 0, steps_recomputed: int = 0, last_step: int = 0,
-        defaults: tuple[tuple[str, str], ...] = (), why: str = "",
-    ) -> None:  # fmt: skip
-        """Restore a job of the journal, with its commit area loaded from disk (0: none).
-
-        Args:
-            restarts: including the one that the server's end caused.
-            steps_recomputed: excluding those that its next dispatch counts.
-            last_step: last step of the process that ended with the server.
-            placed: its last device, if it has ever moved. A device that no longer exists is
-            ignored.
-            why: note for the user about its restart; empty if nothing was damaged.
-        """
+    def restore(self, spec: JobSpec, found: RestoredJob) -> None:
+        """Restore a job of the journal that was not over."""
+        placed = found.placed
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
-        job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
-        job.restarts, job.steps_recomputed = restarts, steps_recomputed
-        job.defaults, job.why = defaults, why
-        if slot_bytes:
-            self.home(job).commits.restore(job, slot_bytes, step)
-        job.step = max(job.step, last_step)
-        if is_paused:
+        job = self.adopt(spec, sent_to=sent_to, on=on)
+        job.progress.restarts = found.restarts
+        job.progress.steps_recomputed = found.steps_recomputed
+        job.progress.why = found.why
+        if found.slot_bytes:
+            self.home(job).commits.restore(job, found.slot_bytes, found.step)
+        job.progress.step = max(job.progress.step, found.last_step)
+        if found.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
@@ -195,30 +193,22 @@ class Jobs:
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
-        job = self.adopt(
-            name,
-            str(record["entry"]),
-            tuple(map(str, record["args"])),
-            int(record["priority"]),
-            str(record["tenant"]),
-            str(record.get("share", "")),
-            tuple(map(str, record.get("devices", ()))),
-        )
-        job.defaults = tuple((str(key), str(value)) for key, value in record.get("defaults", ()))
+        job = self.adopt(JobSpec.from_row(name, record))
         job.state.state = state  # without a story: that was another server's
-        job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
-        job.epoch_index = int(record["epoch"])
-        job.ended_at_ms = float(record["ended_at_ms"])
-        job.last_log = dict(record["log"])
-        job.committed_step = job.persisted_step = persisted_step
+        progress = job.progress
+        progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
+        progress.error, progress.why = str(record["error"]), str(record["why"])
+        progress.last_log = dict(record["log"])
+        job.timing.ended_at_ms = float(record["ended_at_ms"])
+        job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
         """Nothing of a job that is over stays."""
         home = self.home(job)
         home.commits.forget(job)
         self._core.touched = ALL
-        self._core.emit(RemoveJob(job=job.name))
-        del home.state.jobs[job.name]
+        self._core.emit(RemoveJob(job=job.spec.name))
+        del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
         """As many ended jobs as are kept, the newest; none for longer than they are kept."""
@@ -226,50 +216,52 @@ class Jobs:
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
             return
-        over.sort(key=lambda job: job.ended_at_ms)
+        over.sort(key=lambda job: job.timing.ended_at_ms)
         gone = over[: max(0, len(over) - settings.keep_jobs)]
         if settings.keep_jobs_ms:
             now_ms = core.now_ms + settings.unix_offset_ms
-            gone = [job for job in over if now_ms >= job.ended_at_ms + settings.keep_jobs_ms]
+            gone = [job for job in over if now_ms >= job.timing.ended_at_ms + settings.keep_jobs_ms]
             for job in over[len(gone) : len(gone) + 1]:
-                left_ms = job.ended_at_ms + settings.keep_jobs_ms - now_ms
+                left_ms = job.timing.ended_at_ms + settings.keep_jobs_ms - now_ms
                 core.look_again(core.now_ms + left_ms)
         for job in gone:
-            if not job.is_persisting and not job.exporters:
+            if not job.memory.is_persisting and not job.exporters:
                 self.remove(job)
-                core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
+                core.emit(Journal(entry={"kind": "job-over", "name": job.spec.name}))
 
     def publish(self, job: Job, topic: str, /, **body: Any) -> None:
-        self.home(job).state.publish(topic, **(body | {"job": job.name}))
+        self.home(job).state.publish(topic, **(body | {"job": job.spec.name}))
 
     def row(self, job: Job) -> dict[str, Any]:
-        """One line of ``jobs``."""
+        """Return one line of ``jobs``."""
+        spec, progress, memory, timing = job.spec, job.progress, job.memory, job.timing
         return {
-            "name": job.name,
+            "name": spec.name,
             "state": job.state.state.value,
-            "entry": job.entry,
-            "args": list(job.args),
-            "step": max(job.step, job.committed_step),  # the script tells of steps now and then
-            "epoch": job.epoch_index,
-            "committed_step": job.committed_step,
-            "persisted_step": job.persisted_step,
-            "steps_per_s": round(job.steps_per_s, 3),
-            "steps_left": job.steps_left if job.steps_left >= 0 else None,
-            "trained_s": round(job.trained_ms / 1000.0, 3),
-            "suspensions": job.suspensions,
-            "preempted_s": round(job.preempted_ms / 1000.0, 3),
-            "evictions": job.evictions,
-            "restarts": job.restarts,
-            "steps_recomputed": job.steps_recomputed,
-            "lease_bytes": job.lease_bytes,
+            "entry": spec.entry,
+            "args": list(spec.args),
+            # The script reports its steps now and then.
+            "step": max(progress.step, memory.committed_step),
+            "epoch": progress.epoch_index,
+            "committed_step": memory.committed_step,
+            "persisted_step": memory.persisted_step,
+            "steps_per_s": round(progress.steps_per_s, 3),
+            "steps_left": progress.steps_left if progress.steps_left >= 0 else None,
+            "trained_s": round(timing.trained_ms / 1000.0, 3),
+            "suspensions": progress.suspensions,
+            "preempted_s": round(timing.preempted_ms / 1000.0, 3),
+            "evictions": progress.evictions,
+            "restarts": progress.restarts,
+            "steps_recomputed": progress.steps_recomputed,
+            "lease_bytes": memory.lease_bytes,
             "worker": job.slot,
-            "error": job.error,
-            "why": job.why or behind(job, self.home(job).state),
-            "tenant": job.tenant,
-            "share": job.share,
-            "log": job.last_log,
-            **({"beside": job.beside} if job.beside else {}),
-            **({"activations": job.activations} if job.activations else {}),
+            "error": progress.error,
+            "why": progress.why or behind(job, self.home(job).state),
+            "tenant": spec.tenant,
+            "share": spec.share,
+            "log": progress.last_log,
+            **({"beside": progress.beside} if progress.beside else {}),
+            **({"activations": memory.activations} if memory.activations else {}),
             **activations_row(job),
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }
@@ -282,32 +274,35 @@ class Jobs:
             if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
                 self._core.touched |= JOBS
         elif message.kind == "unseen":  # steps behind the last report of a process that died
-            job.steps_recomputed += max(0, _number(values.get("steps"), 0))
+            job.progress.steps_recomputed += max(0, _number(values.get("steps"), 0))
         elif message.kind == "nan_loss":
-            job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
+            name, value, step = map(values.get, ("name", "value", "step"))
+            job.progress.why = f"{name} was {value} at step {step}"
         elif message.kind in ("warning", "commit_failed"):
-            job.why = str(values.get("text") or values.get("what", message.kind))
+            job.progress.why = str(values.get("text") or values.get("what", message.kind))
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
         """Steps done, and how fast while it had the device, since the last report."""
-        before = job.step
-        job.step = _number(values.get("step"), job.step)
-        job.epoch_index = _number(values.get("epoch"), job.epoch_index)
-        job.steps_left = _number(values.get("left"), -1)
-        job.away_ms = float(_number(values.get("away_ms"), -1))
-        has_device = self.home(job).state.owner.job == job.name
+        progress, timing = job.progress, job.timing
+        before = progress.step
+        progress.step = _number(values.get("step"), progress.step)
+        progress.epoch_index = _number(values.get("epoch"), progress.epoch_index)
+        progress.steps_left = _number(values.get("left"), -1)
+        timing.away_ms = float(_number(values.get("away_ms"), -1))
+        has_device = self.home(job).state.owner.job == job.spec.name
         share_ms = job.view(self._core.now_ms if has_device else 0.0).share_ms
-        trained_ms = share_ms + job.counted_from_ms
-        elapsed_ms = trained_ms - job.reported_trained_ms
-        if job.step > before and job.reported_epoch == job.epoch and elapsed_ms > 0:
-            rate = (job.step - before) * 1000.0 / elapsed_ms
-            job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
-        job.reported_epoch, job.reported_trained_ms = job.epoch, trained_ms
+        trained_ms = share_ms + timing.counted_from_ms
+        elapsed_ms = trained_ms - timing.reported_trained_ms
+        if progress.step > before and progress.reported_epoch == job.epoch and elapsed_ms > 0:
+            rate = (progress.step - before) * 1000.0 / elapsed_ms
+            known = progress.steps_per_s
+            progress.steps_per_s += RATE_WEIGHT * (rate - known) if known else rate
+        progress.reported_epoch, timing.reported_trained_ms = job.epoch, trained_ms
         if isinstance(values.get("log"), dict):
-            job.last_log = values["log"] or job.last_log
+            progress.last_log = values["log"] or progress.last_log
         if isinstance(values.get("activations"), dict):
-            job.activations = values["activations"]
+            job.memory.activations = values["activations"]
 
     def unwound(self, job: Job) -> None:
         if job.state.state is TaskState.QUEUED:
@@ -316,32 +311,32 @@ class Jobs:
             elif job.wanted == "cancel":
                 job.state.apply(TaskEvent.CANCEL, "asked by the user")
             if job.wanted in ("pause", "drain"):
-                job.persist_due_at_ms = self._core.now_ms  # at once
+                job.memory.persist_due_at_ms = self._core.now_ms  # at once
         self.changed(job)
 
     def changed(self, job: Job) -> None:
         core = self._core
-        self.publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
+        progress = job.progress
+        self.publish(job, f"job.{job.state.state.value}", step=progress.step, error=progress.error)
         if job.state.state is TaskState.PAUSED:  # also for the next server
-            core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
+            core.emit(Journal(entry={"kind": "hold", "name": job.spec.name, "why": "paused"}))
         core.answer_all(job.answer_on_change, job=self.row(job))
         job.wanted = "run" if job.wanted != "drain" else job.wanted
         if job.state.state in TASK_FINAL:
-            job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
-            job.persist_due_at_ms = core.now_ms
-            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms,
-                      "devices": list(job.devices), "defaults": list(job.defaults)}  # fmt: skip
-            core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
+            job.timing.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
+            job.memory.persist_due_at_ms = core.now_ms
+            record = {**self.row(job), **job.spec.row, "ended_at_ms": job.timing.ended_at_ms}
+            core.emit(Journal(entry={"kind": "ended", "name": job.spec.name, "record": record}))
             self.answer_final(job)
 
     def answer_final(self, job: Job) -> None:
         if job.state.state not in TASK_FINAL:
             return
         if job.state.state is TaskState.FAILED:
-            kind, _, text = job.error.partition(": ")
+            kind, _, text = job.progress.error.partition(": ")
             error = TaskFailed(
-                f'job "{job.name}" failed: {job.error}',
-                hint=f"pipeswitch jobs logs {job.name}",
+                f'job "{job.spec.name}" failed: {job.progress.error}',
+                hint=f"pipeswitch jobs logs {job.spec.name}",
                 type=kind,
                 text=text,
                 job=self.row(job),
@@ -360,8 +355,8 @@ class Jobs:
     def lost_steps(self) -> list[str]:
         """Return a sentence for each job whose newest commit the next server will not find."""
         return [
-            f'job "{job.name}" loses steps {max(job.persisted_step, 0) + 1} to '
-            f"{job.committed_step} ({job.why or 'its commit is not on disk'})"
+            f'job "{job.spec.name}" loses steps {max(job.memory.persisted_step, 0) + 1} to '
+            f"{job.memory.committed_step} ({job.progress.why or 'its commit is not on disk'})"
             for job in self
             if Commits.is_unsaved(job)
         ]
@@ -369,7 +364,7 @@ class Jobs:
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""
         for job in self:
-            job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
+            job.memory.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
                 job.wanted = "drain"  # Training evicts it
 
@@ -385,7 +380,7 @@ def _number(value: Any, default: int) -> int:
 
 def activations_row(job: Job) -> dict[str, int]:
     """Of a job that is in place: what its steps hold beside its slice, and what they send out."""
-    told = job.activations if job.lease_bytes else {}
+    told = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}
 

@@ -59,12 +59,12 @@ class Training:
             return 0
         for job in device.jobs.values():
             if job.wanted != "run":
-                self.evict(job.name, WHY_EVICTED[job.wanted])
+                self.evict(job.spec.name, WHY_EVICTED[job.wanted])
         for job, why in self._leases.grant():
-            self.evict(job.name, why)
+            self.evict(job.spec.name, why)
         if device.owner.job is not None:
             self._watch_running(device.jobs[device.owner.job])
-        elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
+        elif device.daemon.is_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._make_place()
         if self._order.shares:
@@ -83,14 +83,15 @@ class Training:
         able = [
             job
             for job in self._device.jobs.values()
-            if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
+            if (job.state.state is TaskState.SUSPENDED and not job.memory.lease_asked_bytes)
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
         return sorted(able, key=self.rank)
 
     def rank(self, job: Job) -> tuple[float, ...]:
         """Of one that has not the device; the smallest goes next."""
-        return (job.is_blocked, job.priority, job.is_away, *self._order.rank(job.view(0.0)))
+        is_blocked, priority = job.memory.is_blocked, job.spec.priority
+        return (is_blocked, priority, job.is_away, *self._order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
         """Whether something of its last dispatch is not over yet.
@@ -98,24 +99,26 @@ class Training:
         A commit that is still being copied is the one to resume from: a script that began before
         the flip would start from the one before it, and could commit an older step over it.
         """
-        return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
+        return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copying_epoch)
 
     def _waiting_behind(self, running: Job) -> list[Job]:
         """The jobs that want the device, or memory the running one may have."""
         waiting = self._runnable() + [
             job
             for job in self._device.jobs.values()
-            if job.lease_asked_bytes and self._leases.may_grant(job)
+            if job.memory.lease_asked_bytes and self._leases.may_grant(job)
         ]
         own = running.view(self._core.now_ms)
         return [
             job
             for job in waiting
             if job is not running
-            and (job.lease_asked_bytes or not job.is_away)
-            and ((view := job.view(0.0)).priority <= own.priority or running.is_blocked)
+            and (job.memory.lease_asked_bytes or not job.is_away)
+            and ((view := job.view(0.0)).priority <= own.priority or running.memory.is_blocked)
             and (
-                view.priority != own.priority or running.is_blocked or self._order.yields(own, view)
+                view.priority != own.priority
+                or running.memory.is_blocked
+                or self._order.yields(own, view)
             )
         ]
 
@@ -148,16 +151,17 @@ class Training:
     def _dispatch(self, job: Job, worker: Worker) -> None:
         core = self._core
         job.epoch = core.next_epoch()
-        job.dispatched_at_ms = core.now_ms
+        job.timing.dispatched_at_ms = core.now_ms
         job.turn = Turn(core.next_epoch())
-        job.commit_number = 0
-        last_step, job.step = job.step, max(job.committed_step, 0)
-        job.steps_recomputed += max(0, last_step - job.step)  # whatever ended its last process
+        job.memory.commit_number = 0
+        last_step, job.progress.step = job.progress.step, max(job.memory.committed_step, 0)
+        # Whatever ended its last process.
+        job.progress.steps_recomputed += max(0, last_step - job.progress.step)
         job.slot, job.leaves_for = worker.slot, None
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
-        worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
-        worker.job = job.name
+        worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.spec.name}")
+        worker.job = job.spec.name
         worker.task_epoch = job.epoch
         self._holds_device(job)
         self._device.send(
@@ -165,99 +169,101 @@ class Training:
             RunJob(
                 epoch=job.epoch,
                 turn=job.turn,
-                job=job.name,
-                entry=job.entry,
-                args=job.args,
-                log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
+                job=job.spec.name,
+                entry=job.spec.entry,
+                args=job.spec.args,
+                log_path=f"{core.settings.logs_dir}/job-{job.spec.name}.log",
                 log_bytes=core.settings.job_log_bytes,
-                slot_bytes=job.commit_slot_bytes,
+                slot_bytes=job.memory.commit_slot_bytes,
                 commit_every_ms=core.settings.commit_every_ms,
-                restarts=job.restarts,
-                steps_recomputed=job.steps_recomputed,
+                restarts=job.progress.restarts,
+                steps_recomputed=job.progress.steps_recomputed,
                 last_step=last_step,
-                share=job.group,
-                defaults=job.defaults,
+                share=job.spec.group,
+                defaults=job.spec.defaults,
                 activation_bytes=self._order.shares * core.settings.activation_memory_bytes,
             ),
-            commits_of=job.name if job.commit_slot_bytes else None,
+            commits_of=job.spec.name if job.memory.commit_slot_bytes else None,
         )
         self._device.publish(
-            "job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step
+            "job.dispatched", job=job.spec.name, worker=worker.slot, step=job.memory.committed_step
         )
 
     def _resume(self, job: Job) -> None:
         core, device = self._core, self._device
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
-        job.is_away = job.is_blocked = False
+        job.is_away = job.memory.is_blocked = False
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
-        job.preempted_ms += core.now_ms - job.parked_at_ms
-        device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
+        job.timing.preempted_ms += core.now_ms - job.timing.parked_at_ms
+        device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.spec.name}")
         self._holds_device(job)
         device.send(job.slot, GrantTurn(epoch=job.epoch, turn=job.turn), "signal")
-        device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
+        device.publish("job.resumed_in_place", job=job.spec.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
-        self._device.owner.train(job.name, job.state.state.value)
+        self._device.owner.train(job.spec.name, job.state.state.value)
         if self._order.shares:
-            job.beside = self._beside(job)
-        job.cycle_began_at_ms = self._core.now_ms
-        job.last_ran_at_ms = self._core.now_ms
+            job.progress.beside = self._beside(job)
+        job.timing.cycle_began_at_ms = self._core.now_ms
+        job.timing.last_ran_at_ms = self._core.now_ms
         self._core.touched |= TURN | JOBS | WORKERS
-        self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms, JOBS)
+        self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
         """Whose turn began before this one, and how long before."""
         others = [one for one in self._in_place() if one is not job]
         if not others:
             return {}
-        before = max(others, key=lambda one: one.last_ran_at_ms)
-        shift_ms = round(self._core.now_ms - before.last_ran_at_ms, 1)
-        return {"job": before.name, "shift_ms": shift_ms}
+        before = max(others, key=lambda one: one.timing.last_ran_at_ms)
+        shift_ms = round(self._core.now_ms - before.timing.last_ran_at_ms, 1)
+        return {"job": before.spec.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
         """End its cycle when another job waits; kill it when it does not stop or unwind."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            behind, ends_at_ms = self._waiting_behind(job), job.cycle_began_at_ms
+            behind, ends_at_ms = self._waiting_behind(job), job.timing.cycle_began_at_ms
             if behind and not self._is_impatient(job, behind):
-                ends_at_ms += job.cycle_left_ms
-            if behind and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
-                self.stop(job.name, Turn(0), Slot(0), at_boundary=not job.lease_asked_bytes)
+                ends_at_ms += job.timing.cycle_left_ms
+            is_asking = job.memory.lease_asked_bytes > 0
+            if behind and (is_asking or core.now_ms >= ends_at_ms):
+                self.stop(job.spec.name, Turn(0), Slot(0), at_boundary=not is_asking)
             elif behind:
                 core.look_again(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING and job.stops_at_boundary:
-            step_late_at_ms = job.stop_asked_at_ms + settings.training_cycle_ms
+            step_late_at_ms = job.timing.stop_asked_at_ms + settings.training_cycle_ms
             if core.now_ms >= step_late_at_ms:  # it shares the device in the middle of its steps
-                self.stop(job.name, Turn(0), Slot(0))
+                self.stop(job.spec.name, Turn(0), Slot(0))
             else:
                 core.look_again(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
-            self._kill_after(job, job.stop_asked_at_ms, settings.stop_grace_ms, "did not stop")
+            asked_at_ms = job.timing.stop_asked_at_ms
+            self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def _is_impatient(self, running: Job, behind: list[Job]) -> bool:
         own = running.view(self._core.now_ms)
-        return running.is_blocked or any(
+        return running.memory.is_blocked or any(
             self._order.is_impatient(own, job.view(0.0))
             for job in behind
-            if not (job.lease_asked_bytes and self._order.shares)  # it cannot compute yet
+            if not (job.memory.lease_asked_bytes and self._order.shares)  # it cannot compute yet
         )
 
     def reported(self, job: Job) -> None:
         """It computes: a cycle that is over, and that no other job waits for, is followed by its
         next one."""
         now_ms = self._core.now_ms
-        if job.beside_blocked and not job.is_blocked:
-            job.beside_blocked, job.why = {}, ""
-        if now_ms >= job.cycle_began_at_ms + job.cycle_left_ms and (
-            self._device.owner.job == job.name
+        if job.memory.beside_blocked and not job.memory.is_blocked:
+            job.memory.beside_blocked, job.progress.why = {}, ""
+        if now_ms >= job.timing.cycle_began_at_ms + job.timing.cycle_left_ms and (
+            self._device.owner.job == job.spec.name
             and job.state.state is TaskState.RUNNING
             and not self._waiting_behind(job)
         ):
             self._account(job)
-            job.cycle_began_at_ms = now_ms
-            job.cycle_left_ms = self._core.settings.training_cycle_ms
+            job.timing.cycle_began_at_ms = now_ms
+            job.timing.cycle_left_ms = self._core.settings.training_cycle_ms
 
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace is over.
@@ -267,20 +273,22 @@ class Training:
         (``worker_died``).
         """
         core, device = self._core, self._device
-        grace_ms = max(min(grace_ms, LEAST_GRACE_MS), grace_ms / 4**job.stops_missed)
+        grace_ms = max(min(grace_ms, LEAST_GRACE_MS), grace_ms / 4**job.progress.stops_missed)
         if core.now_ms < asked_at_ms + grace_ms or job.slot is None:
             core.look_again(asked_at_ms + grace_ms, JOBS)
             return
         worker = device.workers[job.slot]
         if not worker.state.allows(WorkerEvent.KILLED):
             return  # it is dying
-        if job.suspensions - job.missed_at >= FORGIVEN_AFTER:
-            job.stops_missed = 0
-        job.stops_missed, job.missed_at = job.stops_missed + 1, job.suspensions
+        progress = job.progress
+        if progress.suspensions - progress.missed_at >= FORGIVEN_AFTER:
+            progress.stops_missed = 0
+        progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
-        if job.stops_missed >= MOST_MISSED:
-            reason += f", {job.stops_missed} times: paused, pipeswitch jobs resume {job.name}"
-        device.publish("job.warning", job=job.name, text=reason)
+        if progress.stops_missed >= MOST_MISSED:
+            reason += f", {progress.stops_missed} times: paused, "
+            reason += f"pipeswitch jobs resume {job.spec.name}"
+        device.publish("job.warning", job=job.spec.name, text=reason)
         device.kill(worker, reason)
 
     def _in_place(self) -> list[Job]:
@@ -298,31 +306,34 @@ class Training:
         first = min(waiting, key=self.rank)
         leaves = self._leases.who_leaves_for(first)
         if leaves is not None:
-            self.evict(leaves.name, f"job {first.name} is next")
+            self.evict(leaves.spec.name, f"job {first.spec.name} is next")
 
     def _relieve_starved(self) -> None:
         """Evict a job that keeps activations from step to step if others need their memory to
         begin: its process holds them. It comes back in its turn, from its last step."""
         core, in_place = self._core, self._in_place()
         for job in in_place:
-            if not job.is_blocked:
+            memory = job.memory
+            if not memory.is_blocked:
                 continue
-            if not job.beside_blocked:
-                job.blocked_at_ms = core.now_ms
-                job.beside_blocked = {other.name: other.step for other in in_place}
+            if not memory.beside_blocked:
+                memory.blocked_at_ms = core.now_ms
+                memory.beside_blocked = {one.spec.name: one.progress.step for one in in_place}
             keepers = [
                 other
                 for other in in_place
-                if other.step - job.beside_blocked.get(other.name, other.step) >= STARVED_STEPS
+                if (step := other.progress.step) - memory.beside_blocked.get(other.spec.name, step)
+                >= STARVED_STEPS
             ]
             if not keepers:
                 continue
-            keeper = min(keepers, key=lambda other: other.evictions)
-            job.why = f"waits for memory of activations that job {keeper.name} keeps"
-            due_ms = job.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
+            keeper = min(keepers, key=lambda other: other.progress.evictions)
+            job.progress.why = f"waits for memory of activations that job {keeper.spec.name} keeps"
+            due_ms = memory.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
-                job.blocked_at_ms = core.now_ms  # if that does not help, another one is next
-                self.evict(keeper.name, f"keeps activations whose memory job {job.name} waits for")
+                memory.blocked_at_ms = core.now_ms  # if that does not help, another one is next
+                why = f"keeps activations whose memory job {job.spec.name} waits for"
+                self.evict(keeper.spec.name, why)
             else:
                 core.look_again(due_ms, JOBS)
 
@@ -331,7 +342,7 @@ class Training:
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
-                self._kill_after(job, job.evict_asked_at_ms, grace_ms, "did not unwind")
+                self._kill_after(job, job.timing.evict_asked_at_ms, grace_ms, "did not unwind")
         for worker in device.workers.values():
             if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
@@ -360,7 +371,7 @@ class Training:
         else:
             job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
         owner.stop_job(job.slot, next_turn)
-        job.stops_at_boundary, job.stop_asked_at_ms = at_boundary, core.now_ms
+        job.stops_at_boundary, job.timing.stop_asked_at_ms = at_boundary, core.now_ms
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
         order = StopTask(
@@ -384,21 +395,21 @@ class Training:
         if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
             return False
         if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
-            worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
-            job.suspensions += 1
-            job.parked_at_ms = core.now_ms
+            worker.state.apply(WorkerEvent.PARKED, f"job {job.spec.name}")
+            job.progress.suspensions += 1
+            job.timing.parked_at_ms = core.now_ms
             job.is_away = message.where in ("loader", "copies")
             core.counts["preemptions"] += 1
         self._device.span(
             f"worker {worker.slot}",
-            f"stop {job.name} ({message.where})",
+            f"stop {job.spec.name} ({message.where})",
             message.asked_at_ms,
             message.parked_at_ms,
             flow=message.next_turn,
         )
         self._device.publish(
             "job.suspended",
-            job=job.name,
+            job=job.spec.name,
             where=message.where,
             stop_ms=message.parked_at_ms - message.asked_at_ms,
         )
@@ -409,28 +420,30 @@ class Training:
         """It could compute again, if it had the device."""
         job = self._device.job_of(worker, message.epoch)
         if job is not None and message.turn == job.turn:
-            job.is_away, job.is_blocked = False, message.is_blocked
+            job.is_away, job.memory.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
         core, device = self._core, self._device
-        if device.owner.job != job.name:
+        if device.owner.job != job.spec.name:
             return
         device.owner.job_left(job.state.state.value)
         self._account(job)
-        if job.cycle_left_ms <= 0:
-            job.cycle_left_ms = core.settings.training_cycle_ms
+        if job.timing.cycle_left_ms <= 0:
+            job.timing.cycle_left_ms = core.settings.training_cycle_ms
             job.place = core.next_epoch()
 
     def _account(self, job: Job) -> None:
         core = self._core
-        self._device.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
-        trained_ms = core.now_ms - job.cycle_began_at_ms
+        timing = job.timing
+        track = f"train {job.spec.name}"
+        self._device.span("scheduler", track, timing.cycle_began_at_ms, core.now_ms)
+        trained_ms = core.now_ms - timing.cycle_began_at_ms
         self._device.spend("train", trained_ms)
-        job.cycle_left_ms -= trained_ms
-        job.trained_ms += trained_ms
-        if job.lease_bytes:
-            job.turn_left_ms -= trained_ms
+        timing.cycle_left_ms -= trained_ms
+        timing.trained_ms += trained_ms
+        if job.memory.lease_bytes:
+            timing.turn_left_ms -= trained_ms
 
     def evict(self, name: JobName, cause: str) -> None:
         """Ask a job on a worker to commit its last step and unwind."""
@@ -438,10 +451,10 @@ class Training:
         if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
             return  # its process is about to leave
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
-        job.evictions += 1
-        job.evict_asked_at_ms = core.now_ms
-        job.lease_asked_bytes = 0  # it unwinds out of the wait
-        job.why = cause
+        job.progress.evictions += 1
+        job.timing.evict_asked_at_ms = core.now_ms
+        job.memory.lease_asked_bytes = 0  # it unwinds out of the wait
+        job.progress.why = cause
         core.counts["job_evictions"] += 1
         core.touched |= JOBS
         core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
@@ -453,23 +466,23 @@ class Training:
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
-        worker.state.apply(WorkerEvent.RETIRED, f"job {job.name} {message.outcome}")
+        worker.state.apply(WorkerEvent.RETIRED, f"job {job.spec.name} {message.outcome}")
         worker.deaths = 0
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
-        job.slot, job.is_away, job.is_blocked = None, False, False
-        job.lease_asked_bytes = 0
-        job.lease_bytes = 0
-        job.step = max(job.step, message.step)
+        job.slot, job.is_away, job.memory.is_blocked = None, False, False
+        job.memory.lease_asked_bytes = 0
+        job.memory.lease_bytes = 0
+        job.progress.step = max(job.progress.step, message.step)
         if message.outcome == "done":
             job.state.apply(TaskEvent.FINISHED, "script ended")
         elif message.outcome == "failed":
-            job.error = f"{message.error_type}: {message.error_text}"
+            job.progress.error = f"{message.error_type}: {message.error_text}"
             job.state.apply(TaskEvent.ERROR, message.error_type)
         elif job.state.state is TaskState.EVICTING:
             job.state.apply(TaskEvent.UNWOUND, "preempted")
         else:  # its own code raised TaskPreempted without being asked
-            job.error = "the script raised TaskPreempted by itself"
+            job.progress.error = "the script raised TaskPreempted by itself"
             job.state.apply(TaskEvent.ERROR, "TaskPreempted")
         self._jobs.unwound(job)
 
@@ -483,18 +496,20 @@ class Training:
         job = device.jobs.get(name)
         if job is not None and job.slot == worker.slot:
             self._device_left(job)
-            job.slot, job.is_away, job.is_blocked = None, False, False
-            job.lease_bytes = job.lease_asked_bytes = 0
-            job.restarts += 1
-            job.deaths_without_progress += worker.is_blamed
+            job.slot, job.is_away, job.memory.is_blocked = None, False, False
+            job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
+            progress = job.progress
+            progress.restarts += 1
+            progress.deaths_without_progress += worker.is_blamed
             was_evicting = job.state.state is TaskState.EVICTING
-            job.why = worker.kill_reason or f"worker exited with status {status}"
+            progress.why = worker.kill_reason or f"worker exited with status {status}"
             job.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-            if job.deaths_without_progress >= core.settings.max_job_deaths and not was_evicting:
-                job.error = f"{WorkerLost.__name__}: its worker died {job.deaths_without_progress} "
-                job.error += f"times without a commit in between (last status {status})"
+            deaths = progress.deaths_without_progress
+            if deaths >= core.settings.max_job_deaths and not was_evicting:
+                progress.error = f"{WorkerLost.__name__}: its worker died {deaths} "
+                progress.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
-            elif job.stops_missed >= MOST_MISSED and job.wanted == "run":
+            elif progress.stops_missed >= MOST_MISSED and job.wanted == "run":
                 job.wanted = "pause"
             self._jobs.unwound(job)
         self._leases.reaped(name)
