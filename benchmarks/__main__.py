@@ -17,6 +17,7 @@ from pipeswitch.cli.common import check_folder, json_option
 from .machine import machine_facts
 from .models import MODELS
 from .precision import CASES as PRECISION_CASES
+from .readme import newest
 from .trials import Run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -98,7 +99,19 @@ def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> s
     return " ".join(words + ["--quick"] * is_quick)
 
 
-@click.command(epilog=f"{', '.join(NAMES)}. switchflow has some of the others again.")
+def listing() -> list[str]:
+    """Each benchmark with the minutes that its newest kept run took."""
+    results = newest(ROOT / "benchmarks" / "results")
+    lines = ["Name one or several, or all (without switchflow, which runs others again):"]
+    for name in NAMES:
+        kept = results[name][1] if name in results else {}
+        quick = " (--quick)" if kept.get("is_quick") else ""
+        told = f"{kept['duration_s'] / 60:.0f} min{quick}" if "duration_s" in kept else "not kept"
+        lines.append(f"  {name:<14}{told}")
+    return lines
+
+
+@click.command(epilog=f"{', '.join(NAMES)}, or all. switchflow has some of the others again.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
 @click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
@@ -110,7 +123,11 @@ def main(
     names: tuple[str, ...], models: str, quick: bool, trials: int, out: str | None, seed: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure this machine (none named: all)."""
+    """Measure this machine with one or several benchmarks; none named: list them."""
+    if not names:
+        click.echo("\n".join(listing()))
+        return
+    names = () if names == ("all",) else names
     # Servers and rivals import this package too: its models are their factories.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]

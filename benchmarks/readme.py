@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from . import papers
 from .trials import table
 
 BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
@@ -56,23 +57,23 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """The paragraphs of ``benchmarks/results/README.md``: switch, demo, all targets."""
-    parts = []
-    if "switch" in results:
-        parts.append(switch_table(*results["switch"]))
-    if DEMO in results:
-        parts.append(demo_table(*results[DEMO]))
-    if "peers" in results:
-        parts.append(peers_table(*results["peers"]))
+    """The paragraphs of ``benchmarks/results/README.md``: all targets, then each benchmark."""
     measured = _measured(results)
-    if measured:
-        parts += [target_table(measured), missed_table(measured)]
+    parts = [target_table(measured)] if measured else []
+    own = {"switch": switch_table, DEMO: demo_table, "peers": peers_table}
+    for name in sorted(results):
+        parts.append(f"### {name}")
+        if name in own:
+            parts.append(own[name](*results[name]))
+        if name in measured and name != "peers":
+            parts.append(findings_table(*results[name]))
     return parts
 
 
 PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
     "README.md": front_page,
     "benchmarks/results/README.md": results_page,
+    "docs/papers.md": papers.page,
 }
 """Every page with a section of results, and what makes its paragraphs."""
 
@@ -208,16 +209,16 @@ def target_table(results: Results) -> str:
     return "\n".join(["**Targets** of the newest result of each benchmark.", "", *lines])
 
 
-def missed_table(results: Results) -> str:
-    """Every target that is missed."""
+def findings_table(file: str, document: Document) -> str:
+    """Every target that is missed; of a benchmark without targets all that it found."""
+    judged = _judged(document)
+    shown = [row for row in judged if not row["is_met"]] if judged else document["findings"]
     rows = [
-        (name, row["name"], f"{row['value']:.3g} {row['unit']}".strip(), row["target"])
-        for name, (_, document) in sorted(results.items())
-        for row in _judged(document)
-        if not row["is_met"]
+        (row["name"], f"{row['value']:.3g} {row['unit']}".strip(), row["target"]) for row in shown
     ]
-    lines = table("benchmark | what | measured | target", rows)
-    return "\n".join(["**Missed**, all of them:", "", *lines])
+    missed = f"{len(rows)} of {len(judged)} targets are missed" if judged else "No targets are set"
+    about = f"{missed} ([{file.removesuffix('.json')}.md]({file.removesuffix('.json')}.md))."
+    return "\n".join([about, "", *table("what | measured | target", rows)] if rows else [about])
 
 
 def _measured(results: Results) -> Results:

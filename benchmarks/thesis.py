@@ -86,4 +86,4 @@ def example() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    views.console().print(views.table(example(), ("way", "order", "total_ms")))
+    views.console().print(views.Listing(example(), ("way", "order", "total_ms")))

@@ -184,7 +184,7 @@ class ServerConfig(Section, frozen=True):
     max_message: largest tensor or weight chunk a client may send
     pool: shared memory for waiting requests and replies
     shares: clients on the owner's socket hand over large tensors in shared memory: a quarter of
-        pool_bytes each, eight clients at once
+        pool each, eight clients at once
     max_upload: largest model file a client may send
     max_disk: programs, uploads and commits in state_dir, all together: auto (9/10 of its disk),
         100GiB or a fraction

@@ -83,7 +83,7 @@ class Standing:
         has = ", ".join(in_order(self.roles)) or "none"
         return PermissionDenied(
             f'{what} needs the role "{role}", and {who} has {has}',
-            hint=f"use the server's ipc socket, or {hint}",
+            hint=f"as the server's user leave PIPESWITCH_HOST and --host out, or {hint}",
             role=role.value,
             client=self.tenant,
         )

@@ -42,6 +42,18 @@ devices_option = click.option(
 )  # fmt: skip
 
 
+class Group(click.Group):
+    """A group whose listing has each command's first sentence whole, on as many lines as needed."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=1000)) for name, command in found if command
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
     """A client of the server that was named, or of the default one.
@@ -95,8 +107,9 @@ def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list
     return complete
 
 
-name_argument = click.argument("name", shell_complete=_names_of("models"))
-names_argument = click.argument("names", nargs=-1, shell_complete=_names_of("models"))
+complete_models = _names_of("models")
+name_argument = click.argument("name", shell_complete=complete_models)
+names_argument = click.argument("names", nargs=-1, shell_complete=complete_models)
 job_argument = click.argument("name", shell_complete=_names_of("jobs"))
 
 

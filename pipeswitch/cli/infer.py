@@ -176,7 +176,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
     late = f", {summary['late']} late" if "late" in summary else ""
     views.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
     if rows:
-        views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
+        views.console().print(views.Listing(rows, ("time", "p50_ms", "p99_ms")))
 
 
 def _check_output(path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,18 @@ from . import common, views
 FIRST_LOOK_S: Final = 1.0
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+class ScriptCommand(click.Command):
+    """A command whose script has options of its own, behind ``--``; elsewhere they are refused."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = f"Options of the script follow --: -- {error.option_name}"
+            raise click.UsageError(f"{error.format_message()} {advice}", ctx) from None
+
+
+@click.command(cls=ScriptCommand)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--name", default="", help="Name of the job (default: the script's).")
@@ -78,7 +89,7 @@ def train(
                 task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=common.Group, invoke_without_command=True)
 @common.json_option
 @common.watch_option
 @click.pass_context
@@ -95,15 +106,17 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
     """List jobs."""
 
     def shown(rows: list[dict[str, Any]]) -> Any:
-        told = [row | {"why": _why(row), "bytes": row["lease_bytes"]} for row in rows]
+        told = [
+            {**row, "why": _why(row), "bytes": row["lease_bytes"]} for row in views.busy_first(rows)
+        ]
         name, *others = views.JOB_COLUMNS
         is_cluster = any("node" in row for row in rows)
-        return views.table(told, (name, *["node"] * is_cluster, *others))
+        return views.Listing(told, (name, *["node"] * is_cluster, *others))
 
     common.listing(lambda c: c.jobs(), shown, as_json, watch)
 
 
-def _why(row: dict[str, Any]) -> str:
+def _why(row: Mapping[str, Any]) -> str:
     """Return what a job waits for; of a failed one the cause, and what to type next."""
     cause: str = row["error"].partition("\n")[0] or row["why"]
     return f"{cause} (pipeswitch jobs logs {row['name']})" if row["state"] == "failed" else cause
@@ -139,7 +152,7 @@ def jobs_show(
     elif as_json:
         views.print_json(rows)
     else:
-        views.console().print(views.table(printed(rows), columns))
+        views.console().print(views.Listing(printed(rows), columns))
 
 
 def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:

@@ -12,7 +12,7 @@ from click.shell_completion import get_completion_class
 
 from ..base.errors import InvalidInput
 from . import views
-from .common import EXIT_FAILED, EXIT_OK, json_option, part, print_done
+from .common import EXIT_FAILED, EXIT_OK, Group, json_option, part, print_done
 
 
 @click.command()
@@ -48,7 +48,7 @@ def doctor(path: str | None, as_json: bool) -> None:
     sys.exit(EXIT_FAILED if any(f.status == "fail" for f in findings) else EXIT_OK)
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """The configuration file."""
 

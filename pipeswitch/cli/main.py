@@ -13,14 +13,14 @@ import click
 from ..base.errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import chat, infer, jobs, machine, models, server, views
-from .common import EXIT_INTERRUPTED, EXIT_OK, part
+from .common import EXIT_INTERRUPTED, EXIT_OK, Group, part
 from .keys import keys
 
 LATER = ("cluster", "simulate")
 """Groups and verbs that import more than all the others."""
 
 
-class Cli(click.Group):
+class Cli(Group):
     """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

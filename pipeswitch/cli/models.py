@@ -216,7 +216,7 @@ def sequences(ids: tuple[str, ...], as_json: bool) -> None:
                 client.end_sequence(one)
     columns = ("id", "model", "version", "tenant", "steps", "bytes", "idle_ms")
     common.listing(
-        lambda c: c.sequences(), lambda rows: views.table(rows, columns), as_json, watch=False
+        lambda c: c.sequences(), lambda rows: views.Listing(rows, columns), as_json, watch=False
     )
 
 
@@ -280,7 +280,7 @@ unload = _model_verb(
 )
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=common.Group, invoke_without_command=True)
 @click.option("--versions", is_flag=True, help="All that are there, not the current ones alone.")
 @common.json_option
 @common.watch_option
@@ -292,7 +292,7 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             is_told = any(row.get("reason") for row in rows)
-            return views.table(rows, (*columns, *["reason"] * is_told))
+            return views.Listing(rows, (*columns, *["reason"] * is_told))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)
 
@@ -315,7 +315,7 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
 def models_split(name: str, share: str, as_json: bool) -> None:
     """Try a version: 2=10% gives it a tenth of the requests that name none, 2=0% ends it."""
     found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
-    if found is None:
+    if found is None or int(found[2]) > 100:
         raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
     with common.connected() as client:
         row = client.split(name, int(found[1]), int(found[2]))
@@ -328,12 +328,8 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 @common.json_option
 @common.watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
-    """Show one model in full, its signature included; what it does now stands last."""
-
-    def view(row: dict[str, Any]) -> Any:
-        return views.details(dict(reversed(row.items())))
-
-    common.listing(lambda c: c.show(name, version or 0), view, as_json, watch)
+    """Show one model in full, its signature included."""
+    common.listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
 
 
 @click.command()
@@ -380,7 +376,13 @@ def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -
 
 
 @click.command()
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "args",
+    metavar="[MODEL]...",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=common.complete_models,
+)
 @click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
               help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
 @click.option("--train", "script", metavar="SCRIPT.py",
@@ -397,14 +399,14 @@ def plan(
     as_json: bool,
     watch: bool,
 ) -> None:
-    """Predict switch times and groups, and say what the arena holds.
+    """Predict switch times and groups of all models, or of those that you name.
 
-    With --train arguments after -- go to the script, and no server is needed.
+    With --train the arguments after -- go to the script, and no server is needed.
     """
     from . import profile as cli_profile
 
-    if script is None and (args or memory):
-        raise click.UsageError("--memory and arguments are for --train SCRIPT.py")
+    if script is None and memory:
+        raise click.UsageError("--memory is for --train SCRIPT.py")
     if script is not None:
         from . import rehearsal
 
@@ -418,7 +420,7 @@ def plan(
         raise click.BadParameter(error.message, param_hint="--deadline") from None
 
     def fetch(client: Any) -> dict[str, Any]:
-        jobs = cli_profile.jobs_of(client.jobs())
-        return {**cli_profile.report(client.plan(), wanted), "jobs": jobs}
+        jobs = [] if args else cli_profile.jobs_of(client.jobs())
+        return {**cli_profile.report(client.plan(), wanted, args), "jobs": jobs}
 
     common.listing(fetch, cli_profile.report_view, as_json, watch)

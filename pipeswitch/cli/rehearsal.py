@@ -131,4 +131,4 @@ def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: boo
          "speed": f"{row['speed']:.0%}" if "speed" in row else ""}
         for row in made["plans"]
     ]  # fmt: skip
-    views.console().print(views.table(printed(rows), COLUMNS))
+    views.console().print(views.Listing(printed(rows), COLUMNS))

@@ -85,6 +85,8 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..base.config import load
 
+    if no_http and (flags["gateway__http"] or flags["gateway__grpc"]):
+        raise click.UsageError("--no-http beside --http or --grpc: leave one out")
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))

@@ -20,7 +20,6 @@ from typing import Any, Final
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..base.config import JOB_ORDERS, policy_name
@@ -632,7 +631,7 @@ def _headline(facts: dict[str, Any]) -> Text:
 
 def _table(
     rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool, has_tokens: bool
-) -> Table:
+) -> views.Listing:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"]),
@@ -646,14 +645,14 @@ def _table(
     columns = ("memory", *of_requests, *of_tokens, *of_jobs, "idle", *of_nodes)
     first = {"p50_ms": "FIRST P50 MS", "p99_ms": "FIRST P99 MS"} if has_tokens else {}
     names = {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS", "moved_bytes": "MOVED", **first}
-    return views.table(shown, columns, names)
+    return views.Listing(shown, columns, names)
 
 
-def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
+def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> views.Listing:
     shown = [
         {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
     ]  # fmt: skip
-    return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
+    return views.Listing(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:

@@ -75,6 +75,8 @@ class Client(Verbs):
         server_key: str | os.PathLike[str] | None = None,
         shared_memory: bool = True,
     ) -> None:
+        if address is not None and not isinstance(address, str):
+            raise InvalidInput(f"an address is a text, not {address!r}", hint='Client("gpu1:5555")')
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
         if self.address.startswith("ray://"):
@@ -519,6 +521,8 @@ class Client(Verbs):
         Raises:
             InvalidInput: there is no such script, or it is no Python; no such ``offload``.
         """
+        if isinstance(args, str):
+            raise InvalidInput(f"args is one text, {args!r}", hint="a list: args=[...]")
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
         if is_script:

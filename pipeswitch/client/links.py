@@ -179,9 +179,15 @@ class StreamLink(Link):
             try:
                 messages = self.stream.receive(BURST_MESSAGES)
             except RemoteProtocolError as error:
-                if error.data.get("reason") != ZMTP:
+                reason = error.data.get("reason")
+                if reason == "magic":
+                    raise RemoteProtocolError(
+                        f"{self.address} is no port for this client: perhaps that of HTTP or gRPC",
+                        hint="the tcp:// or ipc:// address that pipeswitch serve printed",
+                    ) from None
+                if reason != ZMTP:
                     raise
-                why = f"{self.address}: the server asks for a key"
+                why = f"{self.address}: the server asks for a key, or is older than this client"
                 raise PermissionDenied(why, hint=_BRING) from None
             for message in messages:
                 for descriptor in message.descriptors:

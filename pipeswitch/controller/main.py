@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import logging.handlers
 import os
 import resource
 import signal
@@ -20,7 +19,7 @@ from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import available_bytes
-from ..base.units import PrintableFormatter
+from ..base.units import LogFile, PrintableFormatter
 from ..devices.kinds import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
@@ -185,7 +184,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 def _log_to(path: Path, max_bytes: int) -> None:
     """The server's own log; bounded, traces of errors go here and not to clients."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
+    handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
     handler.addFilter(name_event)

@@ -71,11 +71,11 @@ def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
 
 
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
-    """The announced version of a model that is there; InvalidInput names those it has."""
+    """Return the announced version of a model; ModelNotFound names those it has."""
     found = known.get((name, version))
     if found is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
-        raise InvalidInput(
+        raise ModelNotFound(
             f'"{name}" has no version {version}: it has {present}',
             hint="pipeswitch models --versions",
             version=version,

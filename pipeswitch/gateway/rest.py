@@ -109,7 +109,8 @@ class Rest:
         if origin is None or origin in self._callers.origins:
             return
         if urlsplit(origin).netloc.lower() != host.lower():
-            raise WrongHost(f"a page of {origin[:80]!r} may not ask here")
+            allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
+            raise WrongHost(f"a page of {origin[:80]!r} may not ask here", hint=allow)
 
     def _work(self, head: Head, caller: Standing) -> Work:
         path = head.path.rstrip("/")

@@ -26,7 +26,7 @@ from .state.records import Job, Model, Replica, Worker
 from .state.regions import Owner
 from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
-from .training.jobs import activations_row
+from .training.jobs import activations_row, behind
 
 DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
@@ -385,7 +385,7 @@ class Listing:
                 host=f"{host_bytes}",
                 prio=job.spec.priority,
                 last_used_at_ms=job.timing.last_ran_at_ms,
-                why=job.progress.error or job.progress.why,
+                why=job.progress.error or job.progress.why or behind(job, on.state),
                 pid=worker.pid if worker is not None else 0,
                 owners=(job.slice,),
             ),

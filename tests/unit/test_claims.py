@@ -155,7 +155,7 @@ class Rig:
         disk = SimpleNamespace(
             refusal=lambda *_: None, left_bytes=lambda *_: 1 << 30, digest_of=lambda _: ""
         )
-        sizes = SimpleNamespace(packs_weights=True,
+        sizes = SimpleNamespace(
             build_threads=1, build_timeout_s=0.0, build_memory_bytes=0, task_memory_bytes=0,
             is_sandboxed=True, packs_weights=True,
         )  # fmt: skip

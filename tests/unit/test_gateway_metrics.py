@@ -201,13 +201,14 @@ def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
     assert found["nv_inference_exec_count", "1", "m"] == 2
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
+def test_every_metric_of_the_dashboard_and_the_alerts_exists() -> None:
     dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
     tally = Tally()
     tally.answered("m", 33.0, BILL)
     metrics = Metrics(tally)
     known = {key[0] for key in told(metrics, facts())}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += re.findall(r"expr: .*", (ROOT / "packaging/alerts.yaml").read_text())
     named = set(re.findall(r"\bpipeswitch_\w+", " ".join(asked)))
     assert len(named) > 15
     assert named <= known

@@ -896,5 +896,5 @@ def _head_too_large(limits: Limits) -> HeadTooLarge:
 def _body_too_large(limits: Limits) -> TooLarge:
     return TooLarge(
         f"a body has at most {format_bytes(limits.body_bytes)} here",
-        hint="[gateway] max_body; or smaller batches",
+        hint="send less at once (a model: pipeswitch register), or raise [gateway] max_body",
     )

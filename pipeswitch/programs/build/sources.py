@@ -440,10 +440,13 @@ def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
             name, local_files_only=not is_pretrained, trust_remote_code=False
         )
     except Exception as error:  # a hub client's errors share no base class
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        if not os.path.isdir(name):
+            why = f"there is no such folder, and no hub that can be reached has it ({why})"
         raise RegistrationRefused(
             f"source hf:{name}",
-            f"its configuration cannot be had ({type(error).__name__}: {str(error)[:120]}); "
-            f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
+            f"its configuration cannot be read: {why}",
+            hint=f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
         ) from error
 
 

@@ -290,7 +290,10 @@ def _bill(
     if not activation.was_resident:
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
-    compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    # The switch ends with the first group: what was waited for until then is in no other part.
+    waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
+    stall_ms = max(0.0, message.stall_ms - waited_ms)
+    compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
     made_ms, runs = request.preprocess_ms or 0.0, request.runs
     form = None if replica.manifest is None else replica.manifest.precision
     return Bill(
@@ -298,7 +301,7 @@ def _bill(
         preprocess_ms=made_ms,
         switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
         copy_ms=copy_ms,
-        stall_ms=message.stall_ms,
+        stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
         total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
         resident=activation.was_resident,

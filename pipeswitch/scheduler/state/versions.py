@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from ...base.errors import InvalidInput
+from ...base.errors import ModelNotFound
 from ...ipc.messages.base import Epoch, ModelName
 from ..core import Core
 from ..events import Announce, Journal
@@ -79,10 +79,10 @@ class Versions:
         leaving = ModelState.LEAVING
         return [m for m in self.all_of(name) if m.manifest and m.state.state is not leaving]
 
-    def missing(self, name: ModelName, which: int | str) -> InvalidInput:
+    def missing(self, name: ModelName, which: int | str) -> ModelNotFound:
         """Return the error for a version that does not exist."""
         present = ", ".join(str(model.version) for model in self.present(name))
-        return InvalidInput(
+        return ModelNotFound(
             f'"{name}" has no version {which}: it has {present}',
             hint="pipeswitch models --versions",
             version=which,

@@ -211,7 +211,7 @@ class Jobs:
             "lease_bytes": memory.lease_bytes,
             "worker": job.slot,
             "error": progress.error,
-            "why": progress.why,
+            "why": progress.why or behind(job, self.home(job).state),
             "tenant": spec.tenant,
             "share": spec.share,
             "log": progress.last_log,
@@ -331,3 +331,11 @@ def activations_row(job: Job) -> dict[str, int]:
     told = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}
+
+
+def behind(job: Job, device: DeviceState) -> str:
+    """Return how many requests a job that could train waits for, as a sentence."""
+    if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
+        return ""
+    count = len(device.owner.tasks) + len(device.queue) + len(device.early)
+    return f"waits behind {count} request{'s' * (count > 1)}" if count else ""
