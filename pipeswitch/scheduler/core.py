@@ -1,4 +1,4 @@
-"""What all parts of the scheduler share: settings, time, numbers, commands to emit."""
+"""State shared by all parts of the scheduler: settings, time, counters, commands to emit."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Wakeups:
                 self._first[bits] = at_ms
 
     def forget_until(self, now_ms: float) -> int:
-        """Those have come; the bits of all of them."""
+        """Remove the instants that have come, and return the bits of all of them."""
         due = 0
         while self.heap and self.heap[0][0] <= now_ms:
             at_ms, bits = entry = heapq.heappop(self.heap)
@@ -136,18 +136,19 @@ class Wakeups:
         return due
 
     def first_ms(self, bits: int) -> float:
-        """For just these; infinity when none is known."""
+        """Return the first instant with exactly these bits; infinity when there is none."""
         return self._first.get(bits, math.inf)
 
     @property
     def all(self) -> tuple[tuple[float, int], ...]:
-        """In order."""
+        """All instants with their bits, in order."""
         return tuple(sorted(self.heap))
 
 
 @dataclass
 class Core:
-    """What every part needs and no device owns: time, numbers, the commands to emit, the end."""
+    """State that every part needs and no device owns: time, counters, commands to emit,
+    shutdown."""
 
     settings: SchedulerSettings
     judge: Judge

@@ -45,7 +45,8 @@ from .training.training import Training
 
 
 class Device:
-    """Its state, and its parts; each owns one concern and takes only the others it needs."""
+    """Parts and state of one device; each part owns one concern and takes only the others it
+    needs."""
 
     def __init__(
         self, core: Core, settings: SchedulerSettings, store: Store, jobs: Jobs, label: str = ""
@@ -133,7 +134,7 @@ class Device:
         return source == self.state.daemon.address and self.fleet.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:
-        """What the daemon that lives says of this device."""
+        """Handle a message about this device from the current memory daemon."""
         match message:
             case TransmitEnded():
                 self.residents.transmit_ended(message)
@@ -170,7 +171,7 @@ class Device:
         self.turns.give()
 
     def daemon_exited(self, event: Exited) -> None:
-        """Its memory is gone, and what lay in it."""
+        """Handle the exit of the memory daemon: its device memory and everything in it are lost."""
         self.endings.daemon_died()
         self.arena.device_lost()
         self.residents.device_lost()

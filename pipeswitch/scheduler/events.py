@@ -1,11 +1,11 @@
-"""What goes into the scheduler and what comes out: typed events, typed commands.
+"""Typed events that go into the scheduler, and typed commands that come out.
 
-The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and the process
-watcher only translate bytes and exits into the events below; ``effects.py`` performs the
-commands. The simulator and the model checker use the same types.
+The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and the process watcher
+only translate bytes and exits into the events below; ``effects.py`` performs the commands. The
+simulator and the model checker use the same types.
 
-``Token`` names one accepted client request inside the controller; the frontend makes it and
-owes its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
+``Token`` names one accepted client request inside the controller; the frontend makes it and owes
+its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
 family of processes uses the same five types to spawn, send, kill, receive and report an exit.
 """
 
@@ -95,7 +95,7 @@ class Prepared(_Told, frozen=True):
 
 
 class NextRun(_Told, frozen=True):
-    """What a generation computes next; without ``inputs`` it waits: its cache has no room, or is
+    """Next run of a generation; without ``inputs`` it waits, since its cache has no room or is
     being copied."""
 
     token: Token
@@ -184,7 +184,7 @@ class PinAsked(Asked, frozen=True):
 
 
 class LoadedCommit(msgspec.Struct, frozen=True):
-    """In a commit area of its own, beside the loop."""
+    """Commit that is loaded into its own commit area, outside the scheduler's loop."""
 
     slot_bytes: int
     step: int
@@ -384,7 +384,8 @@ class DropCommits(_Told, frozen=True):
 
 
 class CountSharers(_Told, frozen=True):
-    """So many jobs that share their input are not over: what one loads alone no other one finds."""
+    """Number of unfinished jobs that share an input; a sample that one job loads alone helps no
+    other."""
 
     group: str  # as in RunJob
     jobs: int
@@ -397,7 +398,7 @@ class RemoveJob(_Told, frozen=True):
 
 
 class Announce(_Told, frozen=True):
-    """To the frontend: this model may be asked for, with this signature."""
+    """Command to the frontend: accept requests for this model, with this signature."""
 
     model: ModelName
     manifest: Manifest
@@ -427,8 +428,8 @@ class Answer(_Told, frozen=True):
 
 
 class RunEnded(_Told, frozen=True):
-    """To the frontend: these generations have more to do. It appends their cache rows, and says in
-    one ``NextRuns`` what each computes next; until then their batch is not formed."""
+    """Command to the frontend: these generations need more runs. The frontend appends their
+    cache rows and answers with one ``NextRuns``; until then their next batch is not formed."""
 
     answers: tuple[Answer, ...]
 
@@ -453,7 +454,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Spans(_Told, frozen=True):
-    """What is over, for the timeline: a run with its groups, a copy with its, a training cycle."""
+    """Completed timeline intervals: a run with its groups, a copy with its groups, a training
+    cycle."""
 
     spans: list[Span]
 

@@ -47,7 +47,7 @@ def _functions(model: Model) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shown:
-    """What ``ps`` shows of a model, a job or a process."""
+    """Row of ``ps`` for a model, a job or a process."""
 
     name: str
     kind: str
@@ -122,7 +122,7 @@ class Listing:
         return rows + [self._chain(name) for name in self._machine.chains]
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
-        """As a model's row, with the steps."""
+        """Return the row of a chain: a model's row, with the steps."""
         chain, tenant = self._machine.chains[name]
         lost = [
             f'step "{step.name}" needs "{step.model}", which is not ready'
@@ -231,7 +231,8 @@ class Listing:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """What ``pipeswitch plan`` reckons with: each model's profile, and the (first) arena."""
+        """Return the input of ``pipeswitch plan``: each model's profile, and the size of the
+        first arena."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,
@@ -465,7 +466,7 @@ class Listing:
         }
 
     def _of_device(self, device: Device) -> dict[str, Any]:
-        """Its part of ``stats``."""
+        """Return the device's part of ``stats``."""
         state, arena = device.state, device.arena
         return {
             "device": state.settings.device,

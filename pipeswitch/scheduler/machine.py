@@ -1,4 +1,4 @@
-"""What the devices of one machine share: models, the host store, the jobs' names; and placement."""
+"""State shared by the devices of one machine: models, host store, job names; and placement."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Machine:
         self.jobs.place = self.placing.job
 
     def stream_of(self, model: Model) -> dict[str, Any] | None:
-        """What a pass costs where a model is larger than the arena of a device that may serve it;
-        None: nowhere."""
+        """Return the cost of a pass on the first permitted device whose arena the model exceeds;
+        None if it fits all."""
         states = [one.state for one in self.devices if one.state.may_serve(model)]
         found = (stream_of(state, state.replicas[model.name]) for state in states)
         return next((one for one in found if one is not None), None)
@@ -69,6 +69,7 @@ class Machine:
                 device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> Replica:
-        """Its replica where it is, or is about to be; else that of the first device."""
+        """Return the model's replica on a device that holds or receives it, else that of the
+        first device."""
         replicas = [device.state.replicas[model.name] for device in self.devices]
         return next((one for one in replicas if one.is_on_device), replicas[0])

@@ -91,7 +91,7 @@ class Commits:
             self._device.daemon.tell(CloseCommits(job=job.spec.name))
 
     def enters(self, job: Job) -> None:
-        """It was another device's."""
+        """Open the commits of a job that moved here from another device."""
         if job.memory.commit_slot_bytes:
             self._tell_daemon(job)
 
@@ -166,7 +166,7 @@ class Commits:
 
     @staticmethod
     def is_unsaved(job: Job) -> bool:
-        """Its newest commit is in the host store, and not on disk."""
+        """Return True if the job's newest commit is in the host store but not on disk."""
         memory = job.memory
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
@@ -183,7 +183,8 @@ class Commits:
             job.memory.persisted_step = max(job.memory.persisted_step, message.step)
 
     def _has_written(self, job: Job, *, is_well: bool) -> None:
-        """When the next write may begin, unless somebody wants it at once."""
+        """Note the end of a write, and schedule the next one unless an earlier time was
+        requested."""
         now_ms = self._core.now_ms
         job.memory.is_persisting = False
         if job.memory.persist_due_at_ms == math.inf:
@@ -197,9 +198,9 @@ class Commits:
         self._core.refuse_all(error, job.exporters)
 
     def save_last(self, job: Job) -> None:
-        """Of a job that is over the newest commit goes to disk, and then leaves the host store.
+        """Drop an ended job's newest commit from the host store once it is on disk.
 
-        A disk that does not take it is asked again: there is no other copy.
+        A failed write is retried: there is no other copy.
         """
         is_over = job.state.state in TASK_FINAL
         if is_over and not job.memory.is_persisting and not self.is_unsaved(job):
@@ -221,7 +222,7 @@ class Commits:
             self._device.kill(self._device.workers[job.slot], reason)
 
     def forget(self, job: Job) -> None:
-        """Its area is given back; its file on disk stays."""
+        """Release the job's commit area; its file on disk stays."""
         if job.memory.commit_slot_bytes:
             self._store.regions.release(job.commits)
             self.leaves(job)

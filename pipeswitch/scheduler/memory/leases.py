@@ -93,7 +93,7 @@ class Slices:
         )
 
     def scrub_again(self) -> int:
-        """What the daemon failed to zero: no owner may have the range before it is."""
+        """Retry ranges that the daemon failed to zero: nobody may own a range before that."""
         for epoch, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(epoch)))
             if region is None:  # the memory went with its owner
@@ -126,8 +126,8 @@ LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may
 
 
 class Leases:
-    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped; and
-    as long what it has in host memory of its activations."""
+    """Slices of jobs: at most one per job, from its first ``job.steps`` until its process is
+    reaped. The job's offloaded activations in host memory live as long."""
 
     def __init__(
         self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits, store: Store

@@ -84,15 +84,14 @@ class Arena:
         return self._device.replicas.get(ModelName(region.owner.name))
 
     def costs(self, *, for_request: bool, mover: Replica | None = None) -> Costs:
-        """What taking each region's place costs; None when its owner must stay.
+        """Return the cost of taking each region's place; None when its owner must stay.
 
-        1. Arrival words, a slice or models being copied in, pinned models and those in use: they
-           stay.
-        2. An idle model: what the policy says. One with waiting requests goes for a request
-           that ranks before them, never for a guess or a job.
-        3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
-        4. A job's slice: only for a request, and only when nothing else will do.
-        5. The groups that the model to be placed keeps itself: free.
+        1. Arrival words, a slice or model being copied in, pinned models and models in use stay.
+        2. An idle model costs what the policy says. A model with waiting requests is evicted only
+           for a request that ranks before them, never for a prefetch or a job.
+        3. A range being zeroed, an abandoned copy and the slice of a leaving job are soon free.
+        4. A job's slice is taken only for a request, and only as the last resort.
+        5. Groups that the model to be placed keeps itself are free.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -215,11 +214,11 @@ class Arena:
         return Window(window.offset_bytes, tuple(sorted(leave)), window.cost)
 
     def _place_to_stream(self, replica: Replica, costs: Costs) -> Window | None:
-        """For a model that is larger than the arena.
+        """Return a window for a model that is larger than the arena.
 
-        1. Where it was: what it keeps is there, and nobody took the place of the ring.
-        2. The longest hole. That is less than half of the arena: half, if idle models alone leave.
-        3. The least that it can do with, whoever leaves.
+        1. Its last place, if its kept groups are there and nobody took the ring's place.
+        2. The longest hole; half of the arena if that is more and only idle models must leave.
+        3. The smallest usable window, whatever must leave.
         """
         assert replica.landings is not None
         regions, least = self.regions, replica.least_bytes
@@ -245,12 +244,13 @@ class Arena:
         return Streamed(window.offset_bytes, window.victims, window.cost, landings)
 
     def landings(self, manifest: Manifest, window_bytes: int) -> Landings | None:
-        """Where the groups of a model would land in a window; None: they would not."""
+        """Return the places of a model's groups in a window; None if they do not fit."""
         sizes = [group.size_bytes for group in manifest.groups]
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
 
     def least_bytes(self, manifest: Manifest) -> int:
-        """Of a model that is larger than the arena, what it can do with; 0: it is not larger."""
+        """Return the smallest window for a model that is larger than the arena; 0 if it is not
+        larger."""
         is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
         if is_whole or manifest.mode == "module":
             return 0
@@ -259,7 +259,8 @@ class Arena:
         return least_window(sizes, last_groups(manifest), most_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Window) -> list[Region]:
-        """What in the window cannot be taken now: slices, ranges being zeroed, broken copies."""
+        """Return the victims that cannot leave now: slices, ranges being zeroed, abandoned
+        copies."""
         return [
             victim
             for victim in window.victims
@@ -299,11 +300,11 @@ class Arena:
             )
 
     def can_ever_hold(self, size_bytes: int) -> bool:
-        """Whether it fits once everything that is not pinned has left."""
+        """Return True if the size fits once everything that is not pinned has left."""
         return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
 
     def may_take(self, replica: Replica, size_bytes: int) -> bool:
-        """Whether a model of that size is here, or could be beside what is pinned."""
+        """Return True if the model is on the device, or its size fits beside the pinned models."""
         return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
 
     @property
@@ -420,7 +421,7 @@ def _without_jobs(costs: Costs) -> Costs:
 
 
 def stored_bytes(model: Model) -> int:
-    """What a model takes; it has a manifest."""
+    """Return the number of bytes that a built model occupies."""
     assert model.manifest is not None
     return max(model.manifest.total_bytes, TENSOR_ALIGN_BYTES)
 

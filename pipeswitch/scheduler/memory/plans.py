@@ -78,7 +78,7 @@ class Plans:
         return True
 
     def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
-        """In force as soon as it can be cut."""
+        """Request a plan, which takes effect as soon as the groups can be cut."""
         replica.grouping.next = (plan, source, why)
         self._wanted[replica.name] = None
         self._core.touched |= MEASURED
@@ -120,7 +120,7 @@ class Plans:
 
 
 def plan_row(replica: Replica) -> dict[str, Any]:
-    """What ``show`` says of a model's groups."""
+    """Return the part of ``show`` about a model's groups."""
     profile = replica.grouping.profile
     return {
         "grouping": replica.grouping.source,
@@ -132,10 +132,10 @@ def plan_row(replica: Replica) -> dict[str, Any]:
 
 
 def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
-    """What a pass of a model costs that is larger than the arena; None: it is not.
+    """Return the cost of a pass of a model that is larger than the arena; None if it is not.
 
-    ``pass_ms`` is predicted from its profile; without one as its passes were measured; before the
-    first what the link takes, where its speed is known. 0: it is not known.
+    ``pass_ms`` is predicted from the model's profile; without a profile it is the measured time of
+    its passes; before the first pass, the time of the copy. 0: the link's speed is unknown.
     """
     if replica.landings is None:
         return None
@@ -161,7 +161,8 @@ def stream_of(state: DeviceState, replica: Replica) -> dict[str, Any] | None:
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """As it is modelled, or as the fastest of the last copies was; 0: there was none."""
+    """Return the link's modelled speed, else the speed of the fastest recent copy; 0 if there is
+    none."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

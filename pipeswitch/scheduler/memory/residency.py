@@ -42,7 +42,8 @@ class Residents:
 
     @staticmethod
     def _land(replica: Replica, landings: Landings | None) -> None:
-        """Of one that streams. None: this device is too small, and may not serve it."""
+        """Set where a streaming model's groups land. None: the device is too small and may not
+        serve it."""
         replica.landings = landings
         if landings is not None:
             replica.region_bytes = landings.size_bytes
@@ -53,7 +54,7 @@ class Residents:
         return not is_wanted and not replica.is_being_sent
 
     def forget(self, replica: Replica) -> None:
-        """It is unregistered: its place and its arrival words are free."""
+        """Release the place and the arrival words of an unregistered model."""
         if replica.residency.state is not Residency.HOST:
             self.evict(replica, "unregistered")
         if self._arena.words.get(replica.owner) is not None:
@@ -230,12 +231,11 @@ class Residents:
             self._pass_ended(replica)
 
     def _pass_ended(self, replica: Replica) -> None:
-        """Of a model that streams: no task reads the ring any more, so what lies there is of no
-        use.
+        """Free the ring of a streaming model that no task reads any more.
 
-        1. The end of its copy was not told yet. Perhaps the task failed: then it waits for what
-           will not compute. One that has ended does not mind.
-        2. What the model keeps stays.
+        1. No end of its copy was reported yet. If the task failed, the copy waits for a computation
+           that will not come: cancel it. Cancelling an ended copy does no harm.
+        2. The groups that the model keeps stay.
         """
         cause = "its pass has ended"
         if replica.users:
@@ -332,7 +332,7 @@ class Residents:
                 self._broke_off(replica, reason)
 
     def check(self) -> None:
-        """What a model holds of the arena is what its state says."""
+        """Assert that each model's regions in the arena agree with its state."""
         arena = self._arena
         for replica in self._device.replicas.values():
             head, rest = arena.regions.get(replica.owner), arena.regions.get(replica.rest)

@@ -1,4 +1,4 @@
-"""Which registration is built next: one of a client at a time, and clients take turns."""
+"""Order of builds: one build per client at a time, and clients take turns."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Chains:
         return chain
 
     def _models(self) -> dict[str, Manifest]:
-        """Those that serve, as their clients see them."""
+        """Return the manifests of the models that serve, as their clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
         return {
             one.base: one.manifest if one.stage is None else one.stage.public(one.manifest)

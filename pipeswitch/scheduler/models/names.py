@@ -16,12 +16,12 @@ from ..state.versions import PRESENT, Versions, split_name
 
 
 class Names:
-    """What happens to a model after it was registered.
+    """Life of a model after its registration.
 
     Attributes:
         registrations: of all models.
-        leaving: those that take no new request and wait for the queued ones.
-        failed: those of an earlier server that could not be brought back; their reason says why.
+        leaving: models that take no new request and wait for the queued ones.
+        failed: models of an earlier server that could not be restored; their reason says why.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Names:
         self._has_gone = False
 
     def remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
-        """In the journal: the next server has it again, pinned or not, without a build."""
+        """Write the model to the journal: the next server restores it, pinned or not, without a
+        build."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         entry = {
@@ -110,7 +111,7 @@ class Names:
         core.answer(event.token, model=event.model, version=target.version, before=current.version)
 
     def forget(self, model: Model) -> Registration:
-        """Its name is free again."""
+        """Remove the model, free its name, and return its registration."""
         for device in self._machine.devices:
             device.residents.forget(device.state.replicas[model.name])
         self._machine.store.forget(model)
@@ -141,7 +142,7 @@ class Names:
             self._has_gone = True
 
     def leave(self, model: Model, cause: str) -> None:
-        """It takes no new request; its name stands for another version from now on."""
+        """Stop accepting requests for the model, and give its name to another version."""
         if model.state.state is ModelState.LEAVING:
             return
         model.state.apply(ModelEvent.UNREGISTERED, cause)

@@ -79,7 +79,7 @@ class Publishing:
 
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
-        """By a client; answered when the version serves."""
+        """Publish a commit for a client; the answer follows when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
@@ -100,7 +100,7 @@ class Publishing:
         self._begin_version(before, weights, "", event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
-        """By a script, about the step it is in; the answer says whether that can be."""
+        """Accept or refuse a script's request to publish its current step, and reply at once."""
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -236,7 +236,7 @@ class Publishing:
         return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
     def _tell_script(self, one: Publication) -> None:
-        """It may commit again."""
+        """Let the script commit again."""
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
@@ -273,7 +273,7 @@ class Publishing:
         return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
     def _look(self, one: Publication) -> None:
-        """Whether its version is there."""
+        """End the publication if its version is ready or has failed."""
         assert one.version is not None
         assert one.registration is not None
         is_building = one.version.state.state is ModelState.BUILDING
@@ -307,7 +307,8 @@ class Publishing:
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Its client has gone or given up. A version that is being built is the registry's."""
+        """Cancel a client's publications, except versions in build, which belong to the
+        registry."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":
@@ -317,7 +318,7 @@ class Publishing:
                 self._end(one, error)
 
     def daemon_died(self, device: int) -> None:
-        """What it copied is copied anew, elsewhere: the old copy is being removed."""
+        """Restart the copies of a dead daemon into another folder: the old one is being removed."""
         for one in [one for line in self._lines.values() for one in line]:
             if one.stage == "copies" and one.device != device:
                 continue

@@ -122,7 +122,7 @@ class Registry:
     def _begin(
         self, event: ev.RegisterAsked, waiters: tuple[ev.Token, ...], *, takes_over: bool = False
     ) -> None:
-        """Its name is taken, and a build waits."""
+        """Reserve the name and queue a build."""
         core, machine = self._core, self._machine
         base, version = split_name(event.model)
         registration = Registration(
@@ -290,7 +290,7 @@ class Registry:
         return self._machine.models[name] if is_it else None
 
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
-        """Nothing stays behind of a model that was refused; the name is free again."""
+        """Remove everything of a refused model, and free its name."""
         core = self._core
         if model.manifest is not None:  # it may have been announced
             core.emit(ev.Retract(model=model.name))

@@ -40,7 +40,7 @@ class Judge:
         self.policy = policy
 
     def when_failed(self, failed: Failed) -> None:
-        """Whom to tell."""
+        """Set the callback that reports a policy's failure."""
         self._failed = failed
 
     @property
@@ -110,7 +110,7 @@ class Judge:
 
 
 def described(error: BaseException) -> str:
-    """Its type and its text, which may be a user's code too."""
+    """Return the error's type and text; the text may also come from a user's failing code."""
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
@@ -136,11 +136,11 @@ def settings_of(policy: Policy) -> tuple[float, int]:
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
-    """As plain numbers, which can be compared.
+    """Return the values as plain numbers that can be compared.
 
     Raises:
-        TypeError: they are no tuple of numbers.
-        ValueError, OverflowError: one of them is not a number to compare, or to add.
+        TypeError: they are not a tuple of numbers.
+        ValueError, OverflowError: one of them is not a number that can be compared or added.
     """
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")

@@ -1,6 +1,6 @@
-"""Which training job has the device next, and which has had its turn: Salus' orders. Pure.
+"""Orders of training jobs: the next job, and the end of a turn, as in Salus. Pure.
 
-Inside a priority; what a job keeps of memory while it waits is ``leases``' business.
+Orders apply within a priority; ``leases`` decides how much memory a waiting job keeps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class JobOrder:
         return (job.place,)
 
     def yields(self, running: JobView, waiting: JobView) -> bool:
-        """Whether one that has had a whole cycle stops for another one."""
+        """Return True if the running job, after a whole cycle, stops for the waiting one."""
         return True
 
     def is_impatient(self, running: JobView, waiting: JobView) -> bool:
-        """Whether that one waits for the end of a step only, not of a cycle."""
+        """Return True if the waiting job waits only for the end of a step, not of a cycle."""
         return False
 
 
@@ -56,7 +56,7 @@ class Fifo(_Ranked):
 
 
 class Fair(_Ranked):
-    """Who has had the least of the device's time, since the last of them came, goes next."""
+    """Least device time first, counted since the last of the jobs came."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.share_ms, job.place)

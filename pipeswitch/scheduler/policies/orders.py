@@ -12,8 +12,8 @@ WINDOW = 8  # models
 
 
 class Patient(Order):
-    """Who waited longer than ``max_wait_ms`` goes before all, the oldest first; the device is not
-    left idle for any other request that has no memory yet."""
+    """Order in which requests older than ``max_wait_ms`` go first, the oldest before all. The
+    device is not left idle for any other request that has no memory yet."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.patience_ms = max_wait_ms
@@ -24,7 +24,7 @@ class Patient(Order):
         return (1.0, *self.rank_in_time(head, view), head.arrived_at_ms)
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Of one that has not waited too long."""
+        """Return the rank of a request that has not waited too long."""
         raise NotImplementedError
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:

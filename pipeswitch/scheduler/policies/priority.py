@@ -52,7 +52,7 @@ class Priority(Order):
         return request.priority - self._waits(request, now_ms)
 
     def _waits(self, request: Waiting, now_ms: float) -> int:
-        """How many times ``max_wait_ms`` it waited."""
+        """Return how many times ``max_wait_ms`` the request has waited."""
         if self.patience_ms <= 0:
             return 0
         return math.floor((now_ms - request.arrived_at_ms) / self.patience_ms)
