@@ -195,13 +195,13 @@ class Scheduler:
         return out
 
     def next_wakeup_ms(self) -> float | None:
-        """When a Tick is wanted at the latest; None when only events matter."""
+        """Return when a Tick is wanted at the latest; None when only events matter."""
         heap = self.core.wakeups.heap
         return heap[0][0] if heap else None
 
     @property
     def waited_since_ms(self) -> float | None:
-        """When the oldest request came that has no answer yet; None when none waits."""
+        """Return when the oldest unanswered request arrived; None if none waits."""
         oldest = [
             next(iter(device.state.requests.values())).arrived_at_ms
             for device in self.machine.devices
@@ -211,7 +211,7 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        """Of a device the daemon owns its memory and a worker can take a request."""
+        """True if a device's daemon owns its memory and one of its workers can take a request."""
         return any(device.state.is_ready for device in self.machine.devices)
 
     @property
@@ -265,7 +265,8 @@ class Scheduler:
                 pass  # each event is a look at the clock
 
     def _ask(self, event: ev.Asked) -> None:
-        """Of the part that takes it; what that raises is the answer, unless it is a bug."""
+        """Pass a request to the part that handles it, and reply with its error unless it is a
+        bug."""
         try:
             self._takers[type(event)](event)
         except InvalidTransition:

@@ -64,7 +64,7 @@ class Timeline:
         self._count += 1
 
     def _spans(self, since_ms: float) -> list[Span]:
-        """Those that end after ``since_ms``; what is older is not decoded but for a few."""
+        """Return the spans that end after ``since_ms``; only a few older ones are decoded."""
         count = self._count
         first, oldest = count, max(0, count - KEPT)
         while first > oldest and self._latest_ms[(first - 1) % KEPT] >= since_ms:

@@ -161,8 +161,9 @@ class Fleet:
         )
 
     def _keep_one_unbound(self) -> None:
-        """Where tenants are separate, a worker of none waits for the next tenant: the standby whose
-        tenant has asked for nothing longest is replaced. Of two workers none can be spared."""
+        """Keep one worker without a tenant for the next tenant, where tenants are separate. The
+        standby whose tenant has been idle longest is replaced, unless there are only two
+        workers."""
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return

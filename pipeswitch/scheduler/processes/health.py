@@ -76,7 +76,7 @@ class Health:
         return probe.daemon_ms is not None and None not in took
 
     def report(self) -> dict[str, Any]:
-        """What ``Client.ping(deep=True)`` returns of this device; the round is over."""
+        """End the round, and return the device's part of ``Client.ping(deep=True)``."""
         probe, device = self._probe, self._device
         assert probe is not None
         self._probe = None

@@ -86,7 +86,7 @@ class Stages:
     # -- requests -----------------------------------------------------------------------------
 
     def take(self, request: Request, function: str, born: Epoch, tenant: str) -> None:
-        """It was admitted, or its model has computed; ``prepared`` gives it back."""
+        """Queue an admitted request, or one whose model has computed; ``prepared`` returns it."""
         self.waits[request.token] = Raw(request, function, born, tenant)
         if request.deadline_at_ms is not None:
             self._core.look_again(request.deadline_at_ms, STAGES)
@@ -194,7 +194,7 @@ class Stages:
             process.state.apply(WorkerEvent.CLEANED)
 
     def exited(self, event: ev.Exited) -> None:
-        """Its process is reaped: its request is tried again, or reads what killed it."""
+        """Handle a reaped process: retry its request, or refuse it with the cause of death."""
         core, process = self._core, self.processes[event.source.slot]
         if event.source != process.address:
             return
@@ -280,7 +280,7 @@ def kind(raw: Raw) -> str:
 
 
 def failed(raw: Raw, reason: str) -> TaskFailed:
-    """What its client reads when the function returned nothing useful."""
+    """Return the client's error for a function that returned nothing useful."""
     return TaskFailed(
         f'{kind(raw)} {raw.function} of "{raw.request.model}": {reason}',
         hint=f"pipeswitch show {raw.request.model} says what the model takes",

@@ -84,9 +84,9 @@ class Turns:
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def let_in(self) -> None:
-        """Such a pass steps aside between two groups for the task that waits for its turn, if that
-        needs no copy. In all it is aside for as long as the policy lets one that waits for memory
-        be overtaken."""
+        """Interrupt a streaming pass between two groups for the next task, if that needs no
+        copy. The total interruption is limited to the time for which the policy lets a
+        request that waits for memory be overtaken."""
         device, owner = self._device, self._device.owner
         passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
@@ -99,7 +99,8 @@ class Turns:
             self._core.emit(Interrupt(device.address(passing.slot), passing.epoch))
 
     def stepped_aside(self, worker: Worker, epoch: Epoch) -> None:
-        """Nobody has the turn now: the next one gets it, and then the pass again."""
+        """Note that the pass has given up the turn: the next task gets it, and then the pass
+        again."""
         owner = self._device.owner
         passing = owner.running
         if passing is None or (passing.slot, passing.epoch) != (worker.slot, epoch):
@@ -296,7 +297,7 @@ class Dispatch:
         return False
 
     def _is_held(self, replica: Replica, batch: Batch) -> bool:
-        """Whether they wait for others that could be joined with them."""
+        """Return True if the batch still waits for requests that could join it."""
         at_ms = begins_at_ms(self._device, replica, batch)
         self._look_again(at_ms)
         return self._core.now_ms < at_ms
@@ -474,7 +475,7 @@ class Dispatch:
         self, requests: list[Request], size: int, replica: Replica, worker: Worker,
         charge: Charge | None, *, is_switch: bool,
     ) -> Activation:  # fmt: skip
-        """They wait no more: the worker computes them, when it has the turn."""
+        """Send queued requests to a worker, which computes them when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
         assert manifest is not None
         is_code, choosing = manifest.mode == "module", request.choosing

@@ -1,6 +1,4 @@
-"""How a dispatched task ends: outputs and their bill, an error of its model, a death, the end of
-the server.
-"""
+"""End of a dispatched task: outputs and their bill, a model's error, a death, a server shutdown."""
 
 from __future__ import annotations
 
@@ -176,7 +174,8 @@ class Endings:
         return activation, self._requests(activation), replica
 
     def _settle(self, activation: Activation) -> None:
-        """Its callers pay for it, by our clock: what a worker says of times is not believed."""
+        """Charge the callers by the controller's clock: times that a worker reports are not
+        trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.aside_at_ms or core.now_ms
@@ -186,15 +185,15 @@ class Endings:
                 core.look_again(rests_until_ms, DUE)
 
     def _requests(self, activation: Activation) -> list[Request]:
-        """Those that it computes, in the order of their rows."""
+        """Return the activation's requests in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
-        """Its process is reaped: dispatch the request again, or give up on it.
+        """Queue a reaped worker's requests again, or refuse them.
 
-        A death counts against request and model only when the task had begun: a worker that
-        waits, or was dead already when the task was sent to it, has run no model code. Of joined
-        requests none is blamed: each is run again alone.
+        A death counts against request and model only if the task had begun: a worker that was
+        waiting, or already dead when the task was sent, has run no model code. No request of a
+        joined batch is blamed: each runs again alone.
         """
         device = self._device
         activation = next((task for task in device.owner.tasks if task.slot == worker.slot), None)
@@ -319,7 +318,7 @@ def _bill(
 def _trace(
     device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
 ) -> Spans:
-    """Its intervals on the timeline; what is joined waits for itself."""
+    """Return the task's timeline intervals; each joined request has its own queue interval."""
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
     began_ms, flow = activation.dispatched_at_ms, activation.epoch
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
@@ -357,7 +356,7 @@ def _hung(replica: Replica, activation: Activation) -> errors.DeadlineExceeded:
 
 
 def quarantined(model: Model) -> errors.ModelQuarantined:
-    """What a caller of a quarantined model reads."""
+    """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
         hint=f"pipeswitch load {model.name} gives it another chance",

@@ -1,4 +1,4 @@
-"""What one device owns: its processes, the models on it, its requests and jobs, its turn."""
+"""State of one device: its processes, models, requests and jobs, and its turn."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class DeviceState:
         )
 
     def may_serve(self, model: Model) -> bool:
-        """Whether it was registered for this device."""
+        """Return True if the model is registered for this device."""
         return not model.devices or self.settings.device in model.devices
 
     def job_of(self, worker: Worker, epoch: int) -> Job | None:
@@ -110,7 +110,7 @@ class DeviceState:
 
     @property
     def last_waiting(self) -> Request | None:
-        """Of the requests that could be dispatched, the one that came here last."""
+        """Newest request that could be dispatched here."""
         live = reversed(self.requests.values())
         return next((request for request in live if request.token in self.queue), None)
 
@@ -145,7 +145,8 @@ class DeviceState:
         self.core.emit(Spans(spans=[one]))
 
     def track(self, name: str) -> str:
-        """Of the timeline: of this device, where there are several."""
+        """Return the timeline track's name, with the device's label if there are several
+        devices."""
         return f"{self.label} {name}" if self.label else name
 
     def spend(self, kind: str, ms: float) -> None:
@@ -154,7 +155,7 @@ class DeviceState:
 
     @property
     def view(self) -> View:
-        """What a policy sees."""
+        """View that a policy gets."""
         capacity_bytes = self.settings.arena_bytes - WORD_BYTES * self.settings.words
         return View(self.core.now_ms, self.predictions.predict, capacity_bytes, self._residents)
 
@@ -167,7 +168,7 @@ class DeviceState:
 
     @property
     def seen(self) -> tuple[IsResident, ModelName | None, View]:
-        """What ranks follow from: which models are on the device, which computes, the view."""
+        """Inputs of the ranking: which models are on the device, which one computes, the view."""
         running = self.owner.running
         return self._is_on_device, running.model if running is not None else None, self.view
 
@@ -190,7 +191,7 @@ class DeviceState:
             self.queue.pins_changed()
 
     def take(self, request: Request, *, is_early: bool = False) -> None:
-        """It waits here from now on; an early one until its model is in the host store."""
+        """Queue the request; an early one waits until its model is in the host store."""
         self.requests[request.token] = request
         self.core.touched |= QUEUE
         (self.early if is_early else self.queue).add(request)
@@ -222,8 +223,8 @@ class DeviceState:
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
-        """Whether its process may run the operator's code, or else clients' programs (ADR 20), of
-        this tenant (ADR 23)."""
+        """Return True if the worker may run the operator's code, or a client's program (ADR 20),
+        for this tenant (ADR 23)."""
         is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
         return is_of_the_kind and worker.tenant in (None, tenant)
 

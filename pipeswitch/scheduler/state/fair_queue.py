@@ -57,7 +57,7 @@ class Account(Share):
 
 
 class Charge(NamedTuple):
-    """For a run that is not over."""
+    """Advance charge for a run that is not over."""
 
     urgency: float
     ms: float
@@ -99,7 +99,7 @@ class FairQueue(Generic[S]):
         return tag if share.urgency == urgency else max(tag, self._clock[urgency])
 
     def count(self, share: S, priority: int, change: int) -> None:
-        """It waits with so many requests more, or less."""
+        """Add ``change`` to the member's number of waiting requests of that priority."""
         share.waiting[priority] += change
         if not share.waiting[priority]:
             del share.waiting[priority]
@@ -259,8 +259,9 @@ class Accounts(FairQueue[Account]):
         return now_ms >= share.rests_until_ms or not self._gives_way(share, now_ms)
 
     def _gives_way(self, account: Account, now_ms: float) -> bool:
-        """Whether one that had less is there and may ask: who waits for his answers has nothing in
-        the queue when the run after another one's is chosen, or when a long one has ended."""
+        """Return True if a caller with less service is active and may send a request. Its queue
+        may be empty only because it still waits for a reply when the next run is chosen, or
+        when a long one has ended."""
         tag = account.tags[account.urgency]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
@@ -317,7 +318,7 @@ class Accounts(FairQueue[Account]):
         self, account: Account, priority: int, predicted_ms: float, arrived_at_ms: float,
         now_ms: float,
     ) -> Charge:  # fmt: skip
-        """As ``charge``, for one that never waited, when nobody waits."""
+        """Charge a request that never waited, when no request waits; see ``charge``."""
         urgency, ms, tag = float(priority), predicted_ms or UNKNOWN_MS, account.tags[priority]
         tag = max(tag, self._clock[urgency])
         account.seen_at_ms = max(account.seen_at_ms, arrived_at_ms)
@@ -344,9 +345,9 @@ class Accounts(FairQueue[Account]):
         return max([account.rests_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        """Its run took a worker with it. A caller that goes on so, with one model after another,
-        has no turn for a while, longer each time (8 to 16 s in the end); until when. The owner is
-        never barred."""
+        """Note that the run killed its worker, and return until when its caller is barred. A
+        caller that keeps killing workers, with one model after another, is barred for longer
+        each time (8 to 16 s in the end). The owner is never barred."""
         account = next(iter(charge.parts))
         kept = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * kept + 1.0, now_ms

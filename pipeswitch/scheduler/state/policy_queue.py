@@ -59,7 +59,7 @@ class Line:
         self.until: Until | None = None
 
     def requests(self) -> Iterator[Request]:
-        """By key."""
+        """Yield the requests by key."""
         return (self.entries[number][3] for _, number in self.by_key)
 
     def head(self, now_ms: float, patience_ms: float) -> int:
@@ -131,7 +131,7 @@ class Lines:
                     queue.count(queue.of(connection), priority, len(line.entries))
 
     def discard(self, request: Request, number: int) -> None:
-        """It is in its line."""
+        """Remove a request from its line."""
         account = self._accounts.of(request.caller)
         self._accounts.count(account, request.priority, -1)
         connection = request.connection if self._has_connections else ""
@@ -200,7 +200,8 @@ class Lines:
         )
 
     def changed(self, model: ModelName | None) -> None:
-        """It came to the device or left it, or computes, or does no more."""
+        """Mark the model's lines for ranking: it came to the device, left it, began or stopped
+        computing."""
         if model is not None:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 
@@ -271,7 +272,7 @@ class Lines:
 
     @property
     def until_ms(self) -> float:
-        """When time alone changes a rank next."""
+        """Next instant at which time alone changes a rank."""
         return self._until[0][0] if self._until else math.inf
 
     def _renew(self) -> None:

@@ -1,4 +1,4 @@
-"""How long a request will take, from what its model took before. Pure."""
+"""Predicted times of a request, from its model's earlier runs. Pure."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Rolling:
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
-        """Whether it is time to measure again: a single slow one may have been a bad moment, and
-        the more say the same the longer that holds."""
+        """Return True if it is time to measure again. A single slow value may come from a slow
+        moment; the more values there are, the longer they stay valid."""
         return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
 
 
@@ -69,19 +69,20 @@ class ByBatch:
         found.add(value, now_ms)
 
     def nearest(self, batch: int) -> Rolling | None:
-        """Of that batch, else of the nearest smaller one."""
+        """Return the measurements of that batch, else of the nearest smaller one."""
         index = bisect.bisect_right(self._batches, batch)
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """As the nearest smaller one's, as many rows more as it has; else as the nearest larger."""
+        """Return the 95th percentile of the nearest smaller batch, scaled up; else of the
+        nearest larger."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)
 
 
 class Safe(NamedTuple):
-    """What some 95 of 100 did not exceed, in milliseconds; 0: nothing was measured yet."""
+    """Robust 95th percentiles in milliseconds, and a mean; 0: nothing is measured yet."""
 
     load_ms: float
     compute_ms: float
@@ -89,7 +90,7 @@ class Safe(NamedTuple):
 
 
 class Predictions:
-    """Of each model: its copies, and its computations by batch."""
+    """Measured times of each model: its copies, and its computations by batch."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
@@ -98,7 +99,7 @@ class Predictions:
 
     @property
     def margin_ms(self) -> float:
-        """What ends came later than was predicted, 5 of 100 apart."""
+        """Robust 95th percentile of how much later requests ended than was predicted."""
         return max(0.0, self._errors.high)
 
     def ended(self, late_ms: float, now_ms: float) -> None:
@@ -114,13 +115,13 @@ class Predictions:
         self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
 
     def forget(self, model: str) -> None:
-        """It is unregistered: another may get its name."""
+        """Drop the times of an unregistered model: another model may get its name."""
         self._loads.pop(model, None)
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
-        """Of a request of that batch: as measured, else as of the nearest smaller batch, which it
-        is not faster than, else zero."""
+        """Return the measured times for that batch, else those of the nearest smaller batch, a
+        lower bound, else zeros."""
         loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
@@ -138,14 +139,14 @@ class Predictions:
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:
-        """What 95 of 100 runs of that batch should not exceed: rows cost no more together than
-        apart. 0: nothing was measured."""
+        """Return the time that 95 of 100 runs of that batch should not exceed: joined rows cost
+        no more than separate ones. 0: nothing is measured."""
         known = self._computations.get(model)
         return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
-        """Whether what speaks against a request of that batch is old, and none was taken since that
-        will be measured. ``is_sent``: its model has to be copied."""
+        """Return True if the times for that batch are old, and no request that renews them was
+        accepted since. ``is_sent``: the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:

@@ -51,7 +51,7 @@ class Queue:
         return self.requests[token][1] if token in self.requests else None
 
     def add(self, request: Request) -> None:
-        """To the end."""
+        """Add the request at the end."""
         self._added += 1
         self.requests[request.token] = (self._added, request)
         if request.model not in self._of:
@@ -96,9 +96,10 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """In turns, and in the order of the policy: of each caller, model and priority the first.
+        """Yield the first request of each caller, model and priority: callers in turns, in
+        policy order.
 
-        Only until a request is added or discarded.
+        Valid only until a request is added or discarded.
         """
         assert self._lines is not None
         return self._lines.heads(is_resident, current, view)
@@ -110,21 +111,21 @@ class Queue:
 
     @property
     def until_ms(self) -> float:
-        """When time alone changes a rank next."""
+        """Next instant at which time alone changes a rank."""
         assert self._lines is not None
         return self._lines.until_ms
 
     def held(self, caller: str, model: str = "") -> int:
-        """How many of a caller's wait here, of a model or in all."""
+        """Return how many of the caller's requests wait, for one model or for all."""
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """How many of its caller's go before it whatever comes, and the smallest batch of them."""
+        """Return how many of its caller's requests surely precede it, and their smallest batch."""
         assert self._lines is not None
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Its caller's that go before one that comes now, and those with deadlines behind it."""
+        """Return its caller's requests before a new one, and those behind it with deadlines."""
         if sorts_by == "arrival":
             return [one for one in self if one.caller == request.caller], []
         at = (request.due_ms, self._added + 1)
@@ -132,23 +133,24 @@ class Queue:
         return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Those of its model and priority, itself too: of each caller one in turn."""
+        """Yield the requests of its model and priority, itself included: one per caller in turn."""
         assert self._lines is not None
         return self._lines.of_line(request)
 
     def changed(self, model: ModelName) -> None:
-        """It came to the device or left it, or its prediction is another one."""
+        """Mark a model for checks and ranking: it came to the device, left it, or has a new
+        prediction."""
         if model in self._of:
             self.unchecked[model] = None
         if self._lines is not None:
             self._lines.changed(model)
 
     def pins_changed(self) -> None:
-        """What fits beside them may be another now."""
+        """Check every model again: other models may now fit beside the pinned ones."""
         self.unchecked = dict.fromkeys(self._of)
 
     def models(self) -> list[ModelName]:
-        """Those that requests here want."""
+        """Return the models that waiting requests need."""
         return list(self._of)
 
     def count(self, model: ModelName) -> int:
@@ -159,8 +161,8 @@ class Queue:
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Those whose deadline has passed, or can no longer be met, in order; each is told of once
-        for each ``add``."""
+        """Return the requests whose deadline has passed or can no longer be met, in order; each
+        one once per ``add``."""
         if not self._deadlines:
             return []
         due = []

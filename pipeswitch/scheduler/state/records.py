@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a model, a request, a job, a worker. Owned by the scheduler."""
+"""Records of a model, a request, a job and a worker. Owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 @dataclass
 class Registration:
-    """What a client asked to be served, its build, and the clients that wait for either end."""
+    """Registration of a model: the spec, its build, and the clients that wait for its result or
+    its end."""
 
     model: ModelName
     spec: bytes
@@ -110,19 +111,20 @@ class Model:
 
     @property
     def built(self) -> Manifest:
-        """Its program; it was built."""
+        """Program of a model that was built."""
         assert self.manifest is not None
         return self.manifest
 
     @property
     def owner(self) -> Owner:
-        """Of its bytes on a device, in the host store, and of its arrival words."""
+        """Owner of the model's bytes on a device and in the host store, and of its arrival
+        words."""
         return Owner("model", self.name)
 
 
 @dataclass
 class Grouping:
-    """How a model's layers are grouped on a device, and why."""
+    """Layer groups of a model on a device, and their reason."""
 
     plan: Plan = ()  # empty: as built
     source: str = "buckets"
@@ -184,7 +186,7 @@ class Replica:
 
     @property
     def built(self) -> Manifest:
-        """In the groups of its plan; it was built."""
+        """Program in the groups of its plan; the model was built."""
         assert self.manifest is not None
         return self.manifest
 
@@ -195,7 +197,7 @@ class Replica:
 
     @property
     def sent_bytes(self) -> int:
-        """Of one that streams, by each pass."""
+        """Number of bytes that each pass of a streaming model copies."""
         kept = self.landings.kept if self.landings is not None else ()
         return sum(g.size_bytes for index, g in enumerate(self.built.groups) if index not in kept)
 
@@ -206,7 +208,7 @@ class Replica:
 
     @property
     def version(self) -> Version:
-        """What a worker must have loaded to run it; it has a manifest."""
+        """Version that a worker must have loaded to run the model, which has a manifest."""
         assert self.manifest is not None
         return (self.manifest.digest, self.grouping.plan)
 
@@ -279,7 +281,7 @@ class Request:
 
     @property
     def due_ms(self) -> float:
-        """Its deadline; infinite when it has none."""
+        """Deadline; infinity if there is none."""
         return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
 
 
@@ -334,7 +336,7 @@ class JobSpec:
 
 @dataclass
 class JobProgress:
-    """How far a job is, what interrupted it, and what its user is told."""
+    """Progress of a job, its interruptions, and the text that its user reads."""
 
     step: int = 0
     epoch_index: int = 0
@@ -379,7 +381,7 @@ class JobMemory:
 
 @dataclass
 class JobTiming:
-    """When a job got and lost the device, and for how long it had it."""
+    """Times at which a job got and lost the device, and how long it had it."""
 
     dispatched_at_ms: float = 0.0
     start_ms: float = 0.0  # from its dispatch to its lease request: the cost of an eviction

@@ -60,7 +60,7 @@ def _plus(one: Cost, other: Cost) -> Cost:
 
 
 def _total(costs: Iterable[Cost | None]) -> Cost | None:
-    """Of them together; None: one must stay."""
+    """Return the sum of the costs; None if one of the owners must stay."""
     total: Cost = ()
     for cost in costs:
         if cost is None:
@@ -129,7 +129,8 @@ class Regions:
         return self._regions[first:behind]
 
     def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
-        """Of the first region that shares a byte with the range, and behind the last."""
+        """Return the index of the first region that overlaps the range, and the index after the
+        last one."""
         regions, end = self._regions, offset_bytes + size_bytes
         first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
         if first and regions[first - 1].end_bytes > offset_bytes:
@@ -185,7 +186,7 @@ class Regions:
         self._reserved_bytes = 0
 
     def cheapest_window(self, size_bytes: int, costs: Costs) -> Window | None:
-        """Where a region fits at the least total cost of evicted owners.
+        """Return the window for a region at the least total cost of evicted owners.
 
         Candidates start where a region ends: any window can be slid down to such a place and
         touches no other owner. Ties go to the lower offset.

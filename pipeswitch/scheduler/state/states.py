@@ -64,8 +64,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Of a state or an event; each is itself alone, which the tables find faster than by its text:
-    a decision looks up some twenty."""
+    """Name of a state or an event. Members hash by identity, faster than by their text: a
+    decision looks up about twenty."""
 
     __hash__ = object.__hash__
 
@@ -369,7 +369,7 @@ class StateMachine(Generic[State, Event]):
         ]
 
     def allows(self, event: Event) -> bool:
-        """Whether the table has a row for ``event`` now."""
+        """Return True if the table has a row for ``event`` in the current state."""
         return (self.state, event) in self._table
 
     def apply(self, event: Event, cause: str = "") -> State:

@@ -23,7 +23,7 @@ PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
 
 
 def version_name(name: ModelName, version: int) -> ModelName:
-    """What the scheduler, and ``ps``, call a version."""
+    """Return the name of a version in the scheduler and in ``ps``."""
     return ModelName(f"{name}{AT}{version}") if version > 1 else name
 
 
@@ -59,14 +59,14 @@ class Versions:
         return self.models.get(version_name(name, version))
 
     def resolve(self, name: ModelName, version: int = 0) -> ModelName:
-        """What the version is called; 0: the current one. Unknown names stay what they are."""
+        """Return the version's name; 0: the current version. Unknown names stay unchanged."""
         served = self.served(name)
         if not version:
             version = 1 if served is None else served.current
         return version_name(name, version)
 
     def all_of(self, name: ModelName) -> list[Model]:
-        """Its versions that are there, the newest last."""
+        """Return the existing versions of a name, the newest last."""
         found = [model for model in self.models.values() if model.base == name]
         return sorted(found, key=lambda model: model.version)
 
@@ -94,10 +94,11 @@ class Versions:
         self, name: ModelName, current: int, last: int, spec_digest: str,
         there: Collection[int], shares: Iterable[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """What the journal says, before the versions ``there`` come back themselves.
+        """Restore a name from the journal, before its versions ``there`` are restored
+        themselves.
 
-        The journal may lack the current one: its entry was refused by a full disk, or is damaged.
-        Then the newest of the others is.
+        The journal may lack the current version: its entry was refused by a full disk, or is
+        damaged. Then the newest of the others becomes the current one.
         """
         if there:
             self._open(name, current if current in there else max(there), last, spec_digest)
@@ -139,8 +140,9 @@ class Versions:
         model.chosen_epoch = self._core.next_epoch()
 
     def split(self, model: Model, percent: int) -> bool:
-        """So many of a hundred requests that name no version are this one's, until another becomes
-        the current one. False: it is that itself, or more than all would be given away."""
+        """Give a version that percentage of the requests that name no version, until another
+        version becomes the current one. Return False if it is current, or if the shares
+        exceed 100 %."""
         served, current = self._served[model.base], self.current(model.base)
         every = {**served.shares, model.version: percent}
         shares = {version: share for version, share in every.items() if share}
@@ -190,17 +192,17 @@ class Versions:
         return present[: max(0, len(present) - self._core.settings.keep_versions)]
 
     def successor(self, name: ModelName) -> Model | None:
-        """What the name stands for when its current version goes: that which it stood for before.
+        """Return the successor of the current version: the version that was current before it.
 
-        One that is not in the host store yet does (its requests wait), a quarantined one if there
-        is no other; none if all leave.
+        A version that is not in the host store yet can succeed (its requests wait), a quarantined
+        one only if there is no other; None if all versions are leaving.
         """
         bad = ModelState.QUARANTINED
         return max(self.present(name), key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
                    default=None)  # fmt: skip
 
     def gone(self, model: Model) -> None:
-        """It is no model any more. Its name ends with the last version."""
+        """Remove a version. Its name ends with the last one."""
         served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
             served.last -= 1  # it never was one

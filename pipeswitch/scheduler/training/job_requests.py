@@ -1,4 +1,4 @@
-"""What clients ask of jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
+"""Client requests for jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class JobRequests:
         self._core.answer(event.token, job=self._jobs.row(job))
 
     def _export_asked(self, job: Job, token: Token) -> None:
-        """Its newest commit shall be on disk, where clients read it."""
+        """Write the job's newest commit to disk, where clients read it."""
         if job.memory.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
             raise errors.InvalidInput(
@@ -186,7 +186,7 @@ class JobRequests:
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:
-        """It is where it was sent, or never will be."""
+        """Answer the clients that moved a job which has arrived, or never will."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:

@@ -25,14 +25,14 @@ RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
 class Home(NamedTuple):
-    """What the book knows of a device."""
+    """Device and its commits, in the book of jobs."""
 
     state: DeviceState
     commits: Commits
 
 
 class RestoredJob(NamedTuple):
-    """What a restarted server finds of a job that was not over."""
+    """State of an unfinished job that a restarted server finds."""
 
     slot_bytes: int = 0  # of its commit area, loaded from disk; 0: none
     step: int = -1  # of the commit in it
@@ -70,7 +70,7 @@ class Jobs:
         return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
 
     def home(self, job: Job) -> Home:
-        """Of a job on the books."""
+        """Return the home of a job on the books."""
         return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
@@ -92,10 +92,11 @@ class Jobs:
         ]
 
     def has_process_of(self, name: JobName) -> bool:
-        """Whether a process of a job lives, on any device, be it one that is about to leave.
+        """Return True if a process of the job lives on any device, even one that is about to
+        leave.
 
-        A job never has two: the old one's slice is released by name when it is reaped, and it
-        may still hold the job's log and commits.
+        A job never has two: the old one's slice is released by name when it is reaped, and it may
+        still hold the job's log and commits.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
@@ -158,7 +159,7 @@ class Jobs:
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
-        """Nothing of a job that is over stays."""
+        """Remove everything of a job that is over."""
         home = self.home(job)
         home.commits.forget(job)
         self._core.touched = ALL
@@ -166,7 +167,8 @@ class Jobs:
         del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
-        """As many ended jobs as are kept, the newest; none for longer than they are kept."""
+        """Remove ended jobs beyond the number or the time for which they are kept, the oldest
+        first."""
         core, settings = self._core, self._core.settings
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
@@ -222,7 +224,7 @@ class Jobs:
         }
 
     def report(self, job: Job, message: JobReport) -> None:
-        """What the script says of itself."""
+        """Apply a report of the job's script."""
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
@@ -327,7 +329,7 @@ def _number(value: Any, default: int) -> int:
 
 
 def activations_row(job: Job) -> dict[str, int]:
-    """Of a job that is in place: what its steps hold beside its slice, and what they send out."""
+    """Return the bytes that a job's steps hold outside its slice, and that they offload."""
     told = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}

@@ -107,7 +107,7 @@ class Ranking:
 
 
 class Training:
-    """Which job has the device: dispatch, stop, suspend, evict, the ends of its script."""
+    """Jobs on a device: dispatch, stop, suspend, evict, end of a script."""
 
     def __init__(
         self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
@@ -235,7 +235,7 @@ class Training:
         self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
-        """Whose turn began before this one, and how long before."""
+        """Return the other job whose turn began last, and how long before this one."""
         others = [one for one in self._ranking.in_place() if one is not job]
         if not others:
             return {}
@@ -267,8 +267,8 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """It computes: a cycle that is over, and that no other job waits for, is followed by its
-        next one."""
+        """Note that the job computes; start its next cycle if the last one is over and no other
+        job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -310,7 +310,7 @@ class Training:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        """Evict a job whose turn is over for the next queued one, if all places are taken."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
@@ -399,9 +399,9 @@ class Training:
         self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: Parked) -> bool:
-        """It computes no more; the caller passes the turn on. False for a late message.
+        """Note that the job has parked; the caller passes the turn on. Return False if late.
 
-        It may be late behind its own JobEnded: the two come over different channels.
+        The message may come after its own JobEnded: the two come over different channels.
         """
         core, promised = self._core, self._device.owner.promised
         if worker.task_epoch == message.epoch and promised.get(worker.slot) == message.next_turn:
@@ -432,7 +432,7 @@ class Training:
         return True
 
     def back(self, worker: Worker, message: Back) -> None:
-        """It could compute again, if it had the device."""
+        """Note that the job could compute again if it had the device."""
         job = self._device.job_of(worker, message.epoch)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
