@@ -384,8 +384,7 @@ class DropCommits(_Told, frozen=True):
 
 
 class CountSharers(_Told, frozen=True):
-    """Number of unfinished jobs that share an input; a sample that one job loads alone helps no
-    other."""
+    """Number of unfinished jobs that share an input: a lone job shares nothing that it loads."""
 
     group: str  # as in RunJob
     jobs: int
