@@ -1,4 +1,4 @@
-"""One device: the parts that decide over it, and what its workers and its daemon tell them."""
+"""One device: the parts that decide over it, and the messages of its workers and its daemon."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Device:
                 self.core.counts["stale_messages"] += 1
 
     def worker_exited(self, event: Exited) -> None:
-        """Reaped: only now may another owner have what it could write (invariant I5)."""
+        """Handle a reaped worker: only now may another owner get its memory (invariant I5)."""
         worker = self.speaker(event.source)
         if worker is None:
             return
@@ -181,14 +181,14 @@ class Device:
     # -- after every event --------------------------------------------------------------------
 
     def advance(self) -> int:
-        """The urgent part: the device is given its next task."""
+        """Give the device its next task, the urgent part."""
         self.dispatch.expire()
         self.dispatch.pump()
         self.turns.give()
         return URGENT
 
     def parts(self) -> list[Part]:
-        """All that may have something to do, in the order in which they are asked."""
+        """Return all parts that may have something to do, in the order of their calls."""
         return [
             Part(self.advance, is_urgent=True),
             Part(self.dispatch.keep_order),
@@ -211,7 +211,7 @@ class Device:
 
     @property
     def is_quiet(self) -> bool:
-        """No request is live, no commit on its way."""
+        """True if no request is live and no commit is on its way."""
         return not self.state.requests and self.commits.is_quiet
 
     # -- invariants ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Token = NewType("Token", int)
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all: made in a fifth of a frozen dataclass's time, ten of them for each request."""
+    """Base of all events: created in a fifth of a frozen dataclass's time, ten for each request."""
 
 
 ProcessKind = Literal["daemon", "worker", "stage", "builder"]
@@ -53,7 +53,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Asked(_Told, frozen=True):
-    """Base of what owes its client one final answer. One part takes each kind (``core.takes``)."""
+    """Base of events that need one final answer. One part takes each kind (``core.takes``)."""
 
     token: Token
 
@@ -83,7 +83,7 @@ class InferArrived(Asked, frozen=True):
 
 
 class Prepared(_Told, frozen=True):
-    """``TakeResult`` is done: a request's inputs lie in the pool, or why they do not."""
+    """End of ``TakeResult``: a request's inputs lie in the pool, or an error says why not."""
 
     token: Token
     slot: Slot
@@ -108,7 +108,7 @@ class NextRun(_Told, frozen=True):
 
 
 class NextRuns(_Told, frozen=True):
-    """The answer to ``RunEnded``, or the run of one that waited."""
+    """Answer to ``RunEnded``, or the next run of a generation that waited."""
 
     runs: tuple[NextRun, ...]
 
@@ -140,7 +140,7 @@ class RegisterAsked(Asked, frozen=True):
 
 
 class VersionAsked(Asked, frozen=True):
-    """A file of weights shall be the next version of a model; answered when it serves."""
+    """Request to serve a file of weights as a model's next version; answered when it serves."""
 
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec: its weights
@@ -156,7 +156,7 @@ class ChainAsked(Asked, frozen=True):
 
 
 class PublishAsked(Asked, frozen=True):
-    """The newest commit of a job shall be the next version of a model; answered when it serves."""
+    """Request to serve a job's newest commit as a model's next version; answered when it serves."""
 
     model: ModelName
     job: JobName
@@ -206,9 +206,9 @@ class TrainAsked(Asked, frozen=True):
 
 
 class JobAsked(Asked, frozen=True):
-    """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk,
-    ``move`` when it is there;
-    the others when the table has taken them."""
+    """Request about a job. ``wait`` is answered when the job is final, ``export`` when its
+    newest commit is on disk, ``move`` when the job has arrived; the others when the job's
+    state has changed."""
 
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
@@ -235,7 +235,7 @@ class ProfileAsked(Asked, frozen=True):
 
 
 class PingAsked(Asked, frozen=True):
-    """Ask every process whether it is there; answered with the times of those that are."""
+    """Ping every process; answered with the times of the processes that reply."""
 
 
 class DrainAsked(_Told, frozen=True):
@@ -351,19 +351,19 @@ class StartBuild(_Told, frozen=True):
 
 
 class DropPublished(_Told, frozen=True):
-    """Remove the copy of a commit that a version was made of, or would have been."""
+    """Remove the copy of a commit from which a version was, or would have been, made."""
 
     directory: str
 
 
 class SweepPrograms(_Told, frozen=True):
-    """No build runs, and models are gone: give back what was kept on disk for them alone."""
+    """Remove the files that only removed models needed; no build runs."""
 
     digests: frozenset[str]  # of the models that stay
 
 
 class CreateCommits(_Told, frozen=True):
-    """Make the job's commit memfd (header + two slots); the controller keeps it."""
+    """Create the job's commit memfd (header + two slots); the controller keeps it."""
 
     job: JobName
     slot_bytes: int
@@ -460,10 +460,10 @@ class Spans(_Told, frozen=True):
 
 
 class Journal(_Told, frozen=True):
-    """A fact that must survive the server: models and jobs (state_dir/journal).
+    """Record that must survive the server: models and jobs (state_dir/journal).
 
-    ``accepts``: whose acceptance it is, to be answered after it. When it cannot be written they
-    are refused instead, and what they asked for is taken back.
+    ``accepts``: requests to be answered after the write. If it fails they are refused instead, and
+    their effects are taken back.
     """
 
     entry: dict[str, Any]
@@ -471,7 +471,7 @@ class Journal(_Told, frozen=True):
 
 
 class SaveProfile(_Told, frozen=True):
-    """Keep it in the state directory; the next server has it again."""
+    """Save a profile in the state directory; the next server restores it."""
 
     profile: Profile
 
@@ -483,7 +483,7 @@ class Warn(_Told, frozen=True):
 
 
 class Leave(_Told, frozen=True):
-    """Everything is drained (status 0) or cannot go on (non-zero): stop the server."""
+    """Stop the server: everything is drained (status 0) or it cannot go on (non-zero)."""
 
     status: int
     reason: str

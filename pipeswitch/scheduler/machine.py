@@ -18,10 +18,10 @@ from .training.jobs import Jobs
 
 
 class Machine:
-    """One host and its devices. What is the same on all of them lies here."""
+    """One host and its devices, with the state that the devices share."""
 
     def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
-        """``devices``: the settings of each; none: one device, as ``core.settings`` say."""
+        """``devices``: the settings of each; if empty, one device with ``core.settings``."""
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
@@ -48,7 +48,7 @@ class Machine:
         return next((one for one in found if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
-        """Requests for it are on their way: it is sent where nothing is disturbed, once."""
+        """Send a model ahead of its requests, to one device where it disturbs nothing."""
         if not any(name in d.state.replicas and d.state.replicas[name].is_on_device
                    for d in self.devices):  # fmt: skip
             for device in self.devices:

@@ -1,4 +1,4 @@
-"""The ledgers of memory: who holds which range of the arena, and what of the host store. Pure."""
+"""Ledgers of memory: owners of ranges in the arena and in the host store. Pure."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Rest(Window):
 
 @dataclass(frozen=True)
 class Streamed(Window):
-    """A place for a model that is larger than the arena, and where its groups land there."""
+    """Place for a model that is larger than the arena, with the places of its groups."""
 
     landings: Landings
 
 
 class Arena:
-    """The ledgers of one device: its memory, and the arrival words that lie in it.
+    """Ledgers of one device: its memory, and the arrival words in it.
 
     A model that is larger than the arena holds two adjacent regions: first its ring
     (``Replica.rest``), then the groups that it keeps (``Replica.owner``). Between two passes it
@@ -58,7 +58,7 @@ class Arena:
         self._reserve_words()
 
     def device_lost(self) -> None:
-        """The daemon died, and its memory with it."""
+        """Drop all regions: the daemon died, and its memory with it."""
         self.regions.clear()
         self._reserve_words()
 
@@ -74,7 +74,7 @@ class Arena:
 
     @property
     def leasable_bytes(self) -> int:
-        """The arena without its arrival words: what models and slices can have."""
+        """Size of the arena without its arrival words, for models and slices."""
         words = self.regions.get(WORDS)
         return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
 
@@ -272,10 +272,11 @@ class Arena:
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
     def check_fits(self, model: Model) -> None:
-        """Some request of it can run once: it fits, or its groups can stream through.
+        """Check that a request of the model can run: the model fits, or its groups can stream
+        through.
 
         Raises:
-            OutOfDeviceMemory: none ever could; or it shall stay, and cannot.
+            OutOfDeviceMemory: it can never run, or it is to be pinned and cannot be.
         """
         size, largest = stored_bytes(model), self.leasable_bytes
         why = ""
@@ -309,7 +310,7 @@ class Arena:
 
     @property
     def largest_for_all_bytes(self) -> int:
-        """Return the size of the arena without the pinned models, which can move together."""
+        """Size of the arena without the pinned models, which can move together."""
         pinned = (self._device.replicas[name] for name in self._device.pinned)
         return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
 
@@ -336,10 +337,9 @@ class Arena:
 
 
 class Store:
-    """Each model's bytes lie here once, as they will lie on the device.
+    """Host store: each model's bytes once, in the layout of the device.
 
-    What jobs offload lies in their processes' memory and counts here: together they keep to the
-    limit.
+    Offloaded activations lie in the memory of the jobs' processes, and count toward the same limit.
     """
 
     def __init__(self, core: Core) -> None:
@@ -348,10 +348,10 @@ class Store:
         self.offloaded: dict[JobName, int] = {}  # bytes, of jobs whose process lives
 
     def charge(self, name: JobName, size_bytes: int) -> None:
-        """A job may have so much in host memory from now on; 0: its process has nothing there.
+        """Set the host memory that a job may use from now on; 0: its process has nothing there.
 
         Raises:
-            HostStoreFull: that is more than is free; it may have what it had.
+            HostStoreFull: that exceeds the free memory; the job keeps its former amount.
         """
         before = self.offloaded.get(name, 0)
         free = self.regions.free_bytes + before
@@ -371,10 +371,10 @@ class Store:
         self.regions.withheld_bytes = sum(self.offloaded.values())
 
     def take(self, model: Model) -> None:
-        """Reserve its place.
+        """Reserve the model's place.
 
         Raises:
-            HostStoreFull: no room beside the others, or over its tenant's share of what is free.
+            HostStoreFull: no room beside the others, or over its tenant's share of the free bytes.
         """
         size = stored_bytes(model)
         if refusal := self._over_share(model, size):
@@ -386,7 +386,8 @@ class Store:
         self._held_bytes[model.tenant] += region.size_bytes
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
-        """The owner is bounded by the store alone."""
+        """Return the error if the model exceeds its tenant's share; the owner has only the
+        store's limit."""
         own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
         share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
         if not model.tenant or size <= share:
@@ -410,7 +411,7 @@ class Store:
         )
 
     def forget(self, model: Model) -> None:
-        """Give back its place."""
+        """Release the model's place."""
         if self.regions.get(model.owner) is not None:
             self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
 

@@ -22,7 +22,7 @@ PLANNED: Final = "planned"
 
 
 class Plans:
-    """A new plan is in force as soon as its model is off the device."""
+    """Plans of layer groups. A new plan takes effect as soon as its model is off the device."""
 
     def __init__(self, device: DeviceState, residents: Residents) -> None:
         self._core = device.core
@@ -31,9 +31,9 @@ class Plans:
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
     def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
-        """A program was built: use the first profile that is of it and of this device.
+        """Use the first profile that fits the built program and this device.
 
-        None that fits: buckets, with one warning if there was one that might have.
+        If none fits, use byte buckets, with one warning if a profile might have fitted.
         """
         assert replica.model.manifest is not None
         problems: list[str] = []
@@ -58,8 +58,8 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: Replica, profile: Profile) -> bool:
-        """Plan from it, and let that plan be in force as soon as the model is off the device; one
-        that streams keeps its groups, and has its passes predicted."""
+        """Plan from the profile; the plan takes effect as soon as the model is off the device. A
+        streaming model keeps its groups, and has its passes predicted."""
         if replica.landings is not None:
             replica.grouping.profile = profile
             return True
@@ -84,7 +84,7 @@ class Plans:
         self._core.touched |= MEASURED
 
     def apply(self) -> int:
-        """Cut anew what can be; not the model that is being measured."""
+        """Cut the groups of each model that can be cut, except one that is being measured."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
             if replica is None or replica.grouping.next is None:
@@ -101,10 +101,10 @@ class Plans:
         return ALL if self._wanted else MEASURED
 
     def _cut(self, replica: Replica, plan: Plan) -> bool:
-        """Other groups for a model; False while it cannot be: it is read, sent, or waited for.
+        """Cut a model into other groups. False: it is being read, sent or waited for.
 
-        A model on the device is evicted first: the arrival words of the new groups have not
-        risen. Its next request is cold, once.
+        A model on the device is evicted first: the arrival words of the new groups have not risen.
+        Its next request is cold, once.
         """
         if plan == replica.grouping.plan:
             return True

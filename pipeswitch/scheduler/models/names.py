@@ -1,4 +1,4 @@
-"""Names: which model one stands for, as versions come and go; what is pinned, what leaves."""
+"""Names of models: the version that each stands for, pins, and unregistration."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Names:
         self._core.emit(Journal(entry=entry, accepts=accepts))
 
     def hand_over(self, model: Model, cause: str) -> None:
-        """From this version on; what was pinned is pinned again, and what is too old leaves."""
+        """Make a version current; what was pinned is pinned again, and outdated versions leave."""
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
@@ -88,7 +88,7 @@ class Names:
 
     @takes(RollbackAsked)
     def rollback(self, event: RollbackAsked) -> None:
-        """Another version that is still there becomes the current one, or gets a share."""
+        """Make another existing version current, or give it a share."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
             raise not_found(event.model)
@@ -127,8 +127,8 @@ class Names:
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model that cannot be had as failed: its journal entry is not usable, or what the
-        configuration says was refused."""
+        """List a model as failed: its journal entry is unusable, or its configured registration
+        was refused."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
@@ -171,7 +171,7 @@ class Names:
 
     @takes(PinAsked)
     def pin(self, event: PinAsked) -> None:
-        """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
+        """Pin a model, send it to the device and pardon it (``load``), or unpin it (``unload``)."""
         core = self._core
         model = self._versions.current(event.model)
         if model is None or model.state.state is ModelState.LEAVING:
