@@ -39,7 +39,7 @@ class FirstCome(Order):
 
 
 class EarliestDeadline(Order):
-    """The earliest deadline first. One without, or with a late one, counts as if it were due
+    """Earliest deadline first. A request without a deadline, or with a late one, counts as due
     after ten times ``max_wait_ms``, so none waits for ever."""
 
     sorts_by = "deadline"
@@ -60,7 +60,7 @@ class EarliestDeadline(Order):
 
 
 class ShortestFirst(Patient):
-    """The least predicted time first: its computation, and its model's copy if that is absent."""
+    """Least predicted time first: the computation, plus the model's copy if it is absent."""
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         return (request.batch, request.arrived_at_ms)
@@ -71,8 +71,9 @@ class ShortestFirst(Patient):
 
 
 class Collate(Patient):
-    """A A A B B: the model that computes goes on, then those on the device, then the one whose
-    first request waited longest. The fewest switches that patience allows."""
+    """Requests grouped by model (A A A B B): first the computing model, then models on the
+    device, then the model whose first request waited longest. The fewest switches that
+    patience allows."""
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)

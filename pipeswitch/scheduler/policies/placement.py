@@ -51,7 +51,7 @@ def _spread(place: Place) -> tuple[float, ...]:
 
 
 def _pack(place: Place) -> tuple[float, ...]:
-    """On as few devices as have room; the others stay idle for training."""
+    """Rank a place so that few devices are used; the others stay idle for training."""
     has_room = place.is_resident or place.size_bytes <= place.free_bytes
     return (not place.is_resident, not has_room, place.device)
 
@@ -64,5 +64,5 @@ PLACEMENTS: Final[dict[str, Rank]] = {
 
 
 def best(places: Sequence[Place], rank: Rank) -> Place:
-    """The first by that rank; there is at least one."""
+    """Return the first place by that rank; there is at least one."""
     return min(places, key=rank)

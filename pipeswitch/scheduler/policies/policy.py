@@ -112,8 +112,8 @@ class Order:
         return False
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
-        """Indices of the heads in the order in which their lines run; ``counts``: how many
-        requests wait in each."""
+        """Return the indices of the heads in the order in which their lines run. ``counts``:
+        number of requests that wait in each line."""
         return range(len(heads))
 
 
@@ -132,7 +132,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Policy:
-    """A name for ``stats``, and the two halves."""
+    """Policy: a name for ``stats``, an order and an eviction."""
 
     name: str
     order: Order
@@ -144,10 +144,10 @@ Maker = Callable[..., Any]
 
 
 def deadline_of(request: Waiting) -> float:
-    """Infinite when it has none."""
+    """Return the request's deadline; infinity if it has none."""
     return math.inf if request.deadline_at_ms is None else request.deadline_at_ms
 
 
 def reuse_of(head: Waiting) -> float:
-    """0: its model computes now. 1: it is on the device. 2: it must be sent."""
+    """Return 0 if the head's model computes now, 1 if it is on the device, 2 if it must be sent."""
     return 0.0 if head.is_current else 1.0 if head.is_resident else 2.0

@@ -59,8 +59,8 @@ class Priority(Order):
 
 
 class Worth(Eviction):
-    """Bytes that would have to be sent again, weighed by priority, use and waiting requests, for
-    each millisecond that the model has been idle."""
+    """Bytes that would have to be sent again, weighted by priority, use and waiting requests,
+    for each millisecond that the model has been idle."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident

@@ -1,4 +1,4 @@
-"""Requests at the door of the machine: admitted to a device's queue, refused, taken back."""
+"""Admission of requests to a device's queue, refusal, and cancellation."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """One that asked for no version goes to the current one if its own has left meanwhile, or
-        is of another one's share."""
+        """Redirect a request without a version to the current one if its version has left since,
+        or to another version by its share."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.lineage != model.split.born:
@@ -239,7 +239,7 @@ class Admission:
         return self.stages.cancel(event.token)
 
     def go_on(self, event: NextRuns) -> None:
-        """Generations whose run has ended, or that waited for room: to the queue, all at once."""
+        """Queue all generations at once whose run has ended, or that waited for room."""
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
@@ -328,7 +328,7 @@ class Admission:
         return wants
 
     def _place(self, state: DeviceState, request: Request) -> None:
-        """One that waited there already; where it is best off there, it keeps its place."""
+        """Move a waiting request to its best device; if it is there already, it keeps its place."""
         model = self._models[request.model]
         place, placed = self._placing.request(model, request)
         is_early = model.state.state in MODEL_AWAITED

@@ -46,7 +46,7 @@ class Joined:
         self._sizes = [tensor.size_bytes for tensor in head.inputs]
 
     def take(self, request: Request) -> bool:
-        """False: it does not belong to those that were taken before."""
+        """Add a request. False: it does not belong to the earlier ones."""
         if _key(request) != self._key:
             return False
         rows = self._rows + request.batch
@@ -68,12 +68,12 @@ def _key(request: Request) -> object:
 
 
 def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
-    """The head, and what of its line is joined with it. It ends
+    """Return the head with the requests of its line that join it. The batch ends
 
-    1. at the first request that is too large for what the limit leaves;
-    2. where the run, as far as is predicted, would end after the deadline of one that is in it.
+    1. at the first request that is too large for the rest of the limit;
+    2. where the predicted end of the run would miss a deadline within it.
 
-    Requests of other extents are passed over, and those that run alone.
+    Requests of other extents are passed over, and requests that run alone.
     """
     found, size = [head], head.batch
     limit = _limit(device, replica, head)
@@ -121,7 +121,8 @@ def waits_for_run(device: DeviceState, replica: Replica, batch: Batch) -> bool:
 
 
 def failed(device: DeviceState, replica: Replica, requests: Sequence[Request]) -> None:
-    """Their run ended badly, by one of them or by being joined: each is tried alone."""
+    """Note a failed joined run, caused by a request or by joining: each request is retried
+    alone."""
     replica.model.failed_joins += 1
     for request in requests:
         request.is_alone = True

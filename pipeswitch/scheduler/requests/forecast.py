@@ -141,7 +141,8 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
-    """The device's time for all of them, and the squares: what can be joined is, at the best."""
+    """Return the device time of all requests, joined where possible, and the sum of squared
+    spreads."""
     total_ms = square = 0.0
     for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
         mean_ms, spread_ms = _run_ms(device, model, batch)
@@ -182,7 +183,7 @@ def is_refused(device: DeviceState, request: Request) -> bool:
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
-    """From when on it will hardly be in time even if dispatched at once; None: no deadline."""
+    """Return when a request becomes late even if dispatched at once; None: it has no deadline."""
     if not _is_asked(device, request):
         return None
     assert request.deadline_at_ms is not None
@@ -313,7 +314,7 @@ def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
 
 
 def _run_ms(device: DeviceState, model: ModelName, batch: int) -> tuple[float, float]:
-    """One run in the mean, and how much longer 95 of 100 take at most; zeros: not known."""
+    """Return a run's mean time, and the spread to its 95th percentile; zeros: unknown."""
     if not _is_known(device, model):
         return 0.0, 0.0
     safe = device.predictions.safe(model, batch)

@@ -1,10 +1,10 @@
 """Fair queues over a device's callers, and over the connections of each caller.
 
 Start-time fair queueing inside each priority (docs/adr/0037-turns-by-tenant.md): a member's *tag*
-is the time it was given over its weight, and the smallest goes first. The *clock* is the tag of the
-last turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is
-charged with its prediction when it is dispatched, since the next one is chosen before it ends, and
-with the truth when it has ended.
+is its service time over its weight, and the smallest goes first. The *clock* is the tag of the last
+turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is charged
+with its prediction when it is dispatched, since the next one is chosen before it ends, and
+corrected to its real time when it has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ S = TypeVar("S", bound=Share)
 
 @dataclass(eq=False, slots=True)
 class Account(Share):
-    """One caller's, on one device."""
+    """Share of one caller on one device."""
 
     used_ms: float = 0.0  # by runs that are over
     seen_at_ms: float = -math.inf  # it asked, or was answered
@@ -94,7 +94,7 @@ class FairQueue(Generic[S]):
         return self._of[caller]
 
     def tag(self, share: S, urgency: float) -> float:
-        """If it waits, or were to wait, with that."""
+        """Return the member's tag if it waits, or were to wait, at that urgency."""
         tag = share.tags[urgency]
         return tag if share.urgency == urgency else max(tag, self._clock[urgency])
 
@@ -187,7 +187,7 @@ class FairQueue(Generic[S]):
         return not share.running and self._ahead_ms(share) <= 0.0
 
     def _ahead_ms(self, share: S) -> float:
-        """The time that it had and others had not."""
+        """Return the member's lead in service time over the others."""
         return max(
             [(tag - self._clock[urgency]) * share.weight for urgency, tag in share.tags.items()],
             default=0.0,
@@ -208,7 +208,7 @@ class FairQueue(Generic[S]):
         return urgency
 
     def correct(self, parts: Mapping[S, float], urgency: float, more_ms: float) -> None:
-        """The run is over, and took so much longer than was charged."""
+        """Correct the charge of a finished run that took ``more_ms`` longer than charged."""
         for share, part in parts.items():
             share.tags[urgency] += part * more_ms / share.weight
             share.running -= 1
@@ -216,10 +216,10 @@ class FairQueue(Generic[S]):
 
 
 class Accounts(FairQueue[Account]):
-    """The fair queue of all callers: they have keys or tokens, which the owner makes.
+    """Fair queue of all callers, which have keys or tokens from the owner.
 
     Attributes:
-        again_at_ms: when one that gave way in the last ``in_turns`` may do so no more.
+        again_at_ms: when a caller that gave way in the last ``in_turns`` may no longer do so.
     """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
@@ -286,7 +286,8 @@ class Accounts(FairQueue[Account]):
             self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
-        """A run is dispatched, in the turn of the first; its requests are counted as waiting yet.
+        """Charge a dispatched run, in the turn of the first caller; its requests still count as
+        waiting.
 
         ``rows``: by caller. ``predicted_ms``: 0 when nothing is known.
         """
@@ -329,8 +330,8 @@ class Accounts(FairQueue[Account]):
         return Charge(urgency, ms, {account: 1.0})
 
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        """The run is over. Who had a long one rests for as long, or as its weight allows; until
-        when, if any does."""
+        """Settle a finished run. A caller with a long run rests for as long, or less by its
+        weight; return until when, if any rests."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms

@@ -15,7 +15,7 @@ OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as 
 
 
 class Rolling:
-    """The last measurements of one thing, in milliseconds."""
+    """Latest measurements of one quantity, in milliseconds."""
 
     __slots__ = ("_ordered", "_values", "fresh_at_ms", "high", "p50", "p95")
 
@@ -25,7 +25,7 @@ class Rolling:
         self.high = self.p50 = self.p95 = self.fresh_at_ms = 0.0
 
     def add(self, value: float, now_ms: float) -> None:
-        """One more; the oldest may go."""
+        """Add a measurement; the oldest may be dropped."""
         self.fresh_at_ms = now_ms
         ordered = self._ordered
         if len(ordered) == KEPT:
@@ -37,7 +37,7 @@ class Rolling:
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
     def mean(self) -> float:
-        """A few slow ones are not believed here either."""
+        """Return the mean, capped at ``high``, since a few slow values are not trusted."""
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
@@ -47,7 +47,8 @@ class Rolling:
 
 
 class ByBatch:
-    """One model's computations; of many batches the one measured longest ago is forgotten."""
+    """One model's computations by batch; beyond a limit the batch measured longest ago is
+    dropped."""
 
     __slots__ = ("_batches", "_of")
 
@@ -56,7 +57,7 @@ class ByBatch:
         self._batches: list[int] = []  # in order
 
     def add(self, batch: int, value: float, now_ms: float) -> None:
-        """One more measurement of that batch."""
+        """Add a measurement of that batch."""
         found = self._of.pop(batch, None)
         if found is None:
             if len(self._of) == KEPT_BATCHES:
@@ -103,15 +104,15 @@ class Predictions:
         return max(0.0, self._errors.high)
 
     def ended(self, late_ms: float, now_ms: float) -> None:
-        """A request that was accepted has been answered, so much later than was predicted."""
+        """Record how much later than predicted an accepted request was answered."""
         self._errors.add(late_ms, now_ms)
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
-        """All groups of it were copied to the device."""
+        """Record the time in which all groups of a model were copied to the device."""
         self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
 
     def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
-        """A request of it has computed, waits for its groups apart."""
+        """Record a computation's time, without waits for its groups."""
         self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
 
     def forget(self, model: str) -> None:
@@ -130,7 +131,7 @@ class Predictions:
         )
 
     def safe(self, model: str, batch: int) -> Safe:
-        """The same measurements' high ends: what it will hardly be slower than."""
+        """Return the high ends of the same measurements, which a request hardly exceeds."""
         loads, known = self._known(model, batch)
         return Safe(
             loads.high if loads is not None else 0.0,
@@ -150,7 +151,8 @@ class Predictions:
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
-        """A request that will be measured: what is old is believed for as long again."""
+        """Note an accepted request that will be measured: old times stay valid for the same time
+        again."""
         for one in self._counted(model, batch, is_sent=is_sent):
             if one.is_old(now_ms):
                 one.fresh_at_ms = now_ms

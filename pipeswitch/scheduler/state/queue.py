@@ -1,4 +1,4 @@
-"""Requests that wait, found by token, by model and by deadline; none of it looks at all of them."""
+"""Waiting requests by token, by model and by deadline; no operation scans all of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Queue:
     """Requests in the order in which they were added, and in that of a policy.
 
     Attributes:
-        unchecked: models whose requests may be impossible: none of theirs waited before, or what
-            is pinned has changed.
+        unchecked: models whose requests may be impossible: their first request has just come, or
+            the pinned models have changed.
     """
 
     def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
@@ -47,7 +47,7 @@ class Queue:
         return token in self.requests
 
     def get(self, token: Token) -> Request | None:
-        """The request of that token, if it waits here."""
+        """Return the request of that token, if it waits here."""
         return self.requests[token][1] if token in self.requests else None
 
     def add(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class Queue:
             heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
 
     def discard(self, request: Request) -> None:
-        """Take it out; one that is not here stays where it is."""
+        """Remove a request; one that is not here stays where it is."""
         entry = self.requests.pop(request.token, None)
         if entry is None:
             return
@@ -105,7 +105,7 @@ class Queue:
         return self._lines.heads(is_resident, current, view)
 
     def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """Rank what has changed."""
+        """Update the ranks of changed lines."""
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
 
@@ -157,7 +157,7 @@ class Queue:
         return len(self._of[model]) if model in self._of else 0
 
     def of(self, model: ModelName) -> list[Request]:
-        """The requests for one model, in order."""
+        """Return the requests for one model, in order."""
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
@@ -173,12 +173,12 @@ class Queue:
         return [request for _, _, request in sorted(due, key=lambda entry: entry[1])]
 
     def check(self) -> None:
-        """The requests of all models are those that wait."""
+        """Assert that the requests of all models are exactly the waiting ones."""
         found = {token for same in self._of.values() for token in same}
         assert found == self.requests.keys(), "a request is counted but does not wait"
 
     def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """A look at all that wait finds the same order of models."""
+        """Assert that a scan of all waiting requests finds the same order."""
         assert self._lines is not None
         self._lines.check([r for _, r in self.requests.values()], is_resident, current, view)
 

@@ -66,7 +66,7 @@ class Registration:
 
 @dataclass
 class Served:
-    """A name that requests use. What its versions are lies in their own records."""
+    """Name that requests use. Its versions have records of their own."""
 
     name: ModelName
     current: int  # the version that it stands for
@@ -80,7 +80,7 @@ class Served:
 
 @dataclass
 class Model:
-    """A version that is served, or will be: the same on all devices."""
+    """Version that is served, or will be: the same on all devices."""
 
     name: ModelName  # of the version: versions.version_name
     priority: int
@@ -136,7 +136,7 @@ class Grouping:
 
 @dataclass
 class Transfer:
-    """The last copy of a model to a device."""
+    """Latest copy of a model to a device."""
 
     started_at_ms: float = 0.0
     ended_at_ms: float = 0.0
@@ -148,7 +148,7 @@ class Transfer:
 
 @dataclass
 class Replica:
-    """A model as one device has it: its groups there, their place, what was measured."""
+    """Model on one device: its groups there, their place, its measurements."""
 
     model: Model
     name: ModelName = field(init=False)  # of that
@@ -192,7 +192,7 @@ class Replica:
 
     @property
     def needs_bytes(self) -> int:
-        """The least of the arena that it can be served with."""
+        """Smallest part of the arena that can serve the model."""
         return self.least_bytes or self.built.total_bytes
 
     @property
@@ -203,7 +203,7 @@ class Replica:
 
     @property
     def is_code(self) -> bool:
-        """The operator's own module, not a graph; it was built."""
+        """True if the model, which was built, is the operator's own module instead of a graph."""
         return self.built.mode == "module"
 
     @property
@@ -214,7 +214,7 @@ class Replica:
 
     @property
     def is_on_device(self) -> bool:
-        """Resident or on its way: nothing needs to be sent for it."""
+        """True if the model is resident or on its way: nothing needs to be sent for it."""
         return self.residency.state in (
             Residency.TRANSMITTING,
             Residency.RESIDENT,
@@ -223,13 +223,13 @@ class Replica:
 
     @property
     def is_being_sent(self) -> bool:
-        """The daemon may still write to its region."""
+        """True if the daemon may still write to its region."""
         return self.residency.state in (Residency.TRANSMITTING, Residency.ABANDONED)
 
 
 @dataclass
 class Runs:
-    """A generation's runs so far. For policies each one arrives anew."""
+    """Runs of a generation so far. For policies each run is a new arrival."""
 
     born_at_ms: float  # when the first one arrived
     allowed_ms: float | None  # to the first token, and for each run after it
@@ -321,7 +321,7 @@ class JobSpec:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The job in the journal (``from_row``)."""
+        """Row of the job in the journal (``from_row``)."""
         return {
             "name": self.name, "entry": self.entry, "args": list(self.args),
             "priority": self.priority, "tenant": self.tenant, "share": self.share,
@@ -330,7 +330,7 @@ class JobSpec:
 
     @property
     def group(self) -> str:
-        """The jobs of one tenant that share its input; empty: none."""
+        """Group of the jobs of one tenant that share its input; empty: none."""
         return f"{self.tenant}/{self.share}" if self.share else ""
 
 
@@ -429,7 +429,7 @@ class Job:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The devices that it may be on now; none named: all."""
+        """Devices that the job may be on now; none: all."""
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
@@ -490,7 +490,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Not reaped: it may still write what it could ever write."""
+        """True if the process is not reaped: it may still write to all its memory."""
         return self.state.state is not WorkerState.DEAD
 
 
@@ -524,7 +524,7 @@ class Activation:
 
     @property
     def is_joined(self) -> bool:
-        """Return whether it computes several requests together."""
+        """True if the task computes several requests together."""
         return len(self.tokens) > 1
 
 

@@ -1,8 +1,8 @@
-"""Versions of models: which one a name stands for. Pure.
+"""Versions of models, and the version that a name stands for. Pure.
 
-A version is a model of its own, with a program, a place and states of its own; what its number adds
-is a name that many of them share, and that stands for one of them at any time. Requests are bound
-to a version when they come: each answer is of exactly one (docs/adr/0025-versions.md).
+A version is a model of its own, with its own program, place and states. Its number adds a name that
+several versions share, and that stands for one of them at any time. Requests are bound to a version
+on arrival: each answer is of exactly one (docs/adr/0025-versions.md).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def version_name(name: ModelName, version: int) -> ModelName:
 
 
 def split_name(name: str) -> tuple[ModelName, int]:
-    """Inverse of ``version_name``."""
+    """Split a version's name: the inverse of ``version_name``."""
     base, _, number = name.partition(AT)
     return ModelName(base), int(number or 1)
 
 
 class Versions:
-    """The book of names."""
+    """Book of names and their versions."""
 
     def __init__(
         self, core: Core, models: dict[ModelName, Model], served: dict[ModelName, Served]
@@ -47,12 +47,12 @@ class Versions:
         return self._served.get(name)
 
     def current(self, name: ModelName) -> Model | None:
-        """The model that a name stands for."""
+        """Return the model that a name stands for."""
         served = self.served(name)
         return None if served is None else self.of(name, served.current)
 
     def newest(self, name: ModelName) -> Model | None:
-        """The current one; of a name that is about to end, the last that leaves."""
+        """Return the current version; the last one that leaves if the name is about to end."""
         return self.current(name) or next(reversed(self.all_of(name)), None)
 
     def of(self, name: ModelName, version: int) -> Model | None:
@@ -109,7 +109,7 @@ class Versions:
         self._served[name] = Served(name, current, last, spec_digest, born)
 
     def opened(self, model: Model, spec_digest: str) -> None:
-        """A version begins to exist; the first of a name is what the name stands for."""
+        """Add a version; the first one of a name becomes current."""
         served = self._served.get(model.base)
         if served is None:
             self._open(model.base, model.version, model.version, spec_digest)
@@ -121,7 +121,8 @@ class Versions:
             model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
-        """Requests that come from now on are this version's; the one that was theirs before."""
+        """Make a version current for all later requests; return the version that was current
+        before."""
         served = self._served[model.base]
         before = self.current(model.base)
         if before is not None:
@@ -153,7 +154,7 @@ class Versions:
         return True
 
     def drawn(self, served: Served, current: Model) -> Model:
-        """The version whose share the next request is of."""
+        """Return the version that gets the next request, by the shares."""
         served.drawn += 1
         place = served.drawn * SPREAD % 1.0 * 100
         for version, percent in served.shares.items():
@@ -164,7 +165,7 @@ class Versions:
         return current
 
     def share(self, model: Model) -> int:
-        """Percent of the requests that name no version."""
+        """Return the version's percentage of the requests that name no version."""
         shares = self._served[model.base].shares
         given = 100 - sum(shares.values()) if self.is_current(model) else 0
         return shares.get(model.version, given)
@@ -186,7 +187,7 @@ class Versions:
         )
 
     def outdated(self, name: ModelName) -> list[Model]:
-        """Versions that nothing keeps: those stay that were current last."""
+        """Return the versions beyond the limit; the ones that were current last are kept."""
         present = [m for m in self.all_of(name) if m.state.state in PRESENT]
         present.sort(key=_when_chosen)
         return present[: max(0, len(present) - self._core.settings.keep_versions)]
@@ -221,5 +222,5 @@ class Versions:
 
 
 def _when_chosen(model: Model) -> tuple[Epoch, int]:
-    """Sorts versions by when they were current last; an earlier server's by their number."""
+    """Return a key that sorts versions by when they were last current; restored ones by number."""
     return model.chosen_epoch, model.version

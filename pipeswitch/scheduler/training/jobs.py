@@ -1,4 +1,4 @@
-"""The machine's book of jobs: what clients ask of them, what their scripts report, how they end."""
+"""Book of the machine's jobs: client requests, script reports, ends."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class RestoredJob(NamedTuple):
 
 
 class Jobs:
-    """A job's identity and what it is wanted to do; ``Training`` gives it the device.
+    """Book of jobs and their desired states; ``Training`` gives them the device.
 
-    Each job is placed on one device, which may be another one whenever it has left the one before:
-    its commits are the machine's.
+    Each job is placed on one device, which may change whenever the job has left it: commits belong
+    to the machine.
     """
 
     def __init__(self, core: Core) -> None:
@@ -62,11 +62,11 @@ class Jobs:
 
     @property
     def names(self) -> list[str]:
-        """The devices'."""
+        """Names of the devices."""
         return [home.state.settings.device for home in self.homes]
 
     def get(self, name: JobName) -> Job | None:
-        """The job of that name, wherever it is."""
+        """Return the job of that name, wherever it is."""
         return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
 
     def home(self, job: Job) -> Home:
@@ -74,7 +74,7 @@ class Jobs:
         return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
-        """Count who shares what; let go of what is kept no longer."""
+        """Count the jobs that share inputs; remove jobs that are no longer kept."""
         before = self._sharers
         self._sharers = Counter(
             job.spec.group for job in self if job.spec.share and job.state.state not in TASK_FINAL
@@ -118,8 +118,8 @@ class Jobs:
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
-        """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
-        the newcomer would have the device until it has had as much as the oldest."""
+        """Count each job's share of the device's time from now, as in Salus, since a job comes.
+        Otherwise the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
         for job in state.jobs.values():
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
@@ -141,10 +141,11 @@ class Jobs:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
-        """A job that was over before the restart, and the step of its state on disk (-1: none).
+        """Restore a job that ended before the restart, and the step of its state on disk (-1:
+        none).
 
         Raises:
-            ValueError, TypeError, KeyError: no record of ours.
+            ValueError, TypeError, KeyError: not a valid record.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
@@ -240,7 +241,7 @@ class Jobs:
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
-        """Steps done, and how fast while it had the device, since the last report."""
+        """Update the finished steps and the speed with the device since the last report."""
         progress, timing = job.progress, job.timing
         before = progress.step
         progress.step = _number(values.get("step"), progress.step)
@@ -312,7 +313,7 @@ class Jobs:
         ]
 
     def drain(self) -> None:
-        """Commit and unwind every job, write all to disk; the journal brings them back."""
+        """Commit and unwind every job, and write all to disk; the journal restores them."""
         for job in self:
             job.memory.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":

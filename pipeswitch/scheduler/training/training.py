@@ -1,4 +1,4 @@
-"""Training on the device: round robin over idle time, stop, suspend, evict, the ends of scripts."""
+"""Training on the device: round robin over idle time, stop, suspend, evict, ends of scripts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHY_EVICTED: Final = {
 
 
 class Ranking:
-    """Compares jobs and changes nothing. Inside a priority the device's order decides."""
+    """Order of jobs, without side effects. Inside a priority the device's order decides."""
 
     def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
         self._device = device
@@ -121,7 +121,7 @@ class Training:
         self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
-        """Give the idle device to the next job, and keep the rules about suspended ones."""
+        """Give the idle device to the next job, and enforce the limits on suspended ones."""
         core, device = self._core, self._device
         if not device.jobs:
             return 0
@@ -157,7 +157,8 @@ class Training:
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """A standby; the least warm one, so that warm ones stay for inference."""
+        """Return the standby with the fewest warm programs, so that warm ones stay for
+        inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -244,7 +245,7 @@ class Training:
         return {"job": before.spec.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
-        """End its cycle when another job waits; kill it when it does not stop or unwind."""
+        """End the job's cycle when another job waits; kill it when it does not stop or unwind."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
@@ -284,7 +285,7 @@ class Training:
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace is over.
 
-        Requests wait meanwhile. So each time that a job uses up its grace, the next grace is a
+        Requests wait during the grace. So each time that a job uses it up, its next grace is a
         quarter of it, but at least a second. After ``MOST_MISSED`` times the job is paused
         (``worker_died``).
         """
@@ -353,7 +354,7 @@ class Training:
                 core.look_again(due_ms, JOBS)
 
     def _kill_who_stays(self) -> None:
-        """A script that swallows the eviction, or a process that does not leave after it."""
+        """Kill a script that swallows the eviction, or a process that does not leave after it."""
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
@@ -368,13 +369,13 @@ class Training:
     def stop(
         self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
     ) -> None:
-        """Ask the job that holds the device to step aside and to hand the turn on by itself.
+        """Ask the job that holds the device to step aside and to pass the turn on.
 
-        Once for each of its turns: a later request is served when it has parked. One that is
-        being evicted is asked too; it answers before it commits and unwinds. For another job it
-        may end its step (``at_boundary``), so that its activations are gone when that one makes
-        its own; who cannot wait for that asks once more, and the controller hands the turn on: the
-        answer to the first may be on its way.
+        Once per turn: a later request is served when the job has parked. A job that is being
+        evicted is asked too; it answers before it commits and unwinds. For another job it may end
+        its step (``at_boundary``), so that its activations are gone when the other one makes its
+        own. If that takes too long it is asked again, and the controller passes the turn on, since
+        the answer to the first request may be on its way.
         """
         core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
@@ -438,7 +439,7 @@ class Training:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
-        """Account the cycle; rotate when it is used up."""
+        """Account the cycle; rotate the jobs when it is used up."""
         core, device = self._core, self._device
         if device.owner.job != job.spec.name:
             return
@@ -477,7 +478,7 @@ class Training:
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
-        """The script is over; its process retires and only then its memory is free."""
+        """Retire the process of a script that is over; only then its memory is free."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -502,7 +503,8 @@ class Training:
         self._jobs.unwound(job)
 
     def worker_died(self, worker: Worker, status: int) -> None:
-        """Reaped. After a crash the job starts again from its last commit."""
+        """Handle a job's reaped process. After a crash the job starts again from its last
+        commit."""
         core, device = self._core, self._device
         name = worker.job
         if name is None:
