@@ -210,7 +210,7 @@ def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
 def _check_shape(
     model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, bound: Values
 ) -> dict[str, int]:
-    """What the dimensions are with this input's; all inputs must agree on them."""
+    """Return the dimensions after binding this input's; all inputs must agree on them."""
     values = dict(bound)
     fits = tensor.dtype == spec.dtype and match(spec.shape, tensor.shape, values)
     in_range = all(dim.low <= values.get(dim.name, dim.low) <= dim.high for dim in manifest.dims)
@@ -259,7 +259,7 @@ class Body:
         self._left = dict(fields)
 
     def has(self, key: str) -> bool:
-        """It is given, and was not read yet."""
+        """Return True if the field is present and was not read yet."""
         return key in self._left
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -307,7 +307,7 @@ class Body:
         return tuple(value)
 
     def of_type(self, key: str, kind: Any, default: object = None) -> Any:
-        """As ``msgspec`` has it; required when there is no default."""
+        """Return the field as ``msgspec`` converts it; required when there is no default."""
         try:
             return msgspec.convert(self._left.pop(key, default), kind)
         except msgspec.ValidationError as error:
@@ -336,7 +336,7 @@ class Body:
 
 
 def trace_id_of(body: Body) -> str:
-    """Of W3C's ``traceparent``; often empty. Raises InvalidInput."""
+    """Return the trace id of W3C's ``traceparent``; often empty. Raises InvalidInput."""
     given = body.text("traceparent", "")
     if given and not TRACEPARENT.fullmatch(given):
         hint = "00-TRACE-SPAN-01, with 32 and 16 hexadecimal digits"
@@ -345,8 +345,8 @@ def trace_id_of(body: Body) -> str:
 
 
 def tenant_of(body: Body, own: str) -> str:
-    """Whose it is or will be: the client's own, or of the tenant that the owner names. The gateway,
-    which has the owner's socket, names its callers.
+    """Return the owning tenant: the client's own, or the one that the server's owner names. The
+    gateway, which has the owner's socket, names its callers.
 
     Raises:
         PermissionDenied, InvalidInput.

@@ -26,7 +26,8 @@ def begins(announced: Announce, models: Mapping[str, Announce]) -> Announce:
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> Run:
-    """Of a request whose inputs lie, or will lie, in its room. The room is the run's from here."""
+    """Return the run of a request whose inputs are, or will be, in its room, which the run now
+    owns."""
     values = {one.name: one for one in event.inputs}
     rooms = [(pending.room, values.keys())] if pending.room is not None else []
     pending.room = None
@@ -34,11 +35,11 @@ def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pen
 
 
 def model_of(step: Step, models: Mapping[str, Announce], tenant: str) -> Announce:
-    """What a step asks.
+    """Return the model of a step.
 
     Raises:
-        ModelNotFound: it was unregistered meanwhile.
-        InvalidInput: it is another client's now, where these are kept apart.
+        ModelNotFound: it was unregistered in the meantime.
+        InvalidInput: it now belongs to another client, where clients are separate.
     """
     found = models.get(step.model)
     if found is None or found.chain is not None:

@@ -51,7 +51,7 @@ class Disk:
             return self._programs.get(model, ("", ""))[0]
 
     def digests(self) -> set[str]:
-        """Of the programs that models need."""
+        """Return the digests of the programs that models need."""
         with self._lock:
             return {digest for digest, _ in self._programs.values()}
 
@@ -63,15 +63,16 @@ class Disk:
     # ---- how much ----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """What may be written for this tenant; the server's owner is bounded by the whole alone.
+        """Return the bytes that may be written for this tenant; the owner has only the total
+        limit.
 
-        With a ``program`` (its digest) that is there and will be this tenant's; below 0: too much.
+        A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 
     def refusal(self, tenant: str, size_bytes: int, what: str) -> HostStoreFull | None:
-        """Why so many bytes more may not be written; None: they may. ``data["tenant"]`` is whose
-        budget it is about: empty, all's."""
+        """Return the error if ``size_bytes`` more may not be written, else None.
+        ``data["tenant"]`` names the exhausted budget; empty: the total."""
         for whose, used_bytes, limit_bytes in self._budgets(tenant):
             left_bytes = max(0, limit_bytes - used_bytes)
             if size_bytes > left_bytes:
@@ -90,7 +91,7 @@ class Disk:
         return None
 
     def _budgets(self, tenant: str, program: str = "") -> list[tuple[str, int, int]]:
-        """Whose, used and limit: all's, and the tenant's own."""
+        """Return tenant, used bytes and limit of the total budget and of the tenant's own."""
         all_of_it, of_a_tenant = self._amounts
         total_bytes = shutil.disk_usage(self._root).total
         all_bytes = all_of_it.resolve(total_bytes, int(AUTO_SHARE * total_bytes))
@@ -126,7 +127,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int:
-    """Of a file, or of the files in a folder; what goes meanwhile is gone."""
+    """Return the bytes of a file, or of a folder's files; a file that vanishes counts 0."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return sum(map(_size, _entries(Path(entry.path))))

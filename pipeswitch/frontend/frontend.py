@@ -181,7 +181,7 @@ class Frontend:
     # ---- the loop's part -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """How long the loop may wait; None: until a descriptor wakes it."""
+        """Return how long the loop may wait; None: until a descriptor wakes it."""
         connections, peers = self.sessions.connections, self.sessions.peers
         if self._calls or peers.turns:
             return 0.0
@@ -307,7 +307,7 @@ class Frontend:
     # ---- verbs ---------------------------------------------------------------------------------
 
     def _about(self, standing: Standing) -> dict[str, Any]:
-        """What every client may know."""
+        """Return the server's facts that every client may read."""
         is_code_named = standing.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
@@ -428,7 +428,7 @@ class Frontend:
                 row["notes"] = [*row["notes"], note]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""
+        """Return ``stats`` with the values that only this thread has: counters, clients, pool."""
         return {
             **body,
             **self.requests.counts.as_dict(),

@@ -284,10 +284,10 @@ class Inference:
     # ---- what a function made ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Into the pool, in place of what came, if the model takes it, or it is the answer that was
-        declared; then ``Prepared``.
+        """Copy a function's result into the pool in place of the input, then send ``Prepared``,
+        if the model takes it or it is the declared answer.
 
-        ``memory``: of the slot, whose process waits meanwhile.
+        ``memory``: of the slot, whose process waits in the meantime.
         """
         pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
@@ -325,11 +325,11 @@ class Inference:
             self._copy(prepared.inputs, payload, room.tenant, taken)
 
     def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
-        """Whether a model takes what its function returned.
+        """Check that a model takes the result of its function.
 
         Raises:
-            TaskFailed: it does not; with both signatures, and the function.
-            InvalidInput: it left meanwhile.
+            TaskFailed: it does not; the message has both signatures and the function.
+            InvalidInput: the model left in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, stage=None)
@@ -343,10 +343,10 @@ class Inference:
             ) from None
 
     def _admit_answer(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
-        """Whether a function returned what was declared. Its room is that of the reply alone.
+        """Check that a function returned what it declared. The room is the reply's alone.
 
         Raises:
-            TaskFailed, InvalidInput: as of ``_admit_result``.
+            TaskFailed, InvalidInput: see ``_admit_result``.
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
@@ -366,8 +366,8 @@ class Inference:
         return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
 
     def go_on(self, pending: Pending, answer: Answer) -> Answer | None:
-        """What a model computed goes to the function behind it, or to the next step of a chain;
-        None: the answer follows."""
+        """Pass a model's result to its postprocessing function, or to the next step of a chain.
+        None: the answer follows later."""
         found = self._go_behind(pending, answer) if pending.after or pending.bill else answer
         if found is None or pending.run is None:
             return found
@@ -469,7 +469,7 @@ class Inference:
 
 
 def _as_request(command: TakeResult) -> RequestHeader:
-    """What a function returned, as if a client had sent it."""
+    """Return a function's result as a request, as if a client had sent it."""
     inputs = tuple(
         WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
         for number, one in enumerate(command.outputs)

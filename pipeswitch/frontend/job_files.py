@@ -18,11 +18,12 @@ PIECES: Final = (*TEXTS, "state")
 
 
 def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict[str, Any]:
-    """What lies from ``offset_bytes`` on, where to go on, and where the file ends now.
+    """Return the content from ``offset_bytes`` on, the next offset, and the current end of the
+    file.
 
     Returns:
-        ``text`` of a log or a history; ``data`` of a state (the file of ``commits/files.py``) and
-        the ``digest`` that all pieces of one file have: a newer commit takes its place.
+        ``text`` of a log or a history; ``data`` of a state (see ``commits/files.py``) and the
+        ``digest`` that all pieces of one file share: a newer commit replaces the file.
 
     Raises:
         ModelNotFound: no job of that name has written anything.

@@ -57,7 +57,7 @@ class Models:
         return admission.find_version(name, version, self.versions)
 
     def admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
-        """As ``admission.check_infer``, whose result is the same for the same request."""
+        """Return ``admission.check_infer``'s result, cached for equal requests."""
         key = (announced.model, announced.stage is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:

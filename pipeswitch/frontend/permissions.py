@@ -1,4 +1,4 @@
-"""What a caller may name: sources, files, entries."""
+"""Sources, files and entries that a caller may name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Z
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What this server lets its clients name."""
+    """Names that this server permits to its clients."""
 
     allow_code: Sequence[str] = ()
     uploads_dir: str = ""
@@ -26,7 +26,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSource:
-    """Where a model comes from, with uploads resolved to files of the server."""
+    """Source of a model, with uploads resolved to files of the server."""
 
     source: str
     weights: str
@@ -178,7 +178,8 @@ def check_function(
 
 
 def _matches(runs: str, pattern: str) -> bool:
-    """As a shell matches: a wildcard crosses no folder. ``*`` alone is everything."""
+    """Return True if the pattern matches, as in a shell: no wildcard crosses a folder. ``*``
+    alone matches everything."""
     parts, wanted = runs.split("/"), pattern.split("/")
     return pattern == "*" or (
         len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -1,7 +1,5 @@
-"""What is written of requests: the end of each, or of a share of them, in a file of its own where
-that is asked for (``[log] requests``); in the server's log a few lines of what failed or was
-refused, and what became of models and jobs.
-"""
+"""Logs of requests: the end of each, or of a sample, in its own file if configured (``[log]
+requests``); and a few lines in the server's log about failures, refusals, models and jobs."""
 
 from __future__ import annotations
 

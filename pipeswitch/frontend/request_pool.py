@@ -31,7 +31,7 @@ _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
 class Room(msgspec.Struct, kw_only=True, eq=False):
-    """What one request holds of the pool. Offsets are bytes from the pool's start."""
+    """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
     holder: str  # whose share it is of: who asks
     held_bytes: int  # as asked for; slabs are whole pages
@@ -44,7 +44,8 @@ class Room(msgspec.Struct, kw_only=True, eq=False):
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
     ) -> tuple[SlabTensor, ...]:
-        """Where the inputs lie in it, in call order; or the answer that a function made."""
+        """Return the places of the inputs, or of a function's answer, in the room, in call
+        order."""
         at = self.reply_offset_bytes if in_reply else self.input_offset_bytes
         return tuple(
             [
@@ -213,14 +214,14 @@ class RequestPool:
             ) from None
 
     def _give_back(self, tenant: str, offset: int) -> None:
-        """Where tenants are separate: a slab's pages, which is free."""
+        """Give back the pages of a freed slab, where tenants are separate."""
         file = self._files[tenant]
         give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
         self.tidy(tenant)
 
     def tidy(self, tenant: str) -> None:
-        """Where tenants are separate: give back what lies outside of this one's slabs, as a
-        worker's process leaves it that touched more than it was lent. Also after ``close``."""
+        """Give back the pages outside of this tenant's slabs, where tenants are separate: a
+        worker may have touched more than its slabs. Also works after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
             taken = [(start, start + size) for start, size in file.slabs.items()]
@@ -237,7 +238,7 @@ class RequestPool:
             self._give_back(room.tenant, offset)
 
     def release_reply(self, room: Room) -> None:
-        """It has left, or never will: the last of this room, and it counts to the share no more.
+        """Release the reply's slab, the last of its room, and the room's part of its share.
 
         KeyError: it was released before.
         """
@@ -281,7 +282,7 @@ class RequestPool:
         return self._slabs.free_bytes
 
     def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows it."""
+        """Return the pool's part of ``stats``."""
         return {
             "pool_capacity_bytes": self._slabs.capacity_bytes,
             "pool_free_bytes": self._slabs.free_bytes,

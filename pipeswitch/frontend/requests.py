@@ -85,7 +85,7 @@ class Requests:
 
     @property
     def next_token(self) -> Token:
-        """Of the request that is accepted next."""
+        """Token of the request that is accepted next."""
         return Token(self._last_token + 1)
 
     def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
@@ -132,11 +132,11 @@ class Requests:
         return self._pending[token]
 
     def tokens(self) -> list[Token]:
-        """Of all that wait."""
+        """Return the tokens of all waiting requests."""
         return list(self._pending)
 
     def clear(self, pending: Pending) -> None:
-        """What it brought was read; it may have another room."""
+        """Release a request's room: its inputs were read, and it may get another room."""
         if pending.room is not None:
             self.pool.release_inputs(pending.room)
             self.pool.release_reply(pending.room)
@@ -196,7 +196,7 @@ class Requests:
         return answer
 
     def _ended(self, pending: Pending, answer: Answer, is_sent: bool) -> None:
-        """Its answer has left, or never will: nothing points at it any more."""
+        """Remove a request whose answer has left, or never will: nothing refers to it any more."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:

@@ -91,7 +91,7 @@ class _Chunk:
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    """What the disk does not give back now, the next start sweeps."""
+    """Remove the paths; the next start sweeps what cannot be removed now."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -181,7 +181,7 @@ class Uploads:
         return names
 
     def unpin(self, names: Sequence[str]) -> None:
-        """It is answered: its program is a copy, or there is none."""
+        """Unpin the files of an answered registration: its program is a copy, or there is none."""
         if names:
             self._writer.put(functools.partial(self._unpin, names))
 
@@ -305,11 +305,11 @@ class Uploads:
         self._disk.keep_upload(path.name, client)
 
     def _make_room(self, client: str, size_bytes: int) -> None:
-        """For one more file. Outcomes, each if those before were not enough:
+        """Make room for one more file. Outcomes, each if those before were not enough:
 
         1. Its share of folder and disk has room.
-        2. Promises of which nothing comes are dropped, whoever made them.
-        3. Its own files that no registration named for a while go, the oldest first.
+        2. Reservations without progress are dropped, whoever made them.
+        3. Its own files that no registration named for a while are removed, the oldest first.
         4. It is refused.
         """
         if self._refusal(client, size_bytes) is None:

@@ -59,7 +59,7 @@ class Question:
 
     @property
     def own_tenant(self) -> str | None:
-        """Whose models it may change; None: everybody's."""
+        """Tenant whose models the client may change; None: every tenant."""
         return None if self.standing.may_operate else self.standing.tenant
 
 
@@ -71,7 +71,7 @@ Parser = Callable[[Question], Event | LogPiece]
 def ask(
     header: RequestHeader, token: ev.Token, standing: Standing, rules: Rules
 ) -> Event | LogPiece:
-    """What a request of a verb with a parser stands for, of a client that has the verb's role.
+    """Parse a request into an event, for a client that has the verb's role.
 
     Raises:
         PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.

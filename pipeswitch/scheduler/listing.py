@@ -35,7 +35,7 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
 def _shown(spec: ValueSpec) -> list[Any]:
-    """An input or output as rows tell it: numbers, and texts for what requests choose."""
+    """Return an input or output as rows show it: numbers, and texts for free dimensions."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
@@ -47,7 +47,7 @@ def _functions(model: Model) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shown:
-    """What ``ps`` shows of a model, a job or a process."""
+    """Row of ``ps`` for a model, a job or a process."""
 
     name: str
     kind: str
@@ -122,7 +122,7 @@ class Listing:
         return rows + [self._chain(name) for name in self._machine.chains]
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
-        """As a model's row, with the steps."""
+        """Return the row of a chain: a model's row, with the steps."""
         chain, tenant = self._machine.chains[name]
         lost = [
             f'step "{step.name}" needs "{step.model}", which is not ready'
@@ -177,7 +177,7 @@ class Listing:
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
-        """``versions``: of its name; for all models they are not sought in all models."""
+        """Return a model's row. ``versions``: of its name, to avoid a search in all models."""
         replica = self._machine.shown(model)
         manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row = self._facts(model) | {
@@ -232,7 +232,8 @@ class Listing:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """What ``pipeswitch plan`` reckons with: each model's profile, and the (first) arena."""
+        """Return the input of ``pipeswitch plan``: each model's profile, and the size of the
+        first arena."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,
@@ -257,7 +258,7 @@ class Listing:
         return [self._machine.jobs.row(job) for job in self._machine.jobs]
 
     def ps(self) -> list[dict[str, Any]]:
-        """Models, jobs, workers and the memory daemon, with ``pid``."""
+        """Return models, jobs, workers and the memory daemon, with ``pid``."""
         rows: list[dict[str, Any]] = []
         for device in self._machine.devices:
             state, arena = device.state, device.arena
@@ -418,7 +419,8 @@ class Listing:
         return self._row(on, Shown(account.caller, "tenant", state, why=why))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
+        """Return counters and sizes; the frontend adds
+        accepted/ok/error/undeliverable/in_flight."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts
@@ -466,7 +468,7 @@ class Listing:
         }
 
     def _of_device(self, device: Device) -> dict[str, Any]:
-        """Its part of ``stats``."""
+        """Return the device's part of ``stats``."""
         state, arena = device.state, device.arena
         return {
             "device": state.settings.device,
@@ -482,7 +484,7 @@ class Listing:
         }
 
     def _device_s(self, device: DeviceState) -> dict[str, float]:
-        """Seconds of each kind, with what is under way."""
+        """Return the device's seconds by kind, including unfinished ones."""
         spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
         if device.owner.job is not None:
             began_at_ms = device.jobs[device.owner.job].timing.cycle_began_at_ms
@@ -491,7 +493,7 @@ class Listing:
 
     @staticmethod
     def _leases(device: Device) -> int:
-        """Regions that a process computes in or copies into now: models in use, training slices."""
+        """Return the number of regions in use by a process: models in use, training slices."""
         replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
         kinds = ("slice", "scrub")

@@ -42,8 +42,8 @@ class Moves:
     def rehome(self) -> int:
         """Let a job that waits for its device wait for another one; its commits go with it.
 
-        Not while anything of its last dispatch is under way: a process that is not reaped, a commit
-        that is copied or written. One that is over leaves a lost device only.
+        Not while its last dispatch has an unreaped process, or a commit that is copied or written.
+        An ended job moves only off a lost device.
         """
         if len(self._jobs.homes) == 1:
             return 0
@@ -66,7 +66,7 @@ class Moves:
         return QUEUE | TURN | WORKERS | JOBS
 
     def _goes(self, job: Job, index: int) -> None:
-        """Give a job and its commits to another device, also for the next server."""
+        """Move a job and its commits to another device, also in the journal."""
         home, target = self._jobs.home(job), self._jobs.homes[index]
         home.commits.leaves(job)
         self._core.touched = ALL

@@ -1,7 +1,7 @@
-"""Which model is asked for when: recorded traces and random ones. Pure: takes text, opens no file.
+"""Arrivals of requests by model: recorded traces and random ones. Pure: takes text, opens no
+file.
 
-The traces that come along are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their
-attribution.
+The included traces are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their attribution.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
-    """So many clients at once, each of whom asks for models of its own, as the trace does from some
-    instant on and then from its beginning: about so many requests in all, at most all of them."""
+    """Return the trace for ``tiles`` concurrent clients, about ``requests`` requests in all, at
+    most every one. Each client has its own models, starts at its own instant of the trace,
+    and wraps around."""
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))
@@ -159,7 +160,7 @@ def _counts(words: Iterable[str], number: int) -> list[int]:
 
 
 def _instant(word: str, number: int) -> datetime:
-    """With seven digits of a second, of which datetime takes six."""
+    """Parse a time with seven decimals of a second; datetime takes six."""
     try:
         return datetime.fromisoformat(word.strip()[:26])
     except ValueError:

@@ -114,7 +114,7 @@ class SimulatedClients:
         return token
 
     def ask(self, job: JobName, action: Action) -> ev.Token:
-        """What may be asked of a job."""
+        """Send an action for a job, and return its token."""
         token = self.token()
         self._handle(ev.JobAsked(token=token, job=job, action=action))
         return token

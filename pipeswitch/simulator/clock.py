@@ -10,9 +10,8 @@ Act = Callable[[], None]
 
 
 class Move(NamedTuple):
-    """What one lane of a process does next. By the clock it is done ``cost_ms`` after it could be
-    begun, unless the lane has something else to do before that: then it never happens.
-    """
+    """Next step of one lane of a process. The clock ends it ``cost_ms`` after it could begin,
+    unless the lane gets something else to do first: then it never happens."""
 
     lane: str
     what: str
@@ -21,7 +20,7 @@ class Move(NamedTuple):
 
 
 class Plans(dict[str, tuple[str, int]]):
-    """Of a process of that device: lane -> what it does, and the number of its entry."""
+    """Plans of a process on ``device``: lane -> its next step, and the number of its entry."""
 
     device = 0
 
@@ -50,7 +49,7 @@ class Clock:
                 plans[lane] = (what, self._push(self.now_ms + cost_ms, plans, lane, act))
 
     def next_ms(self) -> float | None:
-        """When the next entry is due; None when there is none."""
+        """Return when the next entry is due; None when there is none."""
         entries = self._entries
         while entries and not self._is_planned(*entries[0][1:4]):
             heapq.heappop(entries)

@@ -1,4 +1,4 @@
-"""How long things take: links, latencies and jobs as data."""
+"""Durations as data: links, latencies and jobs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Link:
     fixed_ms: float = 0.0
 
     def copy_ms(self, size_bytes: int) -> float:
-        """How long a copy takes; a group of no bytes lies there already."""
+        """Return how long a copy takes; a group of no bytes is already there."""
         return self.fixed_ms + size_bytes / self.bytes_per_ms if size_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one server; milliseconds."""
+    """Costs of one server, in milliseconds."""
 
     to_device: Link = field(default_factory=Link)
     to_host: Link = field(default_factory=Link)
@@ -49,5 +49,5 @@ class Training:
 
     @property
     def ranges(self) -> tuple[ByteRange, ...]:
-        """What a commit copies of the slice."""
+        """Ranges of the slice that a commit copies."""
         return (ByteRange(offset_bytes=0, size_bytes=self.state_bytes),)

@@ -134,7 +134,7 @@ class SimulatedDaemon(Process):
                 raise Violation(f"a memory daemon takes no {message}")
 
     def accepts(self, order: CommitCopy) -> bool:
-        """Whether a commit is new."""
+        """Return True if a commit is new; otherwise the world is violated."""
         require(order.job in self._areas, f"a commit of {order.job} without an area")
         is_new = (order.epoch, order.number) > self._areas[order.job]
         require(is_new, f"commit {order.number} is copied again")

@@ -66,7 +66,7 @@ def image_of(step: int) -> Image:
 
 
 class Held(NamedTuple):
-    """What was sent to the arena and is not overwritten."""
+    """Transfer to the arena that is not overwritten."""
 
     order: TransmitModel
     done: int  # groups whose bytes are there
@@ -81,7 +81,7 @@ class SimulatedArea:
         self._half = 0
 
     def last(self) -> Image | None:
-        """What a script resumes from."""
+        """Return the image from which a script resumes."""
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:
@@ -181,7 +181,8 @@ class Device:
         require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
-        """Of a model that streams: what lay where that group lands has computed."""
+        """Return True if the group of a streaming model may land: the group before it there has
+        computed."""
         count = order.waits[group] if order.waits else 0
         return not count or (self.computed[0] == order.epoch and self.computed[1] >= count)
 
@@ -204,7 +205,7 @@ def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
 
 
 def _without(held: Span, taken: Span) -> Span:
-    """What is left, before what was taken or else behind it: a prefix, or what streams keeps."""
+    """Return the rest of ``held`` before ``taken``, or else after it: a prefix, or kept groups."""
     if not held.overlaps(taken):
         return held
     return Span(held.start, taken.start) if held.start < taken.start else Span(taken.end, held.end)
@@ -216,7 +217,7 @@ def region_of(order: TransmitModel) -> Span:
 
 
 def kept_groups(order: TransmitModel) -> list[GroupCopy]:
-    """Those that are not sent again."""
+    """Return the groups that are not sent again."""
     return [group for group in order.groups if not group.size_bytes]
 
 

@@ -1,5 +1,5 @@
-"""What all processes have in common: channels, a life, and an end that may come at any time; and
-the simplest of them, a builder."""
+"""Base of all simulated processes: channels, a life, and an end that may come at any time; and a
+builder, the simplest process."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Choices(Protocol):
     """Decides each time; the only source of chance."""
 
     def happens(self, what: Chance, name: str) -> bool:
-        """Whether it happens now. ``name``: the model's or the job's, or the process's."""
+        """Return True if it happens now. ``name``: of the model, the job or the process."""
         ...
 
 
 class Faithful:
-    """Nothing goes wrong."""
+    """Choices under which nothing goes wrong."""
 
     def happens(self, what: Chance, name: str) -> bool:
         return False
@@ -50,7 +50,7 @@ class Faithful:
 
 @dataclass(kw_only=True)
 class Scene:
-    """What the processes of one device share; all but the device is the server's."""
+    """State shared by the processes of one device; all but the device is the server's."""
 
     choices: Choices
     costs: Costs
@@ -95,20 +95,20 @@ class Process:
         return self.status is None
 
     def say(self, channel: str, message: Message) -> None:
-        """Into a channel to the controller."""
+        """Send a message on a channel to the controller."""
         self.out.setdefault(channel, deque()).append(message)
 
     def hear(self, channel: str, message: Message) -> None:
-        """Into a channel from the controller; nothing is kept for the dead."""
+        """Queue a message from the controller; a dead process gets none."""
         if self.runs:
             self.inbox.setdefault(channel, deque()).append(message)
 
     def kill(self) -> None:
-        """It goes on until the signal strikes."""
+        """Doom the process, which runs on until the signal strikes."""
         self.is_doomed = self.runs
 
     def end(self, status: int) -> None:
-        """It is gone. What it has said is still on its way."""
+        """End the process. Its messages are still on their way."""
         if self.status is None:
             self.status = status
             self.may_lose, self.is_doomed = status != 0, False
@@ -131,7 +131,7 @@ class Process:
         return found
 
     def steps(self) -> list[Move]:
-        """What it can do itself."""
+        """Return the steps that the process can take itself."""
         raise NotImplementedError
 
     def _arrives(self, queue: deque[Message]) -> None:

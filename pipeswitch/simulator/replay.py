@@ -59,12 +59,12 @@ class PaperModel:
         return sum(self.layer_ms)
 
     def load_ms(self, link: Link) -> float:
-        """Of its copy, group after group."""
+        """Return how long the model's copy takes, group after group."""
         begins = [*self.plan, len(self.layer_bytes)]
         return sum(link.copy_ms(sum(self.layer_bytes[a:b])) for a, b in pairwise(begins))
 
     def program(self) -> Program:
-        """As the simulated world takes it; sizes go up to whole tensors."""
+        """Return the program for the simulated world; sizes are rounded up to whole tensors."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
         return Program(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
@@ -73,7 +73,7 @@ class PaperModel:
 
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
-    """As it was measured, in the groups that are planned from that."""
+    """Return a model with the measured times, in the groups that are planned from them."""
     costs, plan = costs_of(profile), plan_of(profile)
     return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
                       plan=plan, row_share=_row_share(profile))  # fmt: skip
@@ -89,7 +89,7 @@ def _row_share(profile: Profile) -> float:
 
 
 def link_of(profile: Profile) -> Link:
-    """As it was measured."""
+    """Return the link with the measured speed."""
     beta = profile.link.beta_ms_per_mib
     return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=profile.link.alpha_ms)
 
@@ -105,7 +105,7 @@ class PaperJob:
     at_ms: float = 0.0
 
     def script(self) -> Training:
-        """As the simulated world takes it."""
+        """Return the script for the simulated world."""
         return Training(steps=self.steps, step_ms=self.step_ms, slice_bytes=self.memory_bytes,
                         state_bytes=self.memory_bytes)  # fmt: skip
 
@@ -130,7 +130,7 @@ class Trained:
 
     @property
     def share(self) -> float:
-        """Of the device's time while it was there."""
+        """Share of the device's time between the job's submission and its end."""
         return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
 
 
@@ -175,18 +175,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a trace's requests; milliseconds of the virtual clock.
+    """Results of a trace's requests; milliseconds of the virtual clock.
 
     Attributes:
-        latency_ms: of each request that was computed, in order of arrival; of several tokens, until
-            the first.
+        latency_ms: of each computed request, in order of arrival; of several tokens, until the
+            first.
         between_ms: from each token of an answer to its next, sorted.
-        in_slo: how many of all ended in time, with all their tokens.
-        refused: how many of all were not computed, by the error's name.
-        busy_ms: the devices computed this long, or trained.
+        in_slo: number of requests that ended in time, with all their tokens.
+        refused: number of requests that were not computed, by the error's name.
+        busy_ms: how long the devices computed or trained.
         order: the requests by their number in the trace, as they were computed.
         jobs: in the order in which they were named.
-        warnings: what a server's log would have, such as of a policy that failed.
+        warnings: lines that a server's log would have, such as of a policy that failed.
     """
 
     requests: int
@@ -274,8 +274,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """By their number in the trace. Of a tiled one each tile has the same, under names of its own;
-    they are made when they are asked for."""
+    """Models by their number in the trace. Each tile has the same models under its own names;
+    they are created on first access."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))
@@ -361,7 +361,7 @@ class Replay(World):
         return outcome([self], len(arrivals))
 
     def _own_ms(self, arrival: Arrival, step: int) -> float:
-        """What one of its tokens computes, alone."""
+        """Return the time of one token of the request, alone."""
         prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
         return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
@@ -434,7 +434,7 @@ class Replay(World):
 
 
 def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outcome:
-    """Of requests that each went to one of them."""
+    """Return the outcome of requests that each went to one of the servers."""
     first, counts = servers[0], [server.scheduler.core.counts for server in servers]
     latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
     jobs = tuple(first.trained[job.name] for job in first.jobs)
@@ -453,5 +453,5 @@ def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outco
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:
-    """Of the latencies; NaN for none."""
+    """Return a quantile of the latencies; NaN if there are none."""
     return percentile(outcome.latency_ms, fraction) if outcome.latency_ms else math.nan

@@ -148,7 +148,7 @@ class SimulatedScript:
     # -- main thread ---------------------------------------------------------------------------
 
     def steps(self) -> list[Move]:
-        """What the main thread can do next; nothing while it waits."""
+        """Return the next steps of the main thread; none while it waits."""
         gate, plan, costs = self.gate, self._plan, self._scene.costs
         state, is_evicting = gate.state, gate.is_evicting
         if self.is_stubborn and (state is GateState.STOPPING or is_evicting):
@@ -236,7 +236,7 @@ class SimulatedScript:
 
     @property
     def is_commit_over(self) -> bool:
-        """Whether the optimizer may write: no commit reads the parameters."""
+        """Return True if the optimizer may write: no commit reads the parameters."""
         return self.in_flight < 0 or self.is_acknowledged
 
     def _wait(self) -> None:
@@ -260,7 +260,7 @@ class SimulatedScript:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that has just ended is committed."""
+        """True if the step that has just ended is to be committed."""
         past_ms = self._scene.clock.now_ms - self._committed_at_ms
         is_late = past_ms >= self.order.commit_every_ms
         return is_late or self._scene.choices.happens("commit", self.order.job)

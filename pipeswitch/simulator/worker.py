@@ -77,7 +77,7 @@ class SimulatedWorker(Process):
 
     @property
     def computes(self) -> bool:
-        """Whether it uses the device now (invariant I5)."""
+        """True if the worker uses the device now (invariant I5)."""
         if self.status is not None:
             return False
         if self.inference is not None:
@@ -127,7 +127,7 @@ class SimulatedWorker(Process):
         return hears + self.main_steps()
 
     def main_steps(self) -> list[Move]:
-        """What the main thread can do."""
+        """Return the next steps of the main thread."""
         costs, script = self.scene.costs, self.script
         if self.inference is not None:
             return self._inference_steps(self.inference)
@@ -282,6 +282,6 @@ class SimulatedWorker(Process):
 
 
 def output_of(order: RunInference | JoinedRequest) -> SlabTensor:
-    """Its name says whose it is."""
+    """Return a tensor whose name says to which request it belongs."""
     return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
                       offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip

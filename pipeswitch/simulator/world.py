@@ -32,7 +32,8 @@ INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:
-    """Of a process among the workers of all devices; on the first it is the slot's number."""
+    """Return the key of a process among the workers of all devices; on the first, the slot
+    number."""
     return Slot(device * MOST_SLOTS + slot)
 
 
@@ -77,7 +78,7 @@ class World:
 
     @property
     def daemon(self) -> Any:
-        """Of the first device; None: it is gone."""
+        """Memory daemon of the first device; None: it is gone."""
         return self.daemons.get(0)
 
     @daemon.setter
@@ -160,14 +161,14 @@ class World:
             raise
 
     def require_one(self) -> None:
-        """Of the workers of a device at most one uses it."""
+        """Check that at most one worker of a device uses it."""
         computing = [worker for worker in self.workers.values() if worker.computes]
         devices = {worker.scene.index for worker in computing}
         names = [worker.name for worker in computing]
         require(len(computing) <= len(devices), f"{names} compute at the same time (I5)")
 
     def perform(self, commands: list[ev.Command]) -> None:
-        """What the controller's edges do."""
+        """Perform commands as the controller's edges do."""
         for command in commands:
             if not isinstance(command, INFORMING):
                 self.story.append((self.now_ms, "  <", command))
@@ -263,7 +264,7 @@ class World:
         return found + daemon.users() if daemon is not None else found
 
     def claims(self, index: int) -> list[User]:
-        """Those, and every slice that is still to be copied or zeroed."""
+        """Return the users, and every slice that is still to be copied or zeroed."""
         daemon = self.daemons.get(index)
         return self.users(index) + (daemon.readers() if daemon is not None else [])
 
@@ -341,7 +342,7 @@ class World:
                 require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
 
     def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
-        """By a process that may run what the one before may not, or no more."""
+        """Replace an idle worker by a process with other permissions."""
         is_idle = before.script is None and not before.orders and before.lease is None
         require(is_idle, f"{before.name} is replaced with a task in it")
         worker.is_replacement = True
@@ -352,7 +353,7 @@ class World:
         self.handle(ev.Received(process.address, message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
-        """It is gone for good, and the scheduler hears of it."""
+        """Remove a reaped worker, and report its exit to the scheduler."""
         if worker in self.dying:
             self.dying.remove(worker)
         else:

@@ -45,7 +45,7 @@ class Grown(msgspec.Struct, kw_only=True, eq=False):
         self.used += made.size_bytes // self.row_bytes
 
     def has_room_for(self, made: SlabTensor | None) -> bool:
-        """Whether these are whole rows, no more than were foreseen."""
+        """Return True if these are whole rows that fit the remaining capacity."""
         if made is None:
             return False
         left_bytes = (self.capacity - self.used) * self.row_bytes
@@ -79,7 +79,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def copy_bytes(self) -> int:
-        """To be copied before its request is computed; many, where another copy must come first."""
+        """Bytes to copy before its request is computed; huge if a donor must be copied first."""
         waits = any(donor.copies for donor in self.donors)
         return 1 << 62 if waits else sum(size for _, _, size in self.copies)
 
@@ -91,7 +91,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
-        """Its inputs, the outputs that they come from, and the dimension that grows by those."""
+        """State inputs, each with the output that it comes from and the dimension that grows."""
         found: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return found
 
@@ -145,8 +145,8 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Answer) -> Answer:
-        """What its client gets: the state stays. What a worker claims may be wrong: then it is as
-        before, and the answer says so."""
+        """Return the client's answer, without the state. If the worker's claims are wrong, the
+        sequence is unchanged, and the answer is an error."""
         if answer.error is not None:
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}
@@ -163,7 +163,7 @@ class Held(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its sequence."""
+    """Fields of a request about its sequence."""
 
     id: str
     starts: bool

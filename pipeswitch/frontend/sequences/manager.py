@@ -149,13 +149,13 @@ class Sequences:
         return msgspec.structs.replace(header, inputs=tuple(inputs)), all_frames
 
     def _forget_tokens(self, held: Held) -> None:
-        """Nobody knows any more what its rows are of."""
+        """Drop a sequence's token history: the content of its rows is unknown from now on."""
         if held.history is not None:
             self._prefixes.remove(held.history)
         held.history = None
 
     def copied(self, held: Held) -> None:
-        """What was copied from is needed no longer."""
+        """Release the donors of a finished copy."""
         donors, held.donors, held.copies = held.donors, [], []
         for donor in donors:
             donor.pins -= 1
@@ -163,7 +163,7 @@ class Sequences:
             self._let_go(one)
 
     def _let_go(self, held: Held) -> None:
-        """Of what nobody copies from any more: all, if it is over."""
+        """Release rooms that are no longer copied from: all rooms if the sequence is over."""
         if held.pins or held.copies:
             return
         rooms, held.leaving = held.leaving, []
@@ -180,7 +180,7 @@ class Sequences:
             self.drop(held)
 
     def begin(self, held: Held, asked: Asked) -> None:
-        """Its request was accepted. One that starts replaces another of this name."""
+        """Note the accepted request. A starting sequence replaces another one of its name."""
         known = self.held.get(held.key)
         if known is not None and known is not held:
             self.drop(known)
@@ -188,7 +188,7 @@ class Sequences:
         self.held[held.key] = self.held.pop(held.key, held)
 
     def ended(self, held: Held, room: Room | None, *, is_ok: bool, is_sent: bool) -> None:
-        """Its request is over, and the room of the reply is this one's to give back."""
+        """Note the end of its request, and release the reply's room."""
         held.is_busy, held.used_at_ms = False, self._now_ms()
         made, held.made = held.made, {}
         is_here = self.held.get(held.key) is held
@@ -208,7 +208,7 @@ class Sequences:
             self._pool.release_reply(room)
 
     def drop(self, held: Held) -> None:
-        """It is over; what it holds is free, as soon as nobody copies from it."""
+        """End a sequence; its memory is free as soon as it is not copied from any more."""
         if self.held.get(held.key) is held:
             del self.held[held.key]
         self.spare.pop(id(held), None)
@@ -241,7 +241,7 @@ class Sequences:
         return held is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """As ``stats`` shows it. Spares' slabs of the pool are as good as free."""
+        """Return the sequences' part of ``stats``. Spares' slabs of the pool count as free."""
         return {
             "sequences": len(self.held),
             "sequences_by_model": self.by_model(),
@@ -251,7 +251,7 @@ class Sequences:
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
-        """Of each that has any: live ones, what they and the spares hold, and the tokens so far."""
+        """Return live sequences, bytes of them and of spares, and tokens so far, by model."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
         found = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
         for held in (*self.held.values(), *self.spare.values()):
@@ -349,7 +349,7 @@ class Sequences:
         return Grown(room=room, row_bytes=row_bytes, capacity=capacity, least=0, stale=stale)
 
     def forget(self, client: Client) -> None:
-        """Of a client that is gone: those without a request; the others end with it."""
+        """Retire the idle sequences of a client that is gone; busy ones end with their request."""
         for held in [one for one in self.held.values() if one.client is client]:
             if not held.is_busy:
                 self.retire(held)
@@ -387,7 +387,7 @@ class Sequences:
         return held.token
 
     def rows(self, caller: str | None) -> list[dict[str, Any]]:
-        """As ``pipeswitch sequences`` shows them; of one caller, or all."""
+        """Return the rows of ``pipeswitch sequences``, for one caller or for all."""
         self.expire()
         now_ms = self._now_ms()
         return [

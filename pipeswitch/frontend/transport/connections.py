@@ -40,7 +40,7 @@ class Connection:
     last_held_bytes = 0  # when it was last looked at
 
     def held_bytes(self, now_s: float) -> int:
-        """Of a message that has not come whole; below 0: it has ended."""
+        """Return the bytes of an incomplete message; below 0: the connection has ended."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
@@ -87,7 +87,7 @@ class Connections:
         return not one.is_ended
 
     def greeted(self, one: Connection, tenant: str) -> None:
-        """It has a session of this tenant now."""
+        """Note that the connection has a session of this tenant now."""
         if one not in self._waiting:
             return
         del self._waiting[one]
@@ -103,7 +103,7 @@ class Connections:
             self.end(newest, "too many connections")
 
     def remove(self, one: Connection) -> None:
-        """It has ended. Idempotent."""
+        """Remove an ended connection. Idempotent."""
         if one in self._connections:
             self._leave(one)
             del self._connections[one]
@@ -158,7 +158,7 @@ class Connections:
             )
 
     def _leave(self, one: Connection) -> None:
-        """It counts no more."""
+        """Stop counting the connection."""
         if not one.is_ended:
             one.last_held_bytes = 0
             self._count -= 1

@@ -1,9 +1,9 @@
-"""Where clients come in: a TCP address and the owner's unix socket.
+"""Listeners for clients: a TCP address and the owner's unix socket.
 
-Both are plain streams. TCP is the frontend's on loopback; where other machines can reach it, or the
-owner says so, each client needs a CURVE key, and the gateway listens there (``gateway/keyed.py``).
-The owner's socket lies in a folder that is the owner's alone, so what reaches it is the owner's: it
-gives every role, and asks for no key.
+Both are plain streams. The frontend listens at TCP on loopback. Where other machines can reach it,
+or if the owner configures it, each client needs a CURVE key, and the gateway listens there
+(``gateway/keyed.py``). The owner's socket lies in a folder that only the owner can enter, so its
+clients are the owner's: they have every role, and need no key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Listeners:
     warnings: tuple[str, ...] = ()  # for who starts the server
 
     def keyed(self, config: ServerConfig) -> KeyedSettings | None:
-        """What the gateway is told that accepts at TCP; None: the frontend does."""
+        """Return the settings of the gateway that accepts at TCP; None: the frontend accepts."""
         if not self.tcp.needs_keys:
             return None
         return KeyedSettings(
@@ -62,7 +62,7 @@ class Listeners:
 
     @property
     def ours(self) -> list[Listener]:
-        """Those at which the frontend accepts."""
+        """Listeners at which the frontend accepts."""
         return [one for one in (self.tcp, self.ipc) if not one.needs_keys]
 
     def close(self) -> None:
@@ -73,15 +73,15 @@ class Listeners:
 
 
 def _keys_path(config: ServerConfig) -> Path:
-    """Where the server's key and the clients' are."""
+    """Return the folder with the keys of the server and the clients."""
     return Path(config.keys_dir or Path(config.state_dir, "keys"))
 
 
 def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
-    """Whether clients at this TCP address must prove a key, and what its owner is to be told.
+    """Return whether clients at this TCP address must prove a key, and warnings for the owner.
 
     Raises:
-        ConfigError: keys are needed and there is none of the server's, or no client is admitted.
+        ConfigError: keys are needed, but the server has none or no client is admitted.
     """
     if config.auth == "auto" and is_loopback(host):
         if not config.allow_code or Role.CODE in config.tcp_roles:

@@ -45,7 +45,7 @@ _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
 
 
 class Shares:
-    """How much memory local clients may have: MAX_SHARES of a fixed size."""
+    """Shared memory for local clients: at most MAX_SHARES of a fixed size."""
 
     def __init__(self, size_bytes: int) -> None:
         """0: none has any."""
@@ -68,7 +68,7 @@ class Shares:
         self.count -= 1
 
     def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows it."""
+        """Return the shares' part of ``stats``."""
         return {"shares": self.count, "share_bytes": self._size_bytes}
 
 
@@ -115,7 +115,7 @@ class StreamPeer(Connection):
             self.on_change()
 
     def greeted(self, client: Client) -> None:
-        """It has a session: its messages may be large."""
+        """Note the session: its messages may be large."""
         self.client = client
         self._stream.max_bytes = self._max_bytes
 
@@ -128,10 +128,10 @@ class StreamPeer(Connection):
     # ---- in ------------------------------------------------------------------------------------
 
     def messages(self) -> Iterator[Message]:
-        """Those that have come; a burst at most.
+        """Yield the messages that have arrived, at most a burst.
 
         Raises:
-            EOFError: it is gone.
+            EOFError: the client is gone.
             RemoteProtocolError: it sent nonsense.
         """
         if self._owes_share:
@@ -201,7 +201,7 @@ class StreamPeer(Connection):
         return True
 
     def send_now(self, frames: Sequence[Any]) -> None:
-        """To a client without a session; nothing is kept for one that does not read."""
+        """Send to a client without a session; drop the message if the client does not read."""
         if not self.is_closed and self._begun is None and not self._stream.is_sending:
             self._stream.put(pack_table([(len(part), INLINE) for part in frames[1:]]), frames[1:])
             with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ class StreamPeer(Connection):
         self._stream.put(pack_table(table), inline)
 
     def _copy_piece(self) -> None:
-        """What is in the share must be there before its table leaves."""
+        """Copy a piece into the share, which must be complete before its table is sent."""
         target, source = self._pieces.popleft()
         np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
@@ -328,14 +328,14 @@ class Peers:
             self._selector.modify(peer, events, functools.partial(self.turns.add, peer))
 
     def turn(self) -> None:
-        """What came by each."""
+        """Read the messages of each peer that wants a turn."""
         for peer in list(self.turns):
             self.read(peer)
             if not peer.wants_turn:
                 self.turns.discard(peer)
 
     def read(self, peer: StreamPeer) -> None:
-        """What came by one; who sends nonsense, or is gone, is forgotten."""
+        """Read a peer's messages; close it if it sent nonsense or is gone."""
         cause = ""
         try:
             for message in peer.messages():
@@ -353,7 +353,7 @@ class Peers:
             self.part(peer)
 
     def part(self, peer: StreamPeer) -> None:
-        """Its connection ends."""
+        """Close a peer's connection."""
         if peer in self.all:
             self.all.remove(peer)
             self.turns.discard(peer)
@@ -386,6 +386,6 @@ def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[Strea
 
 
 def is_ours(sock: socket.socket) -> bool:
-    """Whether the process that connected is this user's, or root's."""
+    """Return True if the connected process belongs to this user or to root."""
     facts = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(facts)[1] in (os.getuid(), 0)

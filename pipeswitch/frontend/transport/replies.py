@@ -1,4 +1,4 @@
-"""What goes back to a client, as frames; and what can be said of a message that is wrong. Pure."""
+"""Replies to clients as frames, and the readable parts of invalid messages. Pure."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _told_of(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
 
 
 class _Envelope(msgspec.Struct):
-    """What can be had of a header that is otherwise wrong."""
+    """Readable fields of a header that is otherwise invalid."""
 
     id: str = ""
     v: int = 0
@@ -148,7 +148,7 @@ def _envelope(parts: Sequence[Any]) -> _Envelope | None:
 
 
 def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: int) -> str:
-    """Why a worker's claim about its outputs is refused: it may only name its own reply slab."""
+    """Return why a worker's outputs are refused: they may only name its own reply slab."""
     end_bytes = start_bytes + size_bytes
     for tensor in outputs:
         size = ITEM_BYTES.get(tensor.dtype, 0)

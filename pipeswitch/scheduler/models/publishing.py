@@ -1,12 +1,12 @@
 """Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
-1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
-   client what is newest when the name's earlier publications are through. A script's waits too
+1. *waits* until its commit exists: a script publishes the step it is in, a client the newest
+   commit when the name's earlier publications are through. A script's publication waits too
    while ``MOST_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
 2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
-   meanwhile. Of a job that is over the commit lies on disk already;
+   in the meantime. The commit of an ended job lies on disk already;
 3. *copied*: one publication of a name is built at a time, when the model it follows is ready, in
-   the order in which they came. One whose commit is not there yet holds up nobody;
+   the order of arrival. A publication whose commit does not exist yet delays no other;
 4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
    for it when its bytes are in the host store.
 """
@@ -79,7 +79,7 @@ class Publishing:
 
     @takes(PublishAsked)
     def asked(self, event: PublishAsked) -> None:
-        """By a client; answered when the version serves."""
+        """Publish a commit for a client; the answer follows when the version serves."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
@@ -100,7 +100,7 @@ class Publishing:
         self._begin_version(before, weights, "", event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
-        """By a script, about the step it is in; the answer says whether that can be."""
+        """Accept or refuse a script's request to publish its current step, and reply at once."""
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -137,7 +137,7 @@ class Publishing:
             raise _other_step(event.job, event.step, job.memory.committed_step)
 
     def model_for(self, name: ModelName, tenant: str | None) -> Model:
-        """The model that a publication is to follow, when that is ready.
+        """Return the model that a publication is to follow, if it is ready.
 
         Raises:
             ModelNotFound, PermissionDenied, InvalidInput.
@@ -164,7 +164,7 @@ class Publishing:
     # -- what happens to them ------------------------------------------------------------------
 
     def pump(self) -> int:
-        """Begin what can be begun, end what is over."""
+        """Begin the publications that can begin, and end the finished ones."""
         for name, line in list(self._lines.items()):
             for one in list(line):
                 if one.stage == "waits" and self._may_begin(one, line):
@@ -209,7 +209,7 @@ class Publishing:
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
-        """The copy is there; False: it is of no publication."""
+        """Note a finished copy. Return False if it belongs to no publication."""
         one = self._copying(message.epoch)
         if one is None:
             return False
@@ -226,7 +226,7 @@ class Publishing:
         return True
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon will not copy it."""
+        """End a publication whose copy the daemon refused."""
         one = self._copying(epoch)
         if one is not None:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
@@ -236,14 +236,14 @@ class Publishing:
         return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
     def _tell_script(self, one: Publication) -> None:
-        """It may commit again."""
+        """Let the script commit again."""
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
             device.send(job.slot, PublishCopied(epoch=job.epoch), "signal")
 
     def _build(self, one: Publication) -> None:
-        """The program of the current version, with other weights; checked as a new one is."""
+        """Build the current version's program with other weights, checked like a new one."""
         served = self._versions.served(one.name)
         try:
             if served is not None and served.born > one.since:
@@ -273,7 +273,7 @@ class Publishing:
         return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
     def _look(self, one: Publication) -> None:
-        """Whether its version is there."""
+        """End the publication if its version is ready or has failed."""
         assert one.version is not None
         assert one.registration is not None
         is_building = one.version.state.state is ModelState.BUILDING
@@ -302,12 +302,13 @@ class Publishing:
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
     def _job_of(self, one: Publication) -> Job | None:
-        """The job it is about; a name that was removed may be another job's by now."""
+        """Return the publication's job; its name may belong to another job by now."""
         job = self._machine.jobs.get(one.job)
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Its client has gone or given up. A version that is being built is the registry's."""
+        """Cancel a client's publications, except versions in build, which belong to the
+        registry."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":
@@ -317,7 +318,7 @@ class Publishing:
                 self._end(one, error)
 
     def daemon_died(self, device: int) -> None:
-        """What it copied is copied anew, elsewhere: the old copy is being removed."""
+        """Restart the copies of a dead daemon into another folder: the old one is being removed."""
         for one in [one for line in self._lines.values() for one in line]:
             if one.stage == "copies" and one.device != device:
                 continue
@@ -328,7 +329,7 @@ class Publishing:
                 one.stage, one.directory = "waits", ""
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for line in self._lines.values():
             for one in line:
                 if one.token is not None:

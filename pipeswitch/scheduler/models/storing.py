@@ -13,7 +13,7 @@ from ..state.states import ModelState
 
 
 class Storing:
-    """Chooses the daemon that stores a model, and another one when that dies."""
+    """Choice of the daemon that stores a model, and of another one when that dies."""
 
     def __init__(
         self, core: Core, machine: Machine, registrations: Mapping[ModelName, Registration]
@@ -49,7 +49,7 @@ class Storing:
                 self.order(model)
 
     def daemon_died(self, device: int) -> None:
-        """Let another daemon store anew what the one that died was storing, or the next one."""
+        """Let another daemon, or the next one, store the models that the dead one was storing."""
         for model in self._machine.models.values():
             is_storing = model.state.state is ModelState.STORING
             if is_storing and self._registrations[model.name].storing == device:

@@ -1,6 +1,4 @@
-"""How a dispatched task ends: outputs and their bill, an error of its model, a death, the end of
-the server.
-"""
+"""End of a dispatched task: outputs and their bill, a model's error, a death, a server shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from .batching import failed
 
 
 class Endings:
-    """Each dispatched task ends here, once."""
+    """End of each dispatched task, once."""
 
     def __init__(self, device: DeviceState, residents: Residents) -> None:
         self._core = device.core
@@ -32,7 +30,7 @@ class Endings:
         self._ended: list[tuple[Activation, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
-        """Outputs lie in the reply slab: answer with the bill."""
+        """Answer the requests with the bill: their outputs lie in the reply slabs."""
         core, device = self._core, self._device
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
@@ -100,8 +98,8 @@ class Endings:
         )
 
     def _has_more(self, request: Request, runs: Runs) -> bool:
-        """A generation's run has ended and it has more to do: it waits again, as if it had come
-        now. False: it was cancelled meanwhile."""
+        """Let a generation with more to do wait again, as if it had just arrived. False: it was
+        cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
@@ -115,7 +113,7 @@ class Endings:
         return True
 
     def _note_times(self, activation: Activation, replica: Replica, message: InferenceDone) -> None:
-        """Keep the run's time for predictions, and its batch: the usual one of its model."""
+        """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
         # By our clock, from the turn to its answer: that is how long the next one waits for it.
         now_ms = self._core.now_ms
@@ -127,13 +125,14 @@ class Endings:
             self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
-        """The timeline of what was answered: after its answer, which must not wait for it."""
+        """Emit the timeline of answered tasks, after the answer, which must not wait for it."""
         for activation, requests, message in self._ended:
             self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """The model's own code raised, or its output does not fit: the worker is fine."""
+        """Handle an error of the model's own code, or an output that does not fit: the worker is
+        fine."""
         task = self._device.owner.task_of(worker.slot, message.epoch)
         if task is None:
             return
@@ -150,7 +149,8 @@ class Endings:
         self, activation: Activation, requests: list[Request], replica: Replica,
         error: errors.PipeSwitchError,
     ) -> None:  # fmt: skip
-        """One request reads why; joined ones are run again alone, for it may be another's error."""
+        """Refuse a single request; run joined ones again alone, since the error may be
+        another's."""
         if not activation.is_joined:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
@@ -176,7 +176,8 @@ class Endings:
         return activation, self._requests(activation), replica
 
     def _settle(self, activation: Activation) -> None:
-        """Its callers pay for it, by our clock: what a worker says of times is not believed."""
+        """Charge the callers by the controller's clock: times that a worker reports are not
+        trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.aside_at_ms or core.now_ms
@@ -186,15 +187,15 @@ class Endings:
                 core.look_again(rests_until_ms, DUE)
 
     def _requests(self, activation: Activation) -> list[Request]:
-        """Those that it computes, in the order of their rows."""
+        """Return the activation's requests in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
-        """Its process is reaped: dispatch the request again, or give up on it.
+        """Queue a reaped worker's requests again, or refuse them.
 
-        A death counts against request and model only when the task had begun: a worker that
-        waits, or was dead already when the task was sent to it, has run no model code. Of joined
-        requests none is blamed: each is run again alone.
+        A death counts against request and model only if the task had begun: a worker that was
+        waiting, or already dead when the task was sent, has run no model code. No request of a
+        joined batch is blamed: each runs again alone.
         """
         device = self._device
         activation = next((task for task in device.owner.tasks if task.slot == worker.slot), None)
@@ -256,7 +257,7 @@ class Endings:
                 self._device.refuse(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:
-        """Everything in flight goes back to the queue: not the requests' fault."""
+        """Queue every dispatched request again: the daemon's death is not their fault."""
         device = self._device
         for activation in device.owner.tasks:
             self._settle(activation)
@@ -264,14 +265,14 @@ class Endings:
         device.owner.lose_tasks("memory daemon exited")
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
         self._device.owner.lose_tasks("the server leaves")
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
-    """A request's batch; 1 when the program has no dynamic one."""
+    """Return a request's batch; 1 if the program has no dynamic one."""
     for value, tensor in zip(manifest.inputs, inputs, strict=False):
         if BATCH in value.shape:
             return tensor.shape[value.shape.index(BATCH)]
@@ -322,7 +323,7 @@ def _bill(
 def _trace(
     device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
 ) -> Spans:
-    """Its intervals on the timeline; what is joined waits for itself."""
+    """Return the task's timeline intervals; each joined request has its own queue interval."""
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
     began_ms, flow = activation.dispatched_at_ms, activation.epoch
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
@@ -360,7 +361,7 @@ def _hung(replica: Replica, activation: Activation) -> errors.DeadlineExceeded:
 
 
 def quarantined(model: Model) -> errors.ModelQuarantined:
-    """What a caller of a quarantined model reads."""
+    """Return the error for requests of a quarantined model."""
     return errors.ModelQuarantined(
         f'"{model.name}" is quarantined: {model.reason}',
         hint=f"pipeswitch load {model.name} gives it another chance",

@@ -64,8 +64,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Of a state or an event; each is itself alone, which the tables find faster than by its text:
-    a decision looks up some twenty."""
+    """Name of a state or an event. Members hash by identity, faster than by their text: a
+    decision looks up about twenty."""
 
     __hash__ = object.__hash__
 
@@ -346,7 +346,7 @@ STORY_LENGTH: Final = 12  # enough to read a whole preemption back, small enough
 
 
 class StateMachine(Generic[State, Event]):
-    """One record's state, its table, and the last transitions with what caused them.
+    """State of one record, its table, and the last transitions with their causes.
 
     ``apply`` is the only way a state changes. An event with no row raises InvalidTransition and
     changes nothing; the error prints the story.
@@ -369,11 +369,11 @@ class StateMachine(Generic[State, Event]):
         ]
 
     def allows(self, event: Event) -> bool:
-        """Whether the table has a row for ``event`` now."""
+        """Return True if the table has a row for ``event`` in the current state."""
         return (self.state, event) in self._table
 
     def apply(self, event: Event, cause: str = "") -> State:
-        """Follow the table; returns the new state."""
+        """Follow the table, and return the new state."""
         try:
             target = self._table[(self.state, event)]
         except KeyError:
@@ -391,7 +391,7 @@ class StateMachine(Generic[State, Event]):
 
 
 def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
-    """A Mermaid state diagram generated from a table (docs/states.md shows these)."""
+    """Return a Mermaid state diagram generated from a table (docs/states.md shows these)."""
     lines = [f"%% {name}: generated from pipeswitch/scheduler/state/states.py", "stateDiagram-v2"]
     merged: dict[tuple[str, str], list[str]] = {}
     for (source, event), target in table.items():

@@ -1,4 +1,4 @@
-"""What clients ask of jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
+"""Client requests for jobs: train, show, pause, resume, cancel, wait, export, rm, move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .jobs import Jobs
 
 
 class JobRequests:
-    """Each is answered at once, or when what it waits for has come."""
+    """Requests for jobs; each is answered at once, or when its condition is met."""
 
     def __init__(self, core: Core, jobs: Jobs) -> None:
         self._core = core
@@ -24,7 +24,7 @@ class JobRequests:
         self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
 
     def pump(self) -> int:
-        """Accept what waited for another one's end; answer what has come."""
+        """Accept jobs that waited for another one's end; answer requests whose condition is met."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             try:
@@ -43,7 +43,7 @@ class JobRequests:
         return 0  # a turn more or less of a job changes nothing here
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """The server cannot go on: every client that waits is answered."""
+        """Refuse every waiting client: the server cannot go on."""
         for job in self._jobs:
             self._core.refuse_all(
                 error, job.waiters, job.answer_on_change, job.exporters, job.movers
@@ -54,7 +54,7 @@ class JobRequests:
 
     @takes(TrainAsked)
     def train(self, event: TrainAsked) -> None:
-        """Accept a job; it is answered as soon as it is on the books."""
+        """Accept a job, and answer as soon as it is on the books."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -105,7 +105,7 @@ class JobRequests:
 
     @takes(JobAsked)
     def asked(self, event: JobAsked) -> None:
-        """show, pause, resume, cancel, wait, export, rm, move."""
+        """Handle show, pause, resume, cancel, wait, export, rm or move."""
         core, job = self._core, self._jobs.get(event.job)
         if job is None:
             raise errors.ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
@@ -158,7 +158,7 @@ class JobRequests:
         self._core.answer(event.token, job=self._jobs.row(job))
 
     def _export_asked(self, job: Job, token: Token) -> None:
-        """Its newest commit shall be on disk, where clients read it."""
+        """Write the job's newest commit to disk, where clients read it."""
         if job.memory.committed_step < 0:
             why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
             raise errors.InvalidInput(
@@ -186,7 +186,7 @@ class JobRequests:
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:
-        """It is where it was sent, or never will be."""
+        """Answer the clients that moved a job which has arrived, or never will."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
@@ -211,7 +211,7 @@ class JobRequests:
         self._core.answer(token, job=row)
 
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
-        """Pause or cancel: answered when the job holds no worker any more."""
+        """Pause or cancel a job; answer when it holds no worker any more."""
         event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
         _check_live(job)
         job.answer_on_change.append(token)

@@ -1,4 +1,4 @@
-"""The machine's book of jobs: what clients ask of them, what their scripts report, how they end."""
+"""Book of the machine's jobs: client requests, script reports, ends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
 class Home(NamedTuple):
-    """What the book knows of a device."""
+    """Device and its commits, in the book of jobs."""
 
     state: DeviceState
     commits: Commits
 
 
 class RestoredJob(NamedTuple):
-    """What a restarted server finds of a job that was not over."""
+    """State of an unfinished job that a restarted server finds."""
 
     slot_bytes: int = 0  # of its commit area, loaded from disk; 0: none
     step: int = -1  # of the commit in it
@@ -45,10 +45,10 @@ class RestoredJob(NamedTuple):
 
 
 class Jobs:
-    """A job's identity and what it is wanted to do; ``Training`` gives it the device.
+    """Book of jobs and their desired states; ``Training`` gives them the device.
 
-    Each job is placed on one device, which may be another one whenever it has left the one before:
-    its commits are the machine's.
+    Each job is placed on one device, which may change whenever the job has left it: commits belong
+    to the machine.
     """
 
     def __init__(self, core: Core) -> None:
@@ -62,19 +62,19 @@ class Jobs:
 
     @property
     def names(self) -> list[str]:
-        """The devices'."""
+        """Names of the devices."""
         return [home.state.settings.device for home in self.homes]
 
     def get(self, name: JobName) -> Job | None:
-        """The job of that name, wherever it is."""
+        """Return the job of that name, wherever it is."""
         return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
 
     def home(self, job: Job) -> Home:
-        """Of a job on the books."""
+        """Return the home of a job on the books."""
         return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
-        """Count who shares what; let go of what is kept no longer."""
+        """Count the jobs that share inputs; remove jobs that are no longer kept."""
         before = self._sharers
         self._sharers = Counter(
             job.spec.group for job in self if job.spec.share and job.state.state not in TASK_FINAL
@@ -92,10 +92,11 @@ class Jobs:
         ]
 
     def has_process_of(self, name: JobName) -> bool:
-        """Whether a process of a job lives, on any device, be it one that is about to leave.
+        """Return True if a process of the job lives on any device, even one that is about to
+        leave.
 
-        A job never has two: the old one's slice is released by name when it is reaped, and it
-        may still hold the job's log and commits.
+        A job never has two: the old one's slice is released by name when it is reaped, and it may
+        still hold the job's log and commits.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
@@ -117,8 +118,8 @@ class Jobs:
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
-        """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
-        the newcomer would have the device until it has had as much as the oldest."""
+        """Count each job's share of the device's time from now, as in Salus, since a job comes.
+        Otherwise the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
         for job in state.jobs.values():
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
@@ -140,10 +141,11 @@ class Jobs:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
-        """A job that was over before the restart, and the step of its state on disk (-1: none).
+        """Restore a job that ended before the restart, and the step of its state on disk (-1:
+        none).
 
         Raises:
-            ValueError, TypeError, KeyError: no record of ours.
+            ValueError, TypeError, KeyError: not a valid record.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
@@ -158,7 +160,7 @@ class Jobs:
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
-        """Nothing of a job that is over stays."""
+        """Remove everything of a job that is over."""
         home = self.home(job)
         home.commits.forget(job)
         self._core.touched = ALL
@@ -166,7 +168,8 @@ class Jobs:
         del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
-        """As many ended jobs as are kept, the newest; none for longer than they are kept."""
+        """Remove ended jobs beyond the number or the time for which they are kept, the oldest
+        first."""
         core, settings = self._core, self._core.settings
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
@@ -222,7 +225,7 @@ class Jobs:
         }
 
     def report(self, job: Job, message: JobReport) -> None:
-        """What the script says of itself."""
+        """Apply a report of the job's script."""
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
@@ -238,7 +241,7 @@ class Jobs:
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
-        """Steps done, and how fast while it had the device, since the last report."""
+        """Update the finished steps and the speed with the device since the last report."""
         progress, timing = job.progress, job.timing
         before = progress.step
         progress.step = _number(values.get("step"), progress.step)
@@ -310,7 +313,7 @@ class Jobs:
         ]
 
     def drain(self) -> None:
-        """Commit and unwind every job, write all to disk; the journal brings them back."""
+        """Commit and unwind every job, and write all to disk; the journal restores them."""
         for job in self:
             job.memory.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
@@ -327,7 +330,7 @@ def _number(value: Any, default: int) -> int:
 
 
 def activations_row(job: Job) -> dict[str, int]:
-    """Of a job that is in place: what its steps hold beside its slice, and what they send out."""
+    """Return the bytes that a job's steps hold outside its slice, and that they offload."""
     told = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(told[key], 0) for name, key in named.items() if key in told}

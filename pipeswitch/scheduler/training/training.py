@@ -1,4 +1,4 @@
-"""Training on the device: round robin over idle time, stop, suspend, evict, the ends of scripts."""
+"""Training on the device: round robin over idle time, stop, suspend, evict, ends of scripts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHY_EVICTED: Final = {
 
 
 class Ranking:
-    """Compares jobs and changes nothing. Inside a priority the device's order decides."""
+    """Order of jobs, without side effects. Inside a priority the device's order decides."""
 
     def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
         self._device = device
@@ -107,7 +107,7 @@ class Ranking:
 
 
 class Training:
-    """Which job has the device: dispatch, stop, suspend, evict, the ends of its script."""
+    """Jobs on a device: dispatch, stop, suspend, evict, end of a script."""
 
     def __init__(
         self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
@@ -121,7 +121,7 @@ class Training:
         self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
-        """Give the idle device to the next job, and keep the rules about suspended ones."""
+        """Give the idle device to the next job, and enforce the limits on suspended ones."""
         core, device = self._core, self._device
         if not device.jobs:
             return 0
@@ -157,7 +157,8 @@ class Training:
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """A standby; the least warm one, so that warm ones stay for inference."""
+        """Return the standby with the fewest warm programs, so that warm ones stay for
+        inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -235,7 +236,7 @@ class Training:
         self._core.look_again(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
-        """Whose turn began before this one, and how long before."""
+        """Return the other job whose turn began last, and how long before this one."""
         others = [one for one in self._ranking.in_place() if one is not job]
         if not others:
             return {}
@@ -244,7 +245,7 @@ class Training:
         return {"job": before.spec.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
-        """End its cycle when another job waits; kill it when it does not stop or unwind."""
+        """End the job's cycle when another job waits; kill it when it does not stop or unwind."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
@@ -267,8 +268,8 @@ class Training:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """It computes: a cycle that is over, and that no other job waits for, is followed by its
-        next one."""
+        """Note that the job computes; start its next cycle if the last one is over and no other
+        job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -284,7 +285,7 @@ class Training:
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace is over.
 
-        Requests wait meanwhile. So each time that a job uses up its grace, the next grace is a
+        Requests wait during the grace. So each time that a job uses it up, its next grace is a
         quarter of it, but at least a second. After ``MOST_MISSED`` times the job is paused
         (``worker_died``).
         """
@@ -310,7 +311,7 @@ class Training:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        """Evict a job whose turn is over for the next queued one, if all places are taken."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
@@ -353,7 +354,7 @@ class Training:
                 core.look_again(due_ms, JOBS)
 
     def _kill_who_stays(self) -> None:
-        """A script that swallows the eviction, or a process that does not leave after it."""
+        """Kill a script that swallows the eviction, or a process that does not leave after it."""
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
@@ -368,13 +369,13 @@ class Training:
     def stop(
         self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
     ) -> None:
-        """Ask the job that holds the device to step aside and to hand the turn on by itself.
+        """Ask the job that holds the device to step aside and to pass the turn on.
 
-        Once for each of its turns: a later request is served when it has parked. One that is
-        being evicted is asked too; it answers before it commits and unwinds. For another job it
-        may end its step (``at_boundary``), so that its activations are gone when that one makes
-        its own; who cannot wait for that asks once more, and the controller hands the turn on: the
-        answer to the first may be on its way.
+        Once per turn: a later request is served when the job has parked. A job that is being
+        evicted is asked too; it answers before it commits and unwinds. For another job it may end
+        its step (``at_boundary``), so that its activations are gone when the other one makes its
+        own. If that takes too long it is asked again, and the controller passes the turn on, since
+        the answer to the first request may be on its way.
         """
         core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
@@ -399,9 +400,9 @@ class Training:
         self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: Parked) -> bool:
-        """It computes no more; the caller passes the turn on. False for a late message.
+        """Note that the job has parked; the caller passes the turn on. Return False if late.
 
-        It may be late behind its own JobEnded: the two come over different channels.
+        The message may come after its own JobEnded: the two come over different channels.
         """
         core, promised = self._core, self._device.owner.promised
         if worker.task_epoch == message.epoch and promised.get(worker.slot) == message.next_turn:
@@ -432,13 +433,13 @@ class Training:
         return True
 
     def back(self, worker: Worker, message: Back) -> None:
-        """It could compute again, if it had the device."""
+        """Note that the job could compute again if it had the device."""
         job = self._device.job_of(worker, message.epoch)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
-        """Account the cycle; rotate when it is used up."""
+        """Account the cycle; rotate the jobs when it is used up."""
         core, device = self._core, self._device
         if device.owner.job != job.spec.name:
             return
@@ -477,7 +478,7 @@ class Training:
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
-        """The script is over; its process retires and only then its memory is free."""
+        """Retire the process of a script that is over; only then its memory is free."""
         job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -502,7 +503,8 @@ class Training:
         self._jobs.unwound(job)
 
     def worker_died(self, worker: Worker, status: int) -> None:
-        """Reaped. After a crash the job starts again from its last commit."""
+        """Handle a job's reaped process. After a crash the job starts again from its last
+        commit."""
         core, device = self._core, self._device
         name = worker.job
         if name is None:
