@@ -33,7 +33,7 @@ LARGE = {
     "recurrent._stft 10, inference.Inference.__init__ 9, "
     "recurrent._shapes 9, children.Children.fork 8",
     "methods": "bindings.Cuda 37, server.Connection 37, placement_actor.Placement 34, "
-    "cluster.ClusterConnection 33, world.World 32, view.PoolView 32, frontend.Frontend 30",
+    "cluster.ClusterConnection 33, view.PoolView 32, frontend.Frontend 30",
     "fields": "records.Request 29, held.Held 26",
 }
 

@@ -143,7 +143,7 @@ class Jobs:
         """A job that was over before the restart, and the step of its state on disk (-1: none).
 
         Raises:
-            ValueError, TypeError, KeyError: no record of ours.
+            ValueError, TypeError, KeyError, msgspec.ValidationError: not a record of ours.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
